@@ -1,0 +1,57 @@
+# Everything a developer or CI runs. The first target that needs it makes `.venv` and builds the
+# extension into it; nothing has to be installed by hand but git, a C toolchain, make, Rust and
+# Python 3.10+. `PYTHON=/path/to/python make test` reuses that Python's torch when it has one.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTENSION := $(VENV)/.extension
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
+
+.PHONY: demo test test-rust test-python lint bench format clean build
+
+demo: build
+	$(BIN)/gradlane demo
+
+test: test-rust test-python
+
+test-rust: .cache/tools
+	cargo test --workspace --exclude gradlane-py
+
+test-python: build
+	$(BIN)/python -m pytest
+
+lint: build
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check python tests
+	$(BIN)/ruff format --check python tests
+	$(BIN)/mypy
+
+bench: .cache/tools
+	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
+
+format: build
+	cargo fmt --all
+	$(BIN)/ruff check --fix python tests
+	$(BIN)/ruff format python tests
+
+build: $(EXTENSION)
+
+# The environment is made with the extension in it; later changes of Rust code rebuild only that.
+$(EXTENSION): $(STAMP) $(RUST_SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --quiet --skip-install
+	@touch $@
+
+$(STAMP): .cache/tools pyproject.toml constraints.txt scripts/make-venv
+	PYTHON="$(PYTHON)" bash scripts/make-venv $(VENV)
+	@touch $@
+
+.cache/tools: scripts/check-tools
+	@PYTHON="$(PYTHON)" bash scripts/check-tools
+	@mkdir -p .cache && touch $@
+
+clean:
+	cargo clean
+	rm -rf $(VENV) .cache bench.json demo.html

@@ -1,0 +1,89 @@
+//! What a frame is: its kind, its flags and the encoding of its payload.
+
+macro_rules! wire_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $value:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum $name { $($(#[$vdoc])* $variant = $value),+ }
+
+        impl $name {
+            /// Every value, in the order of their codes.
+            pub const ALL: &'static [$name] = &[$($name::$variant),+];
+
+            /// The value with this code on the wire.
+            #[must_use]
+            pub const fn from_code(code: u8) -> Option<$name> {
+                match code { $($value => Some($name::$variant),)+ _ => None }
+            }
+
+            /// The code on the wire.
+            #[must_use]
+            pub const fn code(self) -> u8 { self as u8 }
+        }
+    };
+}
+
+wire_enum! {
+    /// What a frame is for.
+    FrameKind {
+        /// Piece of a gradient slice, from a worker to the slice's owner.
+        Push = 1,
+        /// Piece of an aggregated slice, from its owner to a worker.
+        Broadcast = 2,
+        /// The owner has the aggregated slice; the worker may pull (pull rules with a notice).
+        Notify = 3,
+        /// The worker asks the owner for the aggregated slice.
+        Pull = 4,
+        /// A new priority vector from rank 0. Payload: `u64` first step, then one `i32` a tensor.
+        PlanSwitch = 5,
+        /// The sender holds the priority vector of this plan version.
+        PlanSwitchAck = 6,
+        /// Nothing but a sign of life.
+        Heartbeat = 7,
+        /// The sender has finished in good order after the step in the header and will send no more.
+        Goodbye = 8,
+        /// The sender gives up. Payload: the reason in UTF-8.
+        Abort = 9,
+    }
+}
+
+wire_enum! {
+    /// How the payload of a slice is encoded.
+    Codec {
+        /// The bytes of the elements themselves, in the tensor's dtype.
+        Raw = 0,
+    }
+}
+
+/// Bits that qualify a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameFlags(pub u8);
+
+impl FrameFlags {
+    /// No flag.
+    pub const NONE: FrameFlags = FrameFlags(0);
+    /// The slice ends with this frame.
+    pub const LAST: FrameFlags = FrameFlags(1);
+    /// The sender has no gradient for this slice in this step; the frame has no payload.
+    pub const ABSENT: FrameFlags = FrameFlags(2);
+    const KNOWN: u8 = 3;
+
+    /// Whether all bits of `other` are set here.
+    #[must_use]
+    pub const fn contains(self, other: FrameFlags) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// The flags of both.
+    #[must_use]
+    pub const fn with(self, other: FrameFlags) -> FrameFlags {
+        FrameFlags(self.0 | other.0)
+    }
+
+    /// Whether a bit is set that this version does not know.
+    #[must_use]
+    pub const fn has_unknown(self) -> bool {
+        self.0 & !FrameFlags::KNOWN != 0
+    }
+}

@@ -1,0 +1,21 @@
+//! Frames that travel between ranks, documented to the byte.
+//!
+//! The parser never panics and never allocates what a header merely claims: it works on fixed-size
+//! arrays and returns plain values. All integers are little-endian.
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod handshake;
+mod header;
+mod kind;
+
+pub use handshake::{
+    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
+};
+pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
+pub use kind::{Codec, FrameFlags, FrameKind};
+
+/// Version of everything in this crate. Ranks of different versions refuse each other.
+pub const WIRE_VERSION: u8 = 1;
