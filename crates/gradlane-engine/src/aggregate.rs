@@ -1,0 +1,275 @@
+//! How results are made and delivered: contributions are collected, reduced once in rank order, given
+//! to this rank's own worker and sent to everyone else by the strategy's pull rule.
+
+use crate::engine::Engine;
+use crate::io::{BufferRef, Event, Memory, Operation, Region, Work, WorkId};
+use crate::rank_set::RankSet;
+use crate::scheduler::{Body, Message};
+use crate::server::{Owed, Part};
+use crate::strategy::{PullRule, Release};
+use crate::work::{Pending, Running};
+use crate::worker::Phase;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_wire::{FrameFlags, FrameKind};
+
+impl Engine {
+    /// A rank's contribution to an owned slice is whole.
+    pub(crate) fn add_part(&mut self, slice: SliceId, rank: Rank, part: Part, priority: Priority) {
+        let owned = self.server.owned.get_mut(&slice).expect("only the owner collects a slice");
+        owned.parts.insert(rank, part);
+        owned.priority = priority;
+        let step = owned.step;
+        if owned.parts.len() < self.contributors(step) as usize {
+            return;
+        }
+        let Some(owned) = self.server.owned.get_mut(&slice) else {
+            return;
+        };
+        owned.reducing = true;
+        let priority = owned.priority;
+        let parts = owned.take_parts();
+        if parts.iter().all(|&(_, part)| part == Part::Absent) {
+            self.deliver(slice, step, None, false);
+        } else if self.plan.world_size == 1 && !self.updates_on_server(step) {
+            // The mean over one rank is its gradient, which is in place already.
+            self.deliver(slice, step, None, true);
+        } else {
+            let key = self.slice_key(step, priority, slice);
+            self.work.push(key, Pending::Reduce { slice, step, parts });
+        }
+    }
+
+    /// The next piece of work for the driver's threads, most urgent first.
+    pub fn poll_work(&mut self) -> Option<Work> {
+        if self.lifecycle.has_ended() {
+            return None;
+        }
+        match self.work.pop()? {
+            Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
+            Pending::Install { slice, step, buffer } => {
+                Some(self.start_install(slice, step, buffer))
+            }
+        }
+    }
+
+    fn start_reduce(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Part)]) -> Work {
+        let bytes = self.plan.slice_bytes(slice);
+        let mut buffers = parts.iter().filter_map(|&(_, part)| match part {
+            Part::Buffer(buffer) => Some(buffer),
+            _ => None,
+        });
+        let reused = buffers.next();
+        let spent: Vec<BufferRef> = buffers.collect();
+        let output = reused.unwrap_or_else(|| self.buffers.acquire(bytes));
+        let inputs = parts.iter().filter_map(|&(_, part)| match part {
+            Part::Own => Some(self.gradient_region(slice)),
+            Part::Buffer(buffer) => Some(whole(buffer)),
+            Part::Absent => None,
+        });
+        let inputs: Vec<Region> = inputs.collect();
+        let absent = inputs.len() < parts.len();
+        let divisor = self.contributors(step);
+        let tensor = self.plan.slice(slice).tensor;
+        let apply = self.updates_on_server(step);
+        let copy_to = if apply { None } else { self.open_region(slice) };
+        let in_place = copy_to.is_some();
+        let output_region = whole(output);
+        let operation = if apply {
+            let parameters = self.region(Memory::Parameter(tensor), slice);
+            Operation::ReduceApply { inputs, absent, divisor, parameters, output: output_region }
+        } else {
+            Operation::Reduce { inputs, absent, divisor, output: output_region, copy_to }
+        };
+        let running = Running::Reduce { slice, step, output, spent, in_place };
+        self.hand_out(slice, step, operation, running)
+    }
+
+    fn start_install(&mut self, slice: SliceId, step: Step, buffer: BufferRef) -> Work {
+        let to = self.open_region(slice).expect("memory that was opened stays open in its step");
+        let operation = Operation::Copy { from: whole(buffer), to };
+        self.hand_out(slice, step, operation, Running::Install { slice, buffer })
+    }
+
+    fn hand_out(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        operation: Operation,
+        running: Running,
+    ) -> Work {
+        let tensor = self.plan.slice(slice).tensor;
+        let priority = self.priorities.priority(step, tensor);
+        Work { id: self.work.start(running), slice, tensor, step, priority, operation }
+    }
+
+    /// The driver has done a piece of work.
+    ///
+    /// # Panics
+    /// When the work was never handed out or is reported twice.
+    pub fn handle_work_done(&mut self, id: WorkId) {
+        let running = self.work.finish(id).expect("work is reported once, after it was handed out");
+        if self.lifecycle.has_ended() {
+            return;
+        }
+        self.lifecycle.progressed();
+        match running {
+            Running::Reduce { slice, step, output, spent, in_place } => {
+                for buffer in spent {
+                    self.buffers.release(buffer, &mut self.events);
+                }
+                self.deliver(slice, step, Some(output), in_place);
+            }
+            Running::Install { slice, buffer } => {
+                self.buffers.release(buffer, &mut self.events);
+                self.slice_done(slice, true);
+            }
+        }
+        self.say_goodbye_when_done();
+    }
+
+    /// The result of an owned slice is there: give it to this rank's worker and to the others.
+    /// Without a buffer it is either in place (`in_place`) or absent everywhere.
+    fn deliver(&mut self, slice: SliceId, step: Step, buffer: Option<BufferRef>, in_place: bool) {
+        let owned = self.server.owned.get_mut(&slice).expect("only the owner delivers a slice");
+        let priority = owned.priority;
+        let early_pulls = core::mem::take(&mut owned.early_pulls);
+        owned.advance();
+        self.offer(slice, step, buffer, priority);
+        for rank in early_pulls {
+            self.answer_pull(slice, step, rank);
+        }
+        match buffer {
+            Some(buffer) if !in_place => {
+                self.buffers.retain(buffer);
+                self.worker.slice_mut(slice).phase = Phase::Buffered(buffer);
+                self.install_if_open(slice);
+            }
+            _ => self.slice_done(slice, in_place),
+        }
+        if let Some(buffer) = buffer {
+            self.buffers.release(buffer, &mut self.events);
+        }
+        if self.plan.strategy.pull == PullRule::AfterNotice {
+            self.announced(self.plan.slice(slice).tensor);
+        }
+    }
+
+    /// Keeps a result for the ranks that are owed it and sends it, or a notice of it.
+    fn offer(&mut self, slice: SliceId, step: Step, buffer: Option<BufferRef>, priority: Priority) {
+        let others = RankSet::all_but(self.plan.world_size, self.rank());
+        if others.is_empty() {
+            return;
+        }
+        if let Some(buffer) = buffer {
+            self.buffers.retain(buffer);
+        }
+        let pull = self.plan.strategy.pull;
+        // Step 0 comes unasked whatever the rule: there is no iteration to start yet.
+        let unasked = pull == PullRule::Broadcast || step.0 == 0;
+        let to_pull = if unasked { RankSet::empty(self.plan.world_size) } else { others.clone() };
+        let to_send = others.clone();
+        self.server.owed.insert((slice, step), Owed { buffer, to_pull, to_send, priority });
+        if unasked {
+            let message = self.result_message(slice, step, buffer, priority);
+            let key = self.slice_key(step, priority, slice);
+            self.scheduler.push_shared(others, key, message);
+        } else if pull == PullRule::AfterNotice {
+            let header = self.slice_header(FrameKind::Notify, step, slice, priority);
+            let key = self.slice_key(step, priority, slice);
+            self.scheduler.push_shared(others, key, Message { header, body: Body::Empty });
+        }
+    }
+
+    fn result_message(
+        &self,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+        priority: Priority,
+    ) -> Message {
+        let mut header = self.slice_header(FrameKind::Broadcast, step, slice, priority);
+        let body = match buffer {
+            Some(buffer) => Body::Region(whole(buffer)),
+            None => {
+                header.flags = FrameFlags::ABSENT;
+                Body::Empty
+            }
+        };
+        Message { header, body }
+    }
+
+    /// A rank that was owed a result asks for it.
+    pub(crate) fn answer_pull(&mut self, slice: SliceId, step: Step, rank: Rank) {
+        let Some(owed) = self.server.owed.get_mut(&(slice, step)) else {
+            return;
+        };
+        owed.to_pull.remove(rank);
+        let (buffer, priority) = (owed.buffer, owed.priority);
+        let message = self.result_message(slice, step, buffer, priority);
+        let key = self.slice_key(step, priority, slice);
+        self.scheduler.push(rank, key, message);
+    }
+
+    /// The last frame of a result to one rank is with the kernel.
+    pub(crate) fn result_sent(&mut self, slice: SliceId, step: Step, rank: Rank) {
+        let Some(owed) = self.server.owed.get_mut(&(slice, step)) else {
+            return;
+        };
+        owed.to_send.remove(rank);
+        if owed.to_send.is_empty() {
+            if let Some(Owed { buffer: Some(buffer), .. }) = self.server.owed.remove(&(slice, step))
+            {
+                self.buffers.release(buffer, &mut self.events);
+            }
+        }
+    }
+
+    /// The owner of one slice of the tensor has announced it.
+    pub(crate) fn announced(&mut self, tensor: TensorId) {
+        if self.worker.step.0 == 0 {
+            return;
+        }
+        let slices = self.plan.tensor(tensor).slices.len() as u32;
+        let state = self.worker.tensor_mut(tensor);
+        state.announced += 1;
+        if state.announced == slices {
+            self.pull(tensor);
+        }
+    }
+
+    /// A slice's result is in place, or there is none.
+    pub(crate) fn slice_done(&mut self, slice: SliceId, has_value: bool) {
+        let tensor = self.plan.slice(slice).tensor;
+        self.worker.slice_mut(slice).phase = Phase::Done;
+        let state = self.worker.tensor_mut(tensor);
+        state.has_value |= has_value;
+        state.pending -= 1;
+        if state.pending > 0 {
+            return;
+        }
+        self.worker.incomplete -= 1;
+        match self.plan.strategy.release {
+            Release::Step if self.worker.incomplete > 0 => self.worker.unreleased.push(tensor),
+            _ => {
+                for earlier in core::mem::take(&mut self.worker.unreleased) {
+                    self.release_tensor(earlier);
+                }
+                self.release_tensor(tensor);
+            }
+        }
+        if self.worker.incomplete == 0 && self.worker.begun {
+            self.events.push_back(Event::StepComplete { step: self.worker.step });
+        }
+    }
+
+    fn release_tensor(&mut self, tensor: TensorId) {
+        let absent = !self.worker.tensor(tensor).has_value;
+        self.events.push_back(Event::TensorReady { tensor, step: self.worker.step, absent });
+    }
+}
+
+/// All of a buffer.
+fn whole(buffer: BufferRef) -> Region {
+    Region { memory: Memory::Buffer(buffer), offset: 0, length: buffer.bytes }
+}

@@ -1,0 +1,378 @@
+//! Frames from peers. Every field is checked against the plan and the state before a byte of the
+//! payload is accepted; what does not fit is a typed error that names peer, tensor and bytes, and
+//! changes nothing.
+
+use crate::engine::Engine;
+use crate::error::ProtocolError;
+use crate::io::{Landing, Memory, Region};
+use crate::scheduler::{Body, Message};
+use crate::server::{Arriving, Part};
+use crate::strategy::PullRule;
+use crate::worker::{Contribution, Phase};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+
+/// Longest reason in an abort frame.
+const ABORT_TEXT_BYTES_MAX: u32 = 4096;
+
+type Checked<T> = Result<T, String>;
+
+impl Engine {
+    /// A verified header has arrived from a peer: where does its payload go?
+    ///
+    /// # Errors
+    /// When no correct peer would send this frame now. The session must end then.
+    pub fn handle_header(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Result<Landing, ProtocolError> {
+        self.check_header(from, header)
+            .and_then(|()| match header.kind {
+                FrameKind::Push => self.land_push(from, header),
+                FrameKind::Broadcast => self.land_broadcast(from, header),
+                FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
+                FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
+                FrameKind::PlanSwitch
+                | FrameKind::PlanSwitchAck
+                | FrameKind::Heartbeat
+                | FrameKind::Goodbye
+                | FrameKind::Abort => Ok(Landing::Control),
+            })
+            .map_err(|what| ProtocolError { peer: from, what })
+    }
+
+    /// The payload of the frame announced last by this peer is in place and its checksum is right.
+    ///
+    /// # Errors
+    /// When no correct peer would send this frame now.
+    pub fn handle_frame(&mut self, from: Rank, header: &FrameHeader) -> Result<(), ProtocolError> {
+        if self.lifecycle.has_ended() {
+            return Ok(());
+        }
+        self.lifecycle.progressed();
+        match header.kind {
+            FrameKind::Push => self.take_push(from, header),
+            FrameKind::Broadcast => self.take_broadcast(header),
+            FrameKind::Notify => self.announced(header.tensor),
+            FrameKind::Pull => self.take_pull(from, header),
+            _ => {
+                let what = format!("{:?} is a control frame", header.kind);
+                return Err(ProtocolError { peer: from, what });
+            }
+        }
+        self.say_goodbye_when_done();
+        Ok(())
+    }
+
+    /// A control frame and its payload have arrived.
+    ///
+    /// # Errors
+    /// When the payload makes no sense.
+    pub fn handle_control(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+        payload: &[u8],
+    ) -> Result<(), ProtocolError> {
+        let taken = match header.kind {
+            FrameKind::PlanSwitch => self.take_switch(from, header, payload),
+            FrameKind::PlanSwitchAck => self.take_switch_ack(from, header),
+            FrameKind::Goodbye => {
+                self.peer_said_goodbye(from, header.step);
+                Ok(())
+            }
+            FrameKind::Abort => {
+                self.peer_aborted(from, payload);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        taken.map_err(|what| ProtocolError { peer: from, what })
+    }
+
+    fn check_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let refuse = |what: String| Err(what);
+        if header.sender != from {
+            return refuse(format!("a frame in the name of {}", header.sender));
+        }
+        if header.generation != self.options.generation {
+            let (found, own) = (header.generation, self.options.generation);
+            return refuse(format!("a frame of generation {found}, this rank is in {own}"));
+        }
+        match header.kind {
+            FrameKind::Heartbeat | FrameKind::Goodbye | FrameKind::PlanSwitchAck => {
+                (header.length == 0).then_some(()).ok_or_else(|| {
+                    format!("{:?} with a payload of {} bytes", header.kind, header.length)
+                })
+            }
+            FrameKind::Abort => (header.length <= ABORT_TEXT_BYTES_MAX)
+                .then_some(())
+                .ok_or_else(|| format!("an abort with a reason of {} bytes", header.length)),
+            FrameKind::PlanSwitch => self.check_switch_length(header),
+            _ => self.check_slice_header(from, header),
+        }
+    }
+
+    fn check_switch_length(&self, header: &FrameHeader) -> Checked<()> {
+        let expected = 8 + 4 * self.plan.tensors.len() as u64;
+        if u64::from(header.length) == expected {
+            return Ok(());
+        }
+        Err(format!("a priority vector of {} bytes instead of {expected}", header.length))
+    }
+
+    /// What every frame about a slice must satisfy.
+    fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        if self.lifecycle.has_departed(from) {
+            return Err(format!("{} after its goodbye", self.describe(header)));
+        }
+        let Some(slice) = self.plan.slices.get(header.slice.index()) else {
+            let count = self.plan.slices.len();
+            return Err(format!("{}, but there are {count} slices", header.slice));
+        };
+        if slice.tensor != header.tensor {
+            let (found, right) = (header.tensor, slice.tensor);
+            return Err(format!("{} as part of {found}; it is of {right}", header.slice));
+        }
+        if !self.plan.takes_part(slice.tensor, header.step) {
+            return Err(format!("{}, a tensor that is not trained", self.describe(header)));
+        }
+        let version = self.priorities.version(header.step);
+        if header.plan_version != version {
+            return Err(format!(
+                "{} under plan version {}, this rank has {version}",
+                self.describe(header),
+                header.plan_version
+            ));
+        }
+        let owner = match header.kind {
+            FrameKind::Push | FrameKind::Pull => self.rank(),
+            _ => from,
+        };
+        if slice.owner != owner {
+            return Err(format!("{}, but {} owns it", self.describe(header), slice.owner));
+        }
+        let bytes = self.plan.slice_bytes(header.slice);
+        let has_body = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast)
+            && !header.flags.contains(FrameFlags::ABSENT);
+        let bytes = if has_body { bytes } else { 0 };
+        let end = header.offset.checked_add(u64::from(header.length));
+        let last = header.flags.contains(FrameFlags::LAST);
+        let fits = end.is_some_and(|end| end <= bytes && last == (end == bytes));
+        let moves = header.length > 0 || last;
+        if fits && moves {
+            return Ok(());
+        }
+        Err(format!(
+            "{} with {} bytes at offset {} of {bytes}, last: {last}",
+            self.describe(header),
+            header.length,
+            header.offset
+        ))
+    }
+
+    fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        let contributes = self.contributes(from, header.step);
+        let what = self.describe(header);
+        let bytes = self.plan.slice_bytes(header.slice);
+        let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
+        if owned.step != header.step || owned.reducing || !contributes {
+            let state = if owned.reducing { "reduces" } else { "collects for" };
+            return Err(format!("{what}, but this rank {state} {}", owned.step));
+        }
+        let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
+        if owned.parts.contains_key(&from) || arrived != header.offset {
+            return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
+        }
+        if header.length == 0 {
+            return Ok(Landing::Nothing);
+        }
+        let buffers = &mut self.buffers;
+        let arriving = owned
+            .arriving
+            .entry(from)
+            .or_insert_with(|| Arriving { buffer: buffers.acquire(bytes), received_bytes: 0 });
+        Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+    }
+
+    fn take_push(&mut self, from: Rank, header: &FrameHeader) {
+        let Some(owned) = self.server.owned.get_mut(&header.slice) else {
+            return;
+        };
+        if let Some(arriving) = owned.arriving.get_mut(&from) {
+            arriving.received_bytes += u64::from(header.length);
+        }
+        if !header.flags.contains(FrameFlags::LAST) {
+            return;
+        }
+        let part = match owned.arriving.remove(&from) {
+            Some(arriving) => Part::Buffer(arriving.buffer),
+            None => Part::Absent,
+        };
+        self.add_part(header.slice, from, part, header.priority);
+    }
+
+    fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        let what = self.describe(header);
+        if header.step != self.worker.step {
+            return Err(format!("{what}, but this rank is in {}", self.worker.step));
+        }
+        let tensor = self.worker.tensor(header.tensor);
+        let owes = self.contributes(self.rank(), header.step);
+        if owes && tensor.contribution == Contribution::Missing {
+            return Err(format!("{what} without a contribution of this rank"));
+        }
+        if self.plan.strategy.pull != PullRule::Broadcast && header.step.0 > 0 && !tensor.pulled {
+            return Err(format!("{what} unasked"));
+        }
+        let state = *self.worker.slice(header.slice);
+        let arriving = matches!(state.phase, Phase::Landing | Phase::Buffering(_));
+        let fresh = state.phase == Phase::Waiting;
+        if state.received_bytes != header.offset || !(arriving || fresh) || from == self.rank() {
+            let arrived = state.received_bytes;
+            return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
+        }
+        if header.length == 0 {
+            return Ok(Landing::Nothing);
+        }
+        Ok(Landing::Region(self.place_broadcast(header)))
+    }
+
+    /// Where the bytes of a broadcast frame go: the choice is made with the slice's first frame.
+    fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
+        let slice = header.slice;
+        if self.worker.slice(slice).phase == Phase::Waiting {
+            let phase = if self.open_region(slice).is_some() {
+                Phase::Landing
+            } else {
+                Phase::Buffering(self.buffers.acquire(self.plan.slice_bytes(slice)))
+            };
+            self.worker.slice_mut(slice).phase = phase;
+        }
+        match (self.worker.slice(slice).phase, self.open_region(slice)) {
+            (Phase::Buffering(buffer), _) => {
+                range(Memory::Buffer(buffer), header.offset, header.length)
+            }
+            (_, Some(open)) => range(open.memory, open.offset + header.offset, header.length),
+            (phase, None) => unreachable!("a slice in {phase:?} lands in memory that is open"),
+        }
+    }
+
+    fn take_broadcast(&mut self, header: &FrameHeader) {
+        let slice = self.worker.slice_mut(header.slice);
+        slice.received_bytes += u64::from(header.length);
+        if !header.flags.contains(FrameFlags::LAST) {
+            return;
+        }
+        match slice.phase {
+            Phase::Buffering(buffer) => {
+                slice.phase = Phase::Buffered(buffer);
+                self.install_if_open(header.slice);
+            }
+            Phase::Landing => self.slice_done(header.slice, true),
+            // An absent slice, or an empty one, has no bytes to land.
+            _ => {
+                let absent = header.flags.contains(FrameFlags::ABSENT);
+                self.slice_done(header.slice, !absent);
+            }
+        }
+    }
+
+    fn check_notify(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let what = self.describe(header);
+        let tensor = self.worker.tensor(header.tensor);
+        let slices = self.plan.tensor(header.tensor).slices.len() as u32;
+        let expected = self.plan.strategy.pull == PullRule::AfterNotice
+            && header.step == self.worker.step
+            && from != self.rank()
+            && tensor.contribution != Contribution::Missing
+            && tensor.announced < slices;
+        expected.then_some(()).ok_or_else(|| {
+            format!("{what}, which this rank does not expect in {}", self.worker.step)
+        })
+    }
+
+    fn check_pull(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let what = self.describe(header);
+        let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
+        let kept = self.server.owed.get(&(header.slice, header.step));
+        let ready = kept.is_some_and(|owed| owed.to_pull.contains(from));
+        let early = self.plan.strategy.pull == PullRule::NextStep
+            && owned.step == header.step
+            && !owned.early_pulls.contains(&from);
+        (ready || early)
+            .then_some(())
+            .ok_or_else(|| format!("{what}, which is not to be pulled (again)"))
+    }
+
+    fn take_pull(&mut self, from: Rank, header: &FrameHeader) {
+        if self.server.owed.contains_key(&(header.slice, header.step)) {
+            self.answer_pull(header.slice, header.step, from);
+        } else if let Some(owned) = self.server.owned.get_mut(&header.slice) {
+            owned.early_pulls.push(from);
+        }
+    }
+
+    fn take_switch(&mut self, from: Rank, header: &FrameHeader, payload: &[u8]) -> Checked<()> {
+        let mut words = payload.chunks_exact(4).map(|word| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(word);
+            u32::from_le_bytes(bytes)
+        });
+        let (Some(low), Some(high)) = (words.next(), words.next()) else {
+            return Err(format!("a priority vector of {} bytes", payload.len()));
+        };
+        let step = Step(u64::from(low) | u64::from(high) << 32);
+        let (newest, newest_from) = self.priorities.newest();
+        let next = header.plan_version == newest + 1;
+        if from != Rank(0) || !next || step <= self.worker.step || step <= newest_from {
+            return Err(format!(
+                "priorities of version {} from {step}; this rank has version {newest} and is in {}",
+                header.plan_version, self.worker.step
+            ));
+        }
+        let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
+        if priorities.len() != self.plan.tensors.len() {
+            return Err(format!("{} priorities", priorities.len()));
+        }
+        self.priorities.add(step, priorities);
+        let mut ack = self.control_header(FrameKind::PlanSwitchAck);
+        ack.plan_version = header.plan_version;
+        let key = self.keys.control();
+        self.scheduler.push(from, key, Message { header: ack, body: Body::Empty });
+        Ok(())
+    }
+
+    fn take_switch_ack(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let version = header.plan_version;
+        let expected =
+            self.switch.as_mut().filter(|it| it.version == version).map(|it| &mut it.missing);
+        let Some(missing) = expected.filter(|missing| missing.contains(from)) else {
+            return Err(format!("an unexpected acknowledgement of plan version {version}"));
+        };
+        missing.remove(from);
+        if missing.is_empty() {
+            let held = self.switch.take().map(|switch| switch.held);
+            for tensor in held.into_iter().flatten() {
+                self.send_contribution(tensor);
+            }
+        }
+        Ok(())
+    }
+
+    /// "Push of slice 7 of "fc.weight" in step 3".
+    fn describe(&self, header: &FrameHeader) -> String {
+        let name = self.plan.tensors.get(header.tensor.index()).map(|it| it.spec.name.as_str());
+        let SliceId(slice) = header.slice;
+        let name = name.unwrap_or("an unknown tensor");
+        format!("{:?} of slice {slice} of {name:?} in {}", header.kind, header.step)
+    }
+}
+
+fn range(memory: Memory, offset: u64, length: u32) -> Region {
+    Region { memory, offset, length: u64::from(length) }
+}

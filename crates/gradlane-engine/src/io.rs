@@ -1,0 +1,164 @@
+//! What the engine asks of its driver, and what it tells it: descriptors, never bytes.
+
+use crate::error::Failure;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_wire::FrameHeader;
+
+/// A scratch buffer. The driver allocates it when it first meets it and frees it on
+/// [`Event::BufferFree`]; numbers are reused after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BufferRef {
+    /// Number, small and dense.
+    pub id: u32,
+    /// Size.
+    pub bytes: u64,
+}
+
+/// Memory that the driver knows the address of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Memory {
+    /// What `gradient_ready` or `tensor_absent` registered for the tensor in this step.
+    Gradient(TensorId),
+    /// The parameter itself (updates on the server only).
+    Parameter(TensorId),
+    /// Scratch.
+    Buffer(BufferRef),
+}
+
+/// A range of bytes in some memory; for tensors, `offset` counts from the tensor's start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Region {
+    /// The memory.
+    pub memory: Memory,
+    /// First byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub length: u64,
+}
+
+/// Where the payload of an announced frame goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Landing {
+    /// Straight into this memory.
+    Region(Region),
+    /// Into a buffer of the driver's own, to be given to `handle_control`.
+    Control,
+    /// There is no payload: call `handle_frame` at once.
+    Nothing,
+}
+
+/// What goes out after the header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// Nothing.
+    None,
+    /// These bytes of the driver's memory.
+    Region(Region),
+    /// These bytes, made by the engine (control frames).
+    Inline(Vec<u8>),
+}
+
+/// One frame to send. `header.payload_crc` is zero: the driver fills it in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transmit {
+    /// To whom.
+    pub peer: Rank,
+    /// The header.
+    pub header: FrameHeader,
+    /// The payload.
+    pub payload: Payload,
+}
+
+/// Names one piece of work between `poll_work` and `handle_work_done`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WorkId(pub u64);
+
+/// A computation that the driver executes on its threads (or charges time for).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// To be given back to `handle_work_done`.
+    pub id: WorkId,
+    /// The slice.
+    pub slice: SliceId,
+    /// The tensor that the slice is part of.
+    pub tensor: TensorId,
+    /// The step.
+    pub step: Step,
+    /// Urgency.
+    pub priority: Priority,
+    /// What to do.
+    pub operation: Operation,
+}
+
+/// What is computed. All regions of one operation are equally long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// `output = (inputs[0] + inputs[1] + …) / divisor`, inputs in rank order. `output` may be one
+    /// of the inputs.
+    Reduce {
+        /// Contributions in rank order.
+        inputs: Vec<Region>,
+        /// Whether a rank contributed nothing, which counts as zeros.
+        absent: bool,
+        /// Number of ranks that the mean is over.
+        divisor: u32,
+        /// Where the mean goes.
+        output: Region,
+        /// Where else it goes, in the same pass.
+        copy_to: Option<Region>,
+    },
+    /// The same mean, then the optimizer: `output = updated parameters`.
+    ReduceApply {
+        /// Contributions in rank order.
+        inputs: Vec<Region>,
+        /// Whether a rank contributed nothing, which counts as zeros.
+        absent: bool,
+        /// Number of ranks that the mean is over.
+        divisor: u32,
+        /// The parameters before the update. Not written.
+        parameters: Region,
+        /// Where the parameters after the update go.
+        output: Region,
+    },
+    /// `to = from`.
+    Copy {
+        /// Source.
+        from: Region,
+        /// Destination.
+        to: Region,
+    },
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A tensor holds the result of a step: the mean, or the updated parameters. When `absent`, no
+    /// rank had a gradient and the memory was not written.
+    TensorReady {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// Whether no rank had a gradient.
+        absent: bool,
+    },
+    /// All tensors of the step are ready on this rank.
+    StepComplete {
+        /// The step.
+        step: Step,
+    },
+    /// From this step on, frames are ordered by another priority vector.
+    PlanSwitched {
+        /// Version of the vector.
+        version: u32,
+        /// First step in which it is in force.
+        step: Step,
+    },
+    /// The driver may free or reuse this buffer.
+    BufferFree(BufferRef),
+    /// Everything was sent, every peer has said goodbye: connections may be closed.
+    Closed,
+    /// The session is over. Nothing more comes out of the engine.
+    Failed(Failure),
+}

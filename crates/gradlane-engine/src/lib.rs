@@ -1,0 +1,43 @@
+//! The communication engine: a pure state machine.
+//!
+//! It is told what happened (a gradient is ready, a frame arrived, a peer can take more, a peer is
+//! lost, time is now T) and is asked what to do next. It knows no socket, clock, thread or gradient
+//! byte: it moves descriptors. The same engine runs over real sockets (`gradlane-net`) and over
+//! virtual time.
+//!
+//! After any input, call [`Engine::poll_work`], [`Engine::poll_transmit`] and
+//! [`Engine::poll_event`] until each returns `None`; the order does not matter.
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+#[cfg(test)]
+extern crate std;
+
+mod aggregate;
+mod buffers;
+mod engine;
+mod error;
+mod inbound;
+mod io;
+mod lifecycle;
+mod plan;
+mod priority;
+mod rank_set;
+mod scheduler;
+mod server;
+mod strategy;
+mod work;
+mod worker;
+
+pub use engine::{Engine, EngineOptions};
+pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
+pub use io::{
+    BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
+};
+pub use plan::{Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use strategy::{
+    Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
+    POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
+};

@@ -1,0 +1,294 @@
+//! The end of a session: orderly (finish, goodbye, closed), by a lost or misbehaving peer, by an abort,
+//! or because nothing moves. Whatever the reason, it is said once, with what was outstanding, and
+//! told to the other ranks, so that everyone names the same culprit.
+
+use crate::engine::Engine;
+use crate::error::{Failure, Outstanding, UsageError};
+use crate::io::Event;
+use crate::rank_set::RankSet;
+use crate::scheduler::{Body, Message};
+use crate::worker::Phase;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use core::time::Duration;
+use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
+use gradlane_wire::FrameKind;
+
+/// Says in an abort frame that no rank in particular is to blame.
+const NOBODY: u32 = u32::MAX;
+/// Longest reason that is sent to the others.
+const REASON_BYTES_MAX: usize = 2048;
+
+#[derive(Debug)]
+pub(crate) struct Lifecycle {
+    now: Time,
+    progress_at: Time,
+    /// Why the session is over, once it is.
+    ended: Option<String>,
+    finishing: bool,
+    goodbye_said: bool,
+    closed: bool,
+    /// Peers that have left in good order, and the last step they completed.
+    departed: BTreeMap<Rank, Step>,
+    lost: RankSet,
+}
+
+impl Lifecycle {
+    pub(crate) fn new(world_size: u32) -> Lifecycle {
+        Lifecycle {
+            now: Time::ZERO,
+            progress_at: Time::ZERO,
+            ended: None,
+            finishing: false,
+            goodbye_said: false,
+            closed: false,
+            departed: BTreeMap::new(),
+            lost: RankSet::empty(world_size),
+        }
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.is_some()
+    }
+
+    pub(crate) fn has_departed(&self, peer: Rank) -> bool {
+        self.departed.contains_key(&peer)
+    }
+
+    pub(crate) fn progressed(&mut self) {
+        self.progress_at = self.now;
+    }
+
+    pub(crate) fn deadline(&self, timeout: Duration) -> Time {
+        self.progress_at + timeout
+    }
+
+    pub(crate) fn check_open(&self) -> Result<(), UsageError> {
+        match &self.ended {
+            Some(reason) => Err(UsageError::Ended { reason: reason.clone() }),
+            None if self.finishing => {
+                Err(UsageError::Ended { reason: "it was closed".to_string() })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Engine {
+    /// It is `now`. Without progress for the progress timeout the session fails, naming the ranks
+    /// that are missing.
+    pub fn handle_time(&mut self, now: Time) {
+        self.lifecycle.now = self.lifecycle.now.max(now);
+        let timeout = self.options.progress_timeout;
+        let late = self.lifecycle.now >= self.lifecycle.deadline(timeout);
+        if late && self.worker.waits_for_others() && !self.lifecycle.has_ended() {
+            let outstanding = self.outstanding();
+            let ranks: Vec<String> = outstanding.ranks.iter().map(|it| it.to_string()).collect();
+            let reason = format!(
+                "no progress for {} s: waiting for {}, connected but not taking part",
+                timeout.as_secs_f64(),
+                ranks.join(", ")
+            );
+            let culprit = outstanding.ranks.first().copied();
+            self.fail(culprit, &reason, true);
+        }
+    }
+
+    /// The connection to a peer is gone: closed, reset, or silent for too long. After the peer's
+    /// goodbye that is in order.
+    pub fn handle_peer_lost(&mut self, peer: Rank, reason: &str) {
+        self.lifecycle.lost.insert(peer);
+        self.scheduler.set_writable(peer, false);
+        if self.lifecycle.has_departed(peer) || self.lifecycle.has_ended() || self.lifecycle.closed
+        {
+            return;
+        }
+        let reason = format!("{peer} was lost: {reason}");
+        self.fail(Some(peer), &reason, false);
+    }
+
+    /// Gives up and tells the other ranks why.
+    pub fn abort(&mut self, reason: &str) {
+        let blamed = None;
+        self.fail(blamed, reason, false);
+    }
+
+    /// A peer broke the protocol or sent a payload with a wrong checksum: the session fails, naming
+    /// it.
+    pub fn reject_peer(&mut self, peer: Rank, reason: &str) {
+        self.fail(Some(peer), reason, false);
+    }
+
+    /// There will be no more steps: what is owed is sent, then goodbye. In the middle of a step
+    /// that this rank has not finished contributing to, this is an abort.
+    pub fn finish(&mut self) {
+        if self.lifecycle.has_ended() || self.lifecycle.finishing {
+            return;
+        }
+        if self.worker.begun && self.worker.uncontributed > 0 {
+            let (rank, step) = (self.rank(), self.worker.step);
+            self.abort(&format!("{rank} closed its session in the middle of {step}"));
+            return;
+        }
+        self.lifecycle.finishing = true;
+        if self.worker.begun {
+            self.pull_deferred();
+        }
+        self.say_goodbye_when_done();
+    }
+
+    /// While finishing: says goodbye once nothing is owed, and reports when everyone has.
+    pub(crate) fn say_goodbye_when_done(&mut self) {
+        if !self.lifecycle.finishing || self.lifecycle.closed || self.lifecycle.has_ended() {
+            return;
+        }
+        let owes_nothing = self.scheduler.is_idle()
+            && self.work.is_idle()
+            && self.server.owed.is_empty()
+            && (!self.worker.begun || self.worker.incomplete == 0);
+        if !owes_nothing {
+            return;
+        }
+        if !self.lifecycle.goodbye_said {
+            self.lifecycle.goodbye_said = true;
+            let mut header = self.control_header(FrameKind::Goodbye);
+            header.step = self.worker.last_complete().unwrap_or_default();
+            let others = RankSet::all_but(self.plan.world_size, self.rank());
+            let key = self.keys.control();
+            self.scheduler.push_shared(others, key, Message { header, body: Body::Empty });
+        }
+        let peers = self.plan.world_size - 1;
+        let all_left = self.lifecycle.departed.len() as u32 == peers;
+        if all_left && self.scheduler.is_idle() {
+            self.lifecycle.closed = true;
+            self.events.push_back(Event::Closed);
+        }
+    }
+
+    pub(crate) fn peer_said_goodbye(&mut self, peer: Rank, last_step: Step) {
+        self.lifecycle.departed.insert(peer, last_step);
+        self.check_departed();
+        self.say_goodbye_when_done();
+    }
+
+    /// Fails when a rank that has left is needed for the current step.
+    pub(crate) fn check_departed(&mut self) {
+        if self.lifecycle.has_ended() || !self.worker.begun || self.worker.incomplete == 0 {
+            return;
+        }
+        let step = self.worker.step;
+        let gone = self.lifecycle.departed.iter().find(|&(_, &last)| last < step);
+        if let Some((&peer, &last)) = gone {
+            let reason = format!(
+                "{peer} left in good order after {last}, but {step} needs it: do all ranks run \
+                 the same number of steps?"
+            );
+            self.fail(Some(peer), &reason, false);
+        }
+    }
+
+    pub(crate) fn peer_aborted(&mut self, peer: Rank, payload: &[u8]) {
+        let (blamed, text) = payload.split_at(payload.len().min(4));
+        let blamed = <[u8; 4]>::try_from(blamed).map_or(NOBODY, u32::from_le_bytes);
+        let known = blamed < self.plan.world_size && blamed != self.rank().0;
+        let culprit = if known { Rank(blamed) } else { peer };
+        let text = String::from_utf8_lossy(text).into_owned();
+        let reason = if blamed == NOBODY || culprit == peer {
+            format!("{peer} gave up: {text}")
+        } else {
+            format!("{text} (reported by {peer})")
+        };
+        self.fail(Some(culprit), &reason, false);
+    }
+
+    /// Ends the session once: drops what is queued, tells the other ranks, reports.
+    fn fail(&mut self, culprit: Option<Rank>, reason: &str, timed_out: bool) {
+        if self.lifecycle.has_ended() || self.lifecycle.closed {
+            return;
+        }
+        let failure = Failure {
+            peer: culprit,
+            reason: reason.to_string(),
+            outstanding: self.outstanding(),
+            last_complete: self.worker.last_complete(),
+            timed_out,
+        };
+        self.lifecycle.ended = Some(reason.to_string());
+        self.scheduler.clear();
+        self.work.clear();
+        let mut others = RankSet::all_but(self.plan.world_size, self.rank());
+        for rank in self.lifecycle.lost.iter().chain(self.lifecycle.departed.keys().copied()) {
+            others.remove(rank);
+        }
+        let mut payload = culprit.map_or(NOBODY, |rank| rank.0).to_le_bytes().to_vec();
+        let mut end = reason.len().min(REASON_BYTES_MAX);
+        while !reason.is_char_boundary(end) {
+            end -= 1;
+        }
+        payload.extend_from_slice(&reason.as_bytes()[..end]);
+        let header = self.control_header(FrameKind::Abort);
+        let key = self.keys.control();
+        self.scheduler.push_shared(others, key, Message { header, body: Body::Inline(payload) });
+        self.events.push_back(Event::Failed(failure));
+    }
+
+    /// What this rank waits for in the current step.
+    #[must_use]
+    pub fn outstanding(&self) -> Outstanding {
+        let step = self.worker.step;
+        let mut outstanding = Outstanding { step, ..Outstanding::default() };
+        if !self.worker.begun {
+            return outstanding;
+        }
+        let mut owners = RankSet::empty(self.plan.world_size);
+        let tensors = self.plan.tensors.iter().enumerate();
+        for (index, tensor) in tensors {
+            let id = TensorId(index as u32);
+            if self.worker.tensor(id).pending == 0 || !self.plan.takes_part(id, step) {
+                continue;
+            }
+            outstanding.tensor_count += 1;
+            if outstanding.tensors.len() < Outstanding::NAMES_MAX {
+                outstanding.tensors.push(tensor.spec.name.clone());
+            }
+            for slice in self.plan.slices_of(id) {
+                let state = self.worker.slice(slice);
+                if state.phase != Phase::Done {
+                    let bytes = self.plan.slice_bytes(slice);
+                    outstanding.bytes += bytes.saturating_sub(state.received_bytes);
+                    owners.insert(self.plan.slice(slice).owner);
+                }
+            }
+        }
+        owners.remove(self.rank());
+        let missing = self.missing_contributors();
+        let ranks = if missing.is_empty() { owners } else { missing };
+        outstanding.ranks = ranks.iter().collect();
+        outstanding
+    }
+
+    /// Ranks whose contributions the owned slices still lack in the current step.
+    fn missing_contributors(&self) -> RankSet {
+        let mut missing = RankSet::empty(self.plan.world_size);
+        let step = self.worker.step;
+        for (&slice, owned) in &self.server.owned {
+            if owned.step != step || owned.reducing || !self.collects(slice, step) {
+                continue;
+            }
+            let ranks = (0..self.plan.world_size).map(Rank);
+            for rank in ranks.filter(|&rank| self.contributes(rank, step)) {
+                if !owned.parts.contains_key(&rank) {
+                    missing.insert(rank);
+                }
+            }
+        }
+        missing.remove(self.rank());
+        missing
+    }
+
+    fn collects(&self, slice: SliceId, step: Step) -> bool {
+        self.plan.takes_part(self.plan.slice(slice).tensor, step)
+    }
+}

@@ -1,0 +1,251 @@
+//! The plan: every tensor, its slices and their owners; the same on every rank.
+//!
+//! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
+//! they are observed while training and switched at step boundaries.
+
+use crate::error::PlanError;
+use crate::strategy::{Granularity, Placement, Strategy};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::ops::Range;
+use gradlane_units::{Dtype, Rank, Rng, SliceId, TensorId};
+use serde::{Deserialize, Serialize};
+
+/// When a tensor takes part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// Trained: takes part in every step.
+    Parameter,
+    /// Spread from rank 0 at step 0 only: buffers, frozen parameters.
+    Initial,
+}
+
+/// How one tensor is aggregated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Scheme {
+    /// Sharded parameter servers.
+    #[default]
+    Ps,
+}
+
+/// Where the optimizer runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Update {
+    /// On each worker, with the averaged gradient.
+    #[default]
+    Worker,
+    /// On the owner of the slice; parameters are broadcast.
+    Server,
+}
+
+/// A tensor as the user has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorSpec {
+    /// Name in messages, as in `named_parameters()`.
+    pub name: String,
+    /// Number of elements.
+    pub numel: u64,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// When the tensor takes part.
+    pub role: Role,
+}
+
+/// A tensor in the plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorPlan {
+    /// The tensor as the user has it.
+    #[serde(flatten)]
+    pub spec: TensorSpec,
+    /// How it is aggregated.
+    pub scheme: Scheme,
+    /// Its slices are `slices.start .. slices.end` of the plan's.
+    pub slices: Range<u32>,
+}
+
+/// A contiguous part of a tensor's storage: the unit of scheduling, aggregation and placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Slice {
+    /// The tensor that it is part of.
+    pub tensor: TensorId,
+    /// First element.
+    pub start: u64,
+    /// Number of elements.
+    pub length: u64,
+    /// The server that aggregates it.
+    pub owner: Rank,
+}
+
+/// Everything that the ranks must agree on before the first frame.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Number of ranks.
+    pub world_size: u32,
+    /// The strategy.
+    pub strategy: Strategy,
+    /// Where the optimizer runs.
+    pub update: Update,
+    /// All tensors.
+    pub tensors: Vec<TensorPlan>,
+    /// All slices; those of a tensor are consecutive and in the order of its elements.
+    pub slices: Vec<Slice>,
+}
+
+impl Plan {
+    /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server.
+    ///
+    /// # Errors
+    /// When the world is empty, a trained tensor holds plain bytes, or there are too many slices.
+    pub fn build(
+        tensors: Vec<TensorSpec>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        if world_size == 0 {
+            return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
+        }
+        let mut placer = Placer::new(strategy.placement, world_size);
+        let mut plan =
+            Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
+        for (index, spec) in tensors.into_iter().enumerate() {
+            check_tensor(&spec, update)?;
+            let tensor = TensorId(narrow(index)?);
+            let first = narrow(plan.slices.len())?;
+            let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
+            let whole = pieces.len() == 1;
+            for (part, piece) in pieces.into_iter().enumerate() {
+                let owner = placer.place(part, whole);
+                plan.slices.push(Slice {
+                    tensor,
+                    start: piece.start,
+                    length: piece.end - piece.start,
+                    owner,
+                });
+            }
+            let slices = first..narrow(plan.slices.len())?;
+            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, slices });
+        }
+        Ok(plan)
+    }
+
+    /// The tensor with this number.
+    ///
+    /// # Panics
+    /// When the plan has no such tensor.
+    #[must_use]
+    pub fn tensor(&self, tensor: TensorId) -> &TensorPlan {
+        &self.tensors[tensor.index()]
+    }
+
+    /// The slice with this number.
+    ///
+    /// # Panics
+    /// When the plan has no such slice.
+    #[must_use]
+    pub fn slice(&self, slice: SliceId) -> &Slice {
+        &self.slices[slice.index()]
+    }
+
+    /// The slices of a tensor.
+    pub fn slices_of(&self, tensor: TensorId) -> impl Iterator<Item = SliceId> + use<> {
+        self.tensor(tensor).slices.clone().map(SliceId)
+    }
+
+    /// Bytes of a slice's elements.
+    #[must_use]
+    pub fn slice_bytes(&self, slice: SliceId) -> u64 {
+        let slice = self.slice(slice);
+        slice.length * self.tensor(slice.tensor).spec.dtype.bytes()
+    }
+
+    /// Where a slice starts in its tensor's storage, in bytes.
+    #[must_use]
+    pub fn slice_start_bytes(&self, slice: SliceId) -> u64 {
+        let slice = self.slice(slice);
+        slice.start * self.tensor(slice.tensor).spec.dtype.bytes()
+    }
+
+    /// Whether a tensor takes part in a step: all in step 0, trained ones afterwards.
+    #[must_use]
+    pub fn takes_part(&self, tensor: TensorId, step: gradlane_units::Step) -> bool {
+        step.0 == 0 || self.tensor(tensor).spec.role == Role::Parameter
+    }
+}
+
+impl Granularity {
+    /// Element ranges that a tensor of `numel` elements is cut into. An empty tensor has one
+    /// empty piece, so that it is accounted for like every other.
+    fn cut(self, numel: u64, world_size: u32) -> Vec<Range<u64>> {
+        match self {
+            Granularity::Slices { elems } => {
+                let count = numel.div_ceil(elems).max(1);
+                (0..count).map(|i| i * elems..((i + 1) * elems).min(numel)).collect()
+            }
+            Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
+                let parts = u64::from(world_size).min(numel);
+                let bound = |i: u64| (u128::from(numel) * u128::from(i) / u128::from(parts)) as u64;
+                (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
+            }
+            Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
+        }
+    }
+}
+
+/// Deals slices to servers.
+struct Placer {
+    world_size: u32,
+    next: u32,
+    rng: Option<Rng>,
+}
+
+impl Placer {
+    fn new(placement: Placement, world_size: u32) -> Placer {
+        let rng = match placement {
+            Placement::RoundRobin => None,
+            Placement::Random { seed } => Some(Rng::new(seed)),
+        };
+        Placer { world_size, next: 0, rng }
+    }
+
+    /// The owner of part number `part` of a tensor that is `whole` or split.
+    fn place(&mut self, part: usize, whole: bool) -> Rank {
+        match &mut self.rng {
+            Some(rng) if whole => Rank(rng.below(self.world_size)),
+            Some(_) => Rank((part % self.world_size as usize) as u32),
+            None => {
+                let owner = Rank(self.next);
+                self.next = (self.next + 1) % self.world_size;
+                owner
+            }
+        }
+    }
+}
+
+fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
+    if spec.role == Role::Parameter && spec.dtype == Dtype::U8 {
+        return Err(PlanError::new(format!(
+            "tensor {:?} holds plain bytes and cannot be trained",
+            spec.name
+        )));
+    }
+    if spec.role == Role::Parameter && spec.dtype == Dtype::F64 && update == Update::Server {
+        return Err(PlanError::new(format!(
+            "tensor {:?} is f64: update=server has kernels for f32, f16 and bf16; use \
+             update=worker",
+            spec.name
+        )));
+    }
+    if spec.numel.checked_mul(spec.dtype.bytes()).is_none() {
+        return Err(PlanError::new(format!("tensor {:?} is larger than 2^64 bytes", spec.name)));
+    }
+    Ok(())
+}
+
+fn narrow(count: usize) -> Result<u32, PlanError> {
+    u32::try_from(count).map_err(|_| PlanError::new("more than 2^32 tensors or slices"))
+}

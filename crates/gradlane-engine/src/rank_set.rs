@@ -1,0 +1,105 @@
+//! A set of ranks as a bit set: 16 words for a thousand ranks, iterated in rank order.
+
+use alloc::vec;
+use alloc::vec::Vec;
+use gradlane_units::Rank;
+
+/// A set of ranks below a fixed world size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RankSet {
+    words: Vec<u64>,
+    count: u32,
+}
+
+impl RankSet {
+    /// The empty set.
+    pub(crate) fn empty(world_size: u32) -> RankSet {
+        RankSet { words: vec![0; (world_size as usize).div_ceil(64)], count: 0 }
+    }
+
+    /// All ranks below `world_size` but one.
+    pub(crate) fn all_but(world_size: u32, rank: Rank) -> RankSet {
+        let mut set = RankSet::empty(world_size);
+        for other in (0..world_size).map(Rank).filter(|&other| other != rank) {
+            set.insert(other);
+        }
+        set
+    }
+
+    /// Adds a rank; false when it was there.
+    pub(crate) fn insert(&mut self, rank: Rank) -> bool {
+        let added = !self.contains(rank);
+        if added {
+            self.words[rank.index() / 64] |= 1 << (rank.index() % 64);
+            self.count += 1;
+        }
+        added
+    }
+
+    /// Takes a rank out; false when it was not there.
+    pub(crate) fn remove(&mut self, rank: Rank) -> bool {
+        let there = self.contains(rank);
+        if there {
+            self.words[rank.index() / 64] &= !(1 << (rank.index() % 64));
+            self.count -= 1;
+        }
+        there
+    }
+
+    pub(crate) fn contains(&self, rank: Rank) -> bool {
+        self.words.get(rank.index() / 64).is_some_and(|word| word >> (rank.index() % 64) & 1 == 1)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The ranks in ascending order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.words.iter().enumerate().flat_map(|(index, &word)| {
+            core::iter::successors((word != 0).then_some(word), |&rest| {
+                let rest = rest & (rest - 1);
+                (rest != 0).then_some(rest)
+            })
+            .map(move |rest| Rank(index as u32 * 64 + rest.trailing_zeros()))
+        })
+    }
+
+    /// The ranks in ascending order, starting after `rank` and going round.
+    pub(crate) fn iter_after(&self, rank: Rank) -> impl Iterator<Item = Rank> + '_ {
+        let later = self.iter().filter(move |&other| other > rank);
+        later.chain(self.iter().take_while(move |&other| other <= rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    proptest! {
+        #[test]
+        fn behaves_like_an_ordered_set(ops in proptest::collection::vec((any::<bool>(), 0..150_u32), 0..200)) {
+            let mut set = RankSet::empty(150);
+            let mut model = BTreeSet::new();
+            for (insert, rank) in ops {
+                if insert {
+                    prop_assert_eq!(set.insert(Rank(rank)), model.insert(rank));
+                } else {
+                    prop_assert_eq!(set.remove(Rank(rank)), model.remove(&rank));
+                }
+                prop_assert_eq!(set.is_empty(), model.is_empty());
+            }
+            let ranks: Vec<u32> = set.iter().map(|rank| rank.0).collect();
+            prop_assert_eq!(ranks, model.iter().copied().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn goes_round_from_a_rank() {
+        let set = RankSet::all_but(5, Rank(2));
+        let order: Vec<u32> = set.iter_after(Rank(2)).map(|rank| rank.0).collect();
+        assert_eq!(order, [3, 4, 0, 1]);
+    }
+}

@@ -1,0 +1,322 @@
+//! The transmit scheduler: of all frames that may go now, the most urgent goes.
+//!
+//! Messages to one peer wait in that peer's queue. A broadcast waits as *one* entry with the set of
+//! peers that it still owes; it is spread over the peers' queues only when it is the most urgent and
+//! none of its peers can take more. Credit bounds the bytes handed out towards a peer and not yet
+//! reported as sent; one frame always goes, so a slice larger than the credit never starves.
+
+use crate::io::{Payload, Region, Transmit};
+use crate::rank_set::RankSet;
+use crate::strategy::Order;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_wire::{FrameFlags, FrameHeader, HEADER_BYTES};
+
+/// Position in the order of sending: a strict order, smaller first. Older steps first, then larger
+/// priority (or earlier arrival), then tensor and slice, then arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    step: Step,
+    urgency: i64,
+    tensor: TensorId,
+    slice: SliceId,
+    sequence: u64,
+}
+
+/// Makes keys of the strategy's order.
+#[derive(Debug)]
+pub(crate) struct KeyMaker {
+    order: Order,
+    sequence: u64,
+}
+
+impl KeyMaker {
+    pub(crate) fn new(order: Order) -> KeyMaker {
+        KeyMaker { order, sequence: 0 }
+    }
+
+    /// Key of a slice's message or work.
+    pub(crate) fn slice(
+        &mut self,
+        step: Step,
+        priority: Priority,
+        tensor: TensorId,
+        slice: SliceId,
+    ) -> Key {
+        self.sequence += 1;
+        let urgency = match self.order {
+            Order::Priority => -i64::from(priority.0),
+            Order::Arrival => self.sequence as i64,
+        };
+        Key { step, urgency, tensor, slice, sequence: self.sequence }
+    }
+
+    /// Key of a control message: before every slice.
+    pub(crate) fn control(&mut self) -> Key {
+        self.sequence += 1;
+        let (tensor, slice) = (TensorId(0), SliceId(0));
+        Key { step: Step(0), urgency: i64::MIN, tensor, slice, sequence: self.sequence }
+    }
+}
+
+/// A whole message: one slice or one control payload, cut into frames when sent.
+#[derive(Clone, Debug)]
+pub(crate) struct Message {
+    /// Header of all its frames, but for offset, length and the flag of the last.
+    pub(crate) header: FrameHeader,
+    /// What is sent.
+    pub(crate) body: Body,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Body {
+    Empty,
+    Region(Region),
+    Inline(Vec<u8>),
+}
+
+impl Message {
+    fn bytes(&self) -> u64 {
+        match &self.body {
+            Body::Empty => 0,
+            Body::Region(region) => region.length,
+            Body::Inline(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Length of the frame that starts at `offset`. Control payloads travel whole.
+    fn frame_length(&self, offset: u64, frame_bytes: u32) -> u32 {
+        let rest = self.bytes() - offset;
+        match self.body {
+            Body::Inline(_) => rest as u32,
+            _ => rest.min(u64::from(frame_bytes)) as u32,
+        }
+    }
+
+    fn frame(&self, peer: Rank, offset: u64, length: u32) -> Transmit {
+        let mut header = self.header;
+        header.offset = offset;
+        header.length = length;
+        if offset + u64::from(length) == self.bytes() {
+            header.flags = header.flags.with(FrameFlags::LAST);
+        }
+        let payload = match &self.body {
+            _ if length == 0 => Payload::None,
+            Body::Empty => Payload::None,
+            Body::Inline(bytes) => Payload::Inline(bytes.clone()),
+            Body::Region(region) => Payload::Region(Region {
+                memory: region.memory,
+                offset: region.offset + offset,
+                length: u64::from(length),
+            }),
+        };
+        Transmit { peer, header, payload }
+    }
+}
+
+#[derive(Debug)]
+struct Unicast {
+    message: Message,
+    offset: u64,
+}
+
+#[derive(Debug, Default)]
+struct Peer {
+    queue: BTreeMap<Key, Unicast>,
+    in_flight_bytes: u64,
+    writable: bool,
+    /// The entry of this peer in `Scheduler::heads`.
+    indexed: Option<Key>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    message: Message,
+    owed: RankSet,
+}
+
+#[derive(Debug)]
+pub(crate) struct Scheduler {
+    rank: Rank,
+    frame_bytes: u32,
+    credit_bytes: u64,
+    peers: BTreeMap<Rank, Peer>,
+    /// Head of each peer's queue, for the peers that can take it now.
+    heads: BTreeSet<(Key, Rank)>,
+    shared: BTreeMap<Key, Shared>,
+    /// Peers that can take at least an empty frame now.
+    open: RankSet,
+}
+
+impl Scheduler {
+    pub(crate) fn new(
+        rank: Rank,
+        world_size: u32,
+        frame_bytes: u32,
+        credit_bytes: u64,
+    ) -> Scheduler {
+        Scheduler {
+            rank,
+            frame_bytes,
+            credit_bytes,
+            peers: BTreeMap::new(),
+            heads: BTreeSet::new(),
+            shared: BTreeMap::new(),
+            open: RankSet::empty(world_size),
+        }
+    }
+
+    /// Queues a message to one peer.
+    pub(crate) fn push(&mut self, peer: Rank, key: Key, message: Message) {
+        self.insert(peer, key, Unicast { message, offset: 0 });
+    }
+
+    /// Queues a message to several peers as one entry.
+    pub(crate) fn push_shared(&mut self, owed: RankSet, key: Key, message: Message) {
+        if !owed.is_empty() {
+            self.shared.insert(key, Shared { message, owed });
+        }
+    }
+
+    pub(crate) fn set_writable(&mut self, peer: Rank, writable: bool) {
+        self.peers.entry(peer).or_default().writable = writable;
+        self.reindex(peer);
+    }
+
+    /// A frame handed out by `poll` is with the kernel.
+    pub(crate) fn sent(&mut self, transmit: &Transmit) {
+        let bytes = frame_cost(transmit.header.length);
+        if let Some(peer) = self.peers.get_mut(&transmit.peer) {
+            assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
+            peer.in_flight_bytes -= bytes;
+        }
+        self.reindex(transmit.peer);
+    }
+
+    /// Drops everything queued; what was handed out stays accounted for.
+    pub(crate) fn clear(&mut self) {
+        self.shared.clear();
+        for peer in self.peers.values_mut() {
+            peer.queue.clear();
+            peer.indexed = None;
+        }
+        self.heads.clear();
+    }
+
+    /// Whether nothing is queued and nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.shared.is_empty()
+            && self.peers.values().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
+    }
+
+    /// The most urgent frame that may go now.
+    pub(crate) fn poll(&mut self) -> Option<Transmit> {
+        if self.open.is_empty() {
+            return None;
+        }
+        let shared = self.first_shared();
+        let head = self.heads.first().copied();
+        match (head, shared) {
+            (None, None) => None,
+            (Some((key, peer)), None) => Some(self.emit_unicast(key, peer)),
+            (Some((key, peer)), Some((shared_key, _))) if key <= shared_key => {
+                Some(self.emit_unicast(key, peer))
+            }
+            (_, Some((key, peer))) => self.emit_shared(key, peer),
+        }
+    }
+
+    /// The most urgent shared entry that owes a peer which can take it, unless a queue's head is
+    /// more urgent. Entries passed over are spread over their peers' queues.
+    fn first_shared(&mut self) -> Option<(Key, Rank)> {
+        loop {
+            let (&key, entry) = self.shared.first_key_value()?;
+            if self.heads.first().is_some_and(|&(head, _)| head < key) {
+                return None;
+            }
+            let length = entry.message.frame_length(0, self.frame_bytes);
+            let able = |&peer: &Rank| self.can_take(peer, length);
+            if let Some(peer) = entry.owed.iter_after(self.rank).find(able) {
+                return Some((key, peer));
+            }
+            let entry = self.shared.remove(&key)?;
+            for peer in entry.owed.iter() {
+                self.insert(peer, key, Unicast { message: entry.message.clone(), offset: 0 });
+            }
+        }
+    }
+
+    fn emit_unicast(&mut self, key: Key, rank: Rank) -> Transmit {
+        let frame_bytes = self.frame_bytes;
+        let peer = self.peers.entry(rank).or_default();
+        let mut entry = peer.queue.remove(&key).expect("an indexed head is in its queue");
+        let length = entry.message.frame_length(entry.offset, frame_bytes);
+        let transmit = entry.message.frame(rank, entry.offset, length);
+        peer.in_flight_bytes += frame_cost(length);
+        entry.offset += u64::from(length);
+        if entry.offset < entry.message.bytes() {
+            peer.queue.insert(key, entry);
+        }
+        self.reindex(rank);
+        transmit
+    }
+
+    fn emit_shared(&mut self, key: Key, rank: Rank) -> Option<Transmit> {
+        let entry = self.shared.get_mut(&key)?;
+        entry.owed.remove(rank);
+        let message = if entry.owed.is_empty() {
+            self.shared.remove(&key)?.message
+        } else {
+            entry.message.clone()
+        };
+        self.insert(rank, key, Unicast { message, offset: 0 });
+        Some(self.emit_unicast(key, rank))
+    }
+
+    fn insert(&mut self, peer: Rank, key: Key, entry: Unicast) {
+        self.peers.entry(peer).or_default().queue.insert(key, entry);
+        self.reindex(peer);
+    }
+
+    fn can_take(&self, peer: Rank, length: u32) -> bool {
+        self.peers.get(&peer).is_some_and(|it| it.can_take(length, self.credit_bytes))
+    }
+
+    /// Brings `heads` and `open` up to date for one peer.
+    fn reindex(&mut self, rank: Rank) {
+        let Some(peer) = self.peers.get_mut(&rank) else {
+            return;
+        };
+        if peer.can_take(0, self.credit_bytes) {
+            self.open.insert(rank);
+        } else {
+            self.open.remove(rank);
+        }
+        let head = peer.queue.first_key_value().and_then(|(&key, entry)| {
+            let length = entry.message.frame_length(entry.offset, self.frame_bytes);
+            peer.can_take(length, self.credit_bytes).then_some(key)
+        });
+        if head == peer.indexed {
+            return;
+        }
+        if let Some(old) = peer.indexed.take() {
+            self.heads.remove(&(old, rank));
+        }
+        if let Some(key) = head {
+            self.heads.insert((key, rank));
+        }
+        peer.indexed = head;
+    }
+}
+
+impl Peer {
+    fn can_take(&self, length: u32, credit_bytes: u64) -> bool {
+        let after = self.in_flight_bytes + frame_cost(length);
+        self.writable && (self.in_flight_bytes == 0 || after <= credit_bytes)
+    }
+}
+
+fn frame_cost(length: u32) -> u64 {
+    HEADER_BYTES as u64 + u64::from(length)
+}

@@ -1,0 +1,96 @@
+//! The server's side of the slices that this rank owns: contributions of one step are collected,
+//! reduced once, and the result is kept until everyone who is owed it has it.
+//!
+//! Under the ready rule `All` a slice collects for one step at a time: nobody can contribute to a
+//! step before having the result of the one before.
+
+use crate::io::BufferRef;
+use crate::plan::Plan;
+use crate::rank_set::RankSet;
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step};
+
+/// What one rank contributed to a slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// This rank's own gradient memory.
+    Own,
+    /// A whole slice in scratch.
+    Buffer(BufferRef),
+    /// Nothing: counts as zeros.
+    Absent,
+}
+
+/// A slice that is arriving from a peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arriving {
+    pub(crate) buffer: BufferRef,
+    pub(crate) received_bytes: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct OwnedSlice {
+    /// Step that contributions are collected for.
+    pub(crate) step: Step,
+    /// Whole contributions, by rank.
+    pub(crate) parts: BTreeMap<Rank, Part>,
+    /// Partial contributions, by rank.
+    pub(crate) arriving: BTreeMap<Rank, Arriving>,
+    /// Whether the reduction is queued or under way.
+    pub(crate) reducing: bool,
+    /// Urgency: what the last header said, or the own vector for own contributions.
+    pub(crate) priority: Priority,
+    /// Ranks that asked before the result was there.
+    pub(crate) early_pulls: Vec<Rank>,
+}
+
+/// A result that is still owed to some ranks.
+#[derive(Debug)]
+pub(crate) struct Owed {
+    /// The result; none when no rank had a gradient.
+    pub(crate) buffer: Option<BufferRef>,
+    /// Ranks that must still ask (pull rules).
+    pub(crate) to_pull: RankSet,
+    /// Ranks whose last frame is not yet with the kernel.
+    pub(crate) to_send: RankSet,
+    /// Urgency.
+    pub(crate) priority: Priority,
+}
+
+#[derive(Debug)]
+pub(crate) struct Server {
+    pub(crate) owned: BTreeMap<SliceId, OwnedSlice>,
+    pub(crate) owed: BTreeMap<(SliceId, Step), Owed>,
+}
+
+impl Server {
+    pub(crate) fn new(plan: &Plan, rank: Rank) -> Server {
+        let fresh = || OwnedSlice {
+            step: Step(0),
+            parts: BTreeMap::new(),
+            arriving: BTreeMap::new(),
+            reducing: false,
+            priority: Priority(0),
+            early_pulls: Vec::new(),
+        };
+        let slices = plan.slices.iter().enumerate();
+        let mine = slices.filter(|(_, slice)| slice.owner == rank);
+        let owned = mine.map(|(index, _)| (SliceId(index as u32), fresh())).collect();
+        Server { owned, owed: BTreeMap::new() }
+    }
+}
+
+impl OwnedSlice {
+    /// Gives up the collected contributions and begins to collect for the next step.
+    pub(crate) fn take_parts(&mut self) -> Vec<(Rank, Part)> {
+        core::mem::take(&mut self.parts).into_iter().collect()
+    }
+
+    /// After a reduction: the next step's contributions may come.
+    pub(crate) fn advance(&mut self) {
+        self.step = self.step.next();
+        self.reducing = false;
+        self.early_pulls.clear();
+    }
+}

@@ -1,0 +1,153 @@
+//! Strategies: settings of the one engine. Each of the papers' systems is a value of [`Strategy`];
+//! nothing else in the engine knows their names.
+
+use crate::error::PlanError;
+use alloc::format;
+use alloc::string::{String, ToString};
+use serde::{Deserialize, Serialize};
+
+/// Into what pieces tensors are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "rule")]
+pub enum Granularity {
+    /// Slices of at most this many elements (P3, section 4).
+    Slices {
+        /// Most elements in a slice.
+        elems: u64,
+    },
+    /// Whole tensors below the threshold; larger ones split equally over all servers (MXNet's
+    /// `KVStore`).
+    SplitAbove {
+        /// First size, in elements, that is split.
+        elems: u64,
+    },
+}
+
+/// In what order frames of one step leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Order {
+    /// The most urgent first.
+    Priority,
+    /// First come, first served.
+    Arrival,
+}
+
+/// Which server owns a slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "rule")]
+pub enum Placement {
+    /// Slice after slice, server after server.
+    RoundRobin,
+    /// Whole tensors on a server drawn from this seed; split tensors one part a server.
+    Random {
+        /// Seed, the same on every rank.
+        seed: u64,
+    },
+}
+
+/// How an aggregated slice comes back to the workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PullRule {
+    /// At once, to all, unasked.
+    Broadcast,
+    /// The server notifies; the worker pulls once all slices of the tensor are announced.
+    AfterNotice,
+    /// The worker pulls when its next iteration starts, or when a consumer waits.
+    NextStep,
+}
+
+/// Which contributions an owner waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReadyRule {
+    /// Those of all ranks: synchronous training.
+    All,
+}
+
+/// When a tensor that is complete is given to its waiters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Release {
+    /// As soon as the tensor itself is there.
+    Tensor,
+    /// Only when all tensors of the step are there (a barrier between iterations).
+    Step,
+}
+
+/// Granularity, order, placement, pull rule, ready rule and release rule.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Strategy {
+    /// Name for tables and messages.
+    pub name: String,
+    /// Into what pieces tensors are cut.
+    pub granularity: Granularity,
+    /// In what order frames leave.
+    pub order: Order,
+    /// Which server owns a slice.
+    pub placement: Placement,
+    /// How aggregated slices come back.
+    pub pull: PullRule,
+    /// Which contributions an owner waits for.
+    pub ready: ReadyRule,
+    /// When tensors are given to their waiters.
+    pub release: Release,
+}
+
+/// Elements in a slice by default: the best value in the P3 paper (section 5.7).
+pub const SLICE_ELEMS: u64 = 50_000;
+/// Tensors of this many elements and more are split by MXNet's `KVStore`.
+pub const KVSTORE_SPLIT_ELEMS: u64 = 1_000_000;
+/// Poseidon's key-value pairs: 2 MB of f32.
+pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
+
+impl Strategy {
+    /// The names that [`Strategy::named`] knows.
+    pub const NAMES: [&'static str; 5] = ["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
+
+    /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
+    /// `deferred-pull` (R4). `slice_elems` replaces the slice size of the first three (`None`:
+    /// 50,000, and 2 MB for `wfbp`); `seed` places whole tensors in the last two.
+    ///
+    /// # Errors
+    /// When the name is unknown or the slice size is zero.
+    pub fn named(name: &str, slice_elems: Option<u64>, seed: u64) -> Result<Strategy, PlanError> {
+        if slice_elems == Some(0) {
+            return Err(PlanError::new("slice_elems is 0: a slice needs at least one element"));
+        }
+        let sliced = |default: u64| Granularity::Slices { elems: slice_elems.unwrap_or(default) };
+        let base = Strategy {
+            name: name.to_string(),
+            granularity: sliced(SLICE_ELEMS),
+            order: Order::Priority,
+            placement: Placement::RoundRobin,
+            pull: PullRule::Broadcast,
+            ready: ReadyRule::All,
+            release: Release::Tensor,
+        };
+        let kvstore = Strategy {
+            granularity: Granularity::SplitAbove { elems: KVSTORE_SPLIT_ELEMS },
+            order: Order::Arrival,
+            placement: Placement::Random { seed },
+            pull: PullRule::AfterNotice,
+            ..base.clone()
+        };
+        match name {
+            "p3" => Ok(base),
+            "slicing" => Ok(Strategy { order: Order::Arrival, ..base }),
+            "wfbp" => Ok(Strategy {
+                granularity: sliced(POSEIDON_PAIR_ELEMS),
+                order: Order::Arrival,
+                release: Release::Step,
+                ..base
+            }),
+            "kvstore" => Ok(kvstore),
+            "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
+            _ => Err(PlanError::new(format!(
+                "unknown strategy {name:?}; known are {}",
+                Strategy::NAMES.join(", ")
+            ))),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Work waiting for the driver's threads, most urgent first. What exactly is to be done is decided
+//! as late as possible: when the driver asks.
+
+use crate::io::{BufferRef, WorkId};
+use crate::scheduler::Key;
+use crate::server::Part;
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+use gradlane_units::{Rank, SliceId, Step};
+
+/// Work that nobody has asked for yet.
+#[derive(Debug)]
+pub(crate) enum Pending {
+    /// Reduce the contributions of an owned slice.
+    Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
+    /// Copy a result from scratch into the tensor's memory.
+    Install { slice: SliceId, step: Step, buffer: BufferRef },
+}
+
+/// Work that the driver has.
+#[derive(Debug)]
+pub(crate) enum Running {
+    Reduce {
+        slice: SliceId,
+        step: Step,
+        /// Buffer with the result.
+        output: BufferRef,
+        /// Contributions that are done with.
+        spent: Vec<BufferRef>,
+        /// Whether the result went into the tensor's memory in the same pass.
+        in_place: bool,
+    },
+    Install {
+        slice: SliceId,
+        buffer: BufferRef,
+    },
+}
+
+#[derive(Debug)]
+pub(crate) struct WorkQueue {
+    depth: usize,
+    next_id: u64,
+    pending: BTreeMap<Key, Pending>,
+    running: BTreeMap<WorkId, Running>,
+}
+
+impl WorkQueue {
+    pub(crate) fn new(depth: usize) -> WorkQueue {
+        WorkQueue { depth, next_id: 0, pending: BTreeMap::new(), running: BTreeMap::new() }
+    }
+
+    pub(crate) fn push(&mut self, key: Key, work: Pending) {
+        self.pending.insert(key, work);
+    }
+
+    /// The most urgent work, unless the driver has enough.
+    pub(crate) fn pop(&mut self) -> Option<Pending> {
+        if self.running.len() >= self.depth {
+            return None;
+        }
+        self.pending.pop_first().map(|(_, work)| work)
+    }
+
+    pub(crate) fn start(&mut self, running: Running) -> WorkId {
+        let id = WorkId(self.next_id);
+        self.next_id += 1;
+        self.running.insert(id, running);
+        id
+    }
+
+    pub(crate) fn finish(&mut self, id: WorkId) -> Option<Running> {
+        self.running.remove(&id)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.pending.clear();
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.pending.is_empty() && self.running.is_empty()
+    }
+}

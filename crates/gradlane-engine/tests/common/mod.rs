@@ -1,0 +1,366 @@
+//! A cluster of engines in one thread, with real bytes and a network that delivers in any order that
+//! the seed says, as long as frames between two ranks keep their order (as over TCP).
+
+#![allow(dead_code, reason = "each test file uses its own part")]
+
+use gradlane_engine::{
+    Engine, EngineOptions, Event, Failure, Landing, Memory, Operation, Payload, Plan, Region, Role,
+    Strategy, TensorSpec, Transmit, Update, Work,
+};
+use gradlane_units::{Dtype, Priority, Rank, Rng, Step, TensorId};
+use gradlane_wire::FrameHeader;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// One rank: its engine and its memory.
+pub struct Node {
+    pub engine: Engine,
+    pub tensors: Vec<Vec<f32>>,
+    pub parameters: Vec<Vec<f32>>,
+    buffers: BTreeMap<u32, Vec<u8>>,
+    works: Vec<Work>,
+    unsent: VecDeque<Transmit>,
+    pub ready: Vec<(TensorId, Step, bool)>,
+    pub completed: Vec<Step>,
+    pub switched: Vec<(u32, Step)>,
+    pub failure: Option<Failure>,
+    pub closed: bool,
+    pub dead: bool,
+    /// Frames in the order in which they were handed out.
+    pub log: Vec<FrameHeader>,
+}
+
+/// Frames on their way from one rank to another.
+type Wire = VecDeque<(FrameHeader, Vec<u8>)>;
+
+pub struct Cluster {
+    pub nodes: Vec<Node>,
+    pub rng: Rng,
+    wires: BTreeMap<(u32, u32), Wire>,
+    /// How many frames may be on a wire.
+    pub wire_depth: usize,
+}
+
+pub fn tensors(sizes: &[u64]) -> Vec<TensorSpec> {
+    let named = sizes.iter().enumerate();
+    let spec = |(index, &numel): (usize, &u64)| TensorSpec {
+        name: format!("layer{index}.weight"),
+        numel,
+        dtype: Dtype::F32,
+        role: Role::Parameter,
+    };
+    named.map(spec).collect()
+}
+
+pub fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world_size: u32) -> Arc<Plan> {
+    let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a known strategy");
+    let plan = Plan::build(tensors(sizes), strategy, Update::Worker, world_size);
+    Arc::new(plan.expect("a plan that can be built"))
+}
+
+impl Cluster {
+    pub fn new(plan: &Arc<Plan>, frame_bytes: u32, credit_bytes: u64, seed: u64) -> Cluster {
+        let zeros = |plan: &Plan| {
+            plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect::<Vec<_>>()
+        };
+        let nodes = (0..plan.world_size).map(|rank| {
+            let options =
+                EngineOptions { frame_bytes, credit_bytes, ..EngineOptions::new(Rank(rank)) };
+            let mut engine = Engine::new(options, plan.clone());
+            for peer in (0..plan.world_size).filter(|&peer| peer != rank) {
+                engine.handle_writable(Rank(peer), true);
+            }
+            Node {
+                engine,
+                tensors: zeros(plan),
+                parameters: zeros(plan),
+                buffers: BTreeMap::new(),
+                works: Vec::new(),
+                unsent: VecDeque::new(),
+                ready: Vec::new(),
+                completed: Vec::new(),
+                switched: Vec::new(),
+                failure: None,
+                closed: false,
+                dead: false,
+                log: Vec::new(),
+            }
+        });
+        Cluster {
+            nodes: nodes.collect(),
+            rng: Rng::new(seed),
+            wires: BTreeMap::new(),
+            wire_depth: 3,
+        }
+    }
+
+    pub fn world(&self) -> u32 {
+        self.nodes.len() as u32
+    }
+
+    /// Spreads rank 0's values; afterwards all ranks hold them.
+    pub fn step_zero(&mut self) {
+        for rank in 0..self.nodes.len() {
+            let engine = &mut self.nodes[rank].engine;
+            engine.step_begin(Step(0)).expect("step 0 begins");
+            for tensor in 0..engine.plan().tensors.len() as u32 {
+                engine.gradient_ready(TensorId(tensor), Step(0)).expect("values");
+            }
+        }
+        self.run();
+    }
+
+    /// Runs until nothing moves, one random action after another.
+    pub fn run(&mut self) {
+        let mut idle = 0;
+        while idle < 60 {
+            let node = self.rng.below(self.world()) as usize;
+            let moved = match self.rng.below(5) {
+                0 => self.take_work(node),
+                1 => self.do_work(node),
+                2 => self.hand_to_kernel(node),
+                3 => self.transmit(node),
+                _ => self.deliver(node),
+            };
+            idle = if moved { 0 } else { idle + 1 };
+            if idle == 59 && self.sweep() {
+                idle = 0;
+            }
+        }
+        self.nodes.iter_mut().for_each(Node::take_events);
+    }
+
+    /// Every action once on every node: nothing is left only when nothing moves here.
+    fn sweep(&mut self) -> bool {
+        (0..self.nodes.len()).fold(false, |moved, node| {
+            let actions = [
+                self.take_work(node),
+                self.do_work(node),
+                self.transmit(node),
+                self.hand_to_kernel(node),
+                self.deliver(node),
+            ];
+            moved | actions.contains(&true)
+        })
+    }
+
+    fn take_work(&mut self, node: usize) -> bool {
+        let node = &mut self.nodes[node];
+        let work = if node.dead { None } else { node.engine.poll_work() };
+        let moved = work.is_some();
+        node.works.extend(work);
+        moved
+    }
+
+    fn do_work(&mut self, index: usize) -> bool {
+        let pick = self.rng.next_u64() as usize;
+        let node = &mut self.nodes[index];
+        if node.works.is_empty() || node.dead {
+            return false;
+        }
+        let work = node.works.swap_remove(pick % node.works.len());
+        node.execute(&work.operation);
+        node.engine.handle_work_done(work.id);
+        node.take_events();
+        true
+    }
+
+    fn transmit(&mut self, node: usize) -> bool {
+        let node = &mut self.nodes[node];
+        if node.dead {
+            return false;
+        }
+        let Some(transmit) = node.engine.poll_transmit() else {
+            return false;
+        };
+        node.log.push(transmit.header);
+        node.unsent.push_back(transmit);
+        true
+    }
+
+    fn hand_to_kernel(&mut self, index: usize) -> bool {
+        let pick = self.rng.next_u64() as usize;
+        let node = &mut self.nodes[index];
+        if node.unsent.is_empty() || node.dead {
+            return false;
+        }
+        // Frames to one peer stay in order; which peer's goes first is up to the seed.
+        let peer = node.unsent[pick % node.unsent.len()].peer;
+        let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
+        let wire = self.wires.entry((index as u32, peer.0)).or_default();
+        if wire.len() >= self.wire_depth {
+            return false;
+        }
+        let transmit = node.unsent.remove(position).expect("it was there");
+        let payload = match &transmit.payload {
+            Payload::None => Vec::new(),
+            Payload::Inline(bytes) => bytes.clone(),
+            Payload::Region(region) => node.read(*region),
+        };
+        assert_eq!(payload.len(), transmit.header.length as usize);
+        wire.push_back((transmit.header, payload));
+        node.engine.handle_sent(&transmit);
+        node.take_events();
+        true
+    }
+
+    fn deliver(&mut self, index: usize) -> bool {
+        let from = self.rng.below(self.world());
+        let world = self.world();
+        for from in (0..world).map(|offset| (from + offset) % world) {
+            let wire = self.wires.entry((from, index as u32)).or_default();
+            if let Some((header, payload)) = wire.pop_front() {
+                if !self.nodes[index].dead {
+                    self.nodes[index].receive(Rank(from), &header, &payload);
+                }
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Ends a node as SIGKILL would: its wires break, what was on them may be lost.
+    pub fn kill(&mut self, rank: u32) {
+        self.nodes[rank as usize].dead = true;
+        for other in (0..self.world()).filter(|&other| other != rank) {
+            self.wires.remove(&(rank, other));
+            if !self.nodes[other as usize].dead {
+                let node = &mut self.nodes[other as usize];
+                node.engine.handle_peer_lost(Rank(rank), "connection closed");
+                node.take_events();
+            }
+        }
+    }
+
+    pub fn begin(&mut self, step: Step) {
+        for node in &mut self.nodes {
+            node.engine.step_begin(step).expect("the step begins");
+            node.take_events();
+        }
+    }
+
+    /// Finishes all nodes and checks that each was closed and nothing leaked.
+    pub fn finish(&mut self) {
+        for node in &mut self.nodes {
+            node.engine.finish();
+            node.take_events();
+        }
+        self.run();
+        for node in &self.nodes {
+            assert!(node.closed, "{} was not closed: {:?}", node.engine.rank(), node.failure);
+            assert_eq!(node.engine.buffers_in_use(), 0, "buffers leaked");
+        }
+    }
+
+    pub fn switch(&mut self, priorities: &[i32]) {
+        let priorities = priorities.iter().copied().map(Priority).collect();
+        self.nodes[0].engine.switch_priorities(priorities).expect("a switch");
+    }
+}
+
+impl Node {
+    fn bytes_of(&self, memory: Memory) -> Vec<u8> {
+        let floats = |values: &Vec<f32>| values.iter().flat_map(|it| it.to_le_bytes()).collect();
+        match memory {
+            Memory::Gradient(tensor) => floats(&self.tensors[tensor.index()]),
+            Memory::Parameter(tensor) => floats(&self.parameters[tensor.index()]),
+            Memory::Buffer(buffer) => self.buffers[&buffer.id].clone(),
+        }
+    }
+
+    pub fn read(&self, region: Region) -> Vec<u8> {
+        let bytes = self.bytes_of(region.memory);
+        bytes[region.offset as usize..(region.offset + region.length) as usize].to_vec()
+    }
+
+    fn write(&mut self, region: Region, payload: &[u8]) {
+        assert_eq!(payload.len() as u64, region.length);
+        if let Memory::Buffer(buffer) = region.memory {
+            self.buffers.entry(buffer.id).or_insert_with(|| vec![0; buffer.bytes as usize]);
+        }
+        let mut bytes = self.bytes_of(region.memory);
+        let start = region.offset as usize;
+        bytes[start..start + payload.len()].copy_from_slice(payload);
+        let floats = || bytes.chunks(4).map(|it| f32::from_le_bytes(it.try_into().unwrap()));
+        match region.memory {
+            Memory::Gradient(tensor) => self.tensors[tensor.index()] = floats().collect(),
+            Memory::Parameter(tensor) => self.parameters[tensor.index()] = floats().collect(),
+            Memory::Buffer(buffer) => {
+                self.buffers.insert(buffer.id, bytes);
+            }
+        }
+    }
+
+    pub fn receive(&mut self, from: Rank, header: &FrameHeader, payload: &[u8]) {
+        let landing = self.engine.handle_header(from, header).expect("a correct frame");
+        match landing {
+            Landing::Control => {
+                self.engine.handle_control(from, header, payload).expect("a correct frame");
+            }
+            Landing::Nothing => self.engine.handle_frame(from, header).expect("a correct frame"),
+            Landing::Region(region) => {
+                self.write(region, payload);
+                self.engine.handle_frame(from, header).expect("a correct frame");
+            }
+        }
+        self.take_events();
+    }
+
+    fn floats(&self, region: Region) -> Vec<f32> {
+        let bytes = self.read(region);
+        bytes.chunks(4).map(|it| f32::from_le_bytes(it.try_into().unwrap())).collect()
+    }
+
+    fn mean(&self, inputs: &[Region], absent: bool, divisor: u32) -> Vec<f32> {
+        let mut sum = self.floats(inputs[0]);
+        for &input in &inputs[1..] {
+            for (total, value) in sum.iter_mut().zip(self.floats(input)) {
+                *total += value;
+            }
+        }
+        let zero = if absent { 0.0 } else { -0.0 };
+        sum.iter().map(|total| (total + zero) / divisor as f32).collect()
+    }
+
+    fn execute(&mut self, operation: &Operation) {
+        let bytes =
+            |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|it| it.to_le_bytes()).collect() };
+        match operation {
+            Operation::Reduce { inputs, absent, divisor, output, copy_to } => {
+                let mean = bytes(&self.mean(inputs, *absent, *divisor));
+                self.write(*output, &mean);
+                if let Some(region) = copy_to {
+                    self.write(*region, &mean);
+                }
+            }
+            Operation::ReduceApply { inputs, absent, divisor, parameters, output } => {
+                let mean = self.mean(inputs, *absent, *divisor);
+                let updated: Vec<f32> =
+                    self.floats(*parameters).iter().zip(&mean).map(|(p, g)| p - g).collect();
+                self.write(*output, &bytes(&updated));
+            }
+            Operation::Copy { from, to } => {
+                let payload = self.read(*from);
+                self.write(*to, &payload);
+            }
+        }
+    }
+
+    pub fn take_events(&mut self) {
+        while let Some(event) = self.engine.poll_event() {
+            match event {
+                Event::TensorReady { tensor, step, absent } => {
+                    self.ready.push((tensor, step, absent));
+                }
+                Event::StepComplete { step } => self.completed.push(step),
+                Event::PlanSwitched { version, step } => self.switched.push((version, step)),
+                // Reading a buffer that is free, or writing past it, panics from now on.
+                Event::BufferFree(buffer) => {
+                    self.buffers.remove(&buffer.id);
+                }
+                Event::Closed => self.closed = true,
+                Event::Failed(failure) => self.failure = Some(failure),
+            }
+        }
+    }
+}
