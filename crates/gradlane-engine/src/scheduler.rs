@@ -236,7 +236,7 @@ impl Scheduler {
                 return None;
             }
             let length = entry.message.frame_length(0, self.frame_bytes);
-            let able = |&peer: &Rank| self.can_take(peer, length);
+            let able = |&peer: &Rank| self.can_take(peer, key, length);
             if let Some(peer) = entry.owed.iter_after(self.rank).find(able) {
                 return Some((key, peer));
             }
@@ -279,8 +279,13 @@ impl Scheduler {
         self.reindex(peer);
     }
 
-    fn can_take(&self, peer: Rank, length: u32) -> bool {
-        self.peers.get(&peer).is_some_and(|it| it.can_take(length, self.credit_bytes))
+    /// Whether a peer can take a frame with this key now: it has room, and nothing more urgent of
+    /// its own queue waits for more room than there is.
+    fn can_take(&self, peer: Rank, key: Key, length: u32) -> bool {
+        self.peers.get(&peer).is_some_and(|it| {
+            let passes_over = it.queue.first_key_value().is_some_and(|(&head, _)| head < key);
+            it.can_take(length, self.credit_bytes) && !passes_over
+        })
     }
 
     /// Brings `heads` and `open` up to date for one peer.
@@ -320,3 +325,7 @@ impl Peer {
 fn frame_cost(length: u32) -> u64 {
     HEADER_BYTES as u64 + u64::from(length)
 }
+
+#[cfg(test)]
+#[path = "scheduler_tests.rs"]
+mod tests;

@@ -1,0 +1,118 @@
+//! A hostile peer: headers that are well formed but wrong in any field. The engine answers with a typed
+//! error or a landing inside the memory of the slice; it never panics and stays usable.
+
+mod common;
+
+use common::{plan, Cluster};
+use gradlane_engine::{Landing, Memory, Strategy as Setting};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+struct Hostile {
+    from: u32,
+    header: FrameHeader,
+    payload: Vec<u8>,
+}
+
+fn hostile() -> impl Strategy<Value = Hostile> {
+    let kind = proptest::sample::select(FrameKind::ALL);
+    let ids = (0..4_u32, 0..9_u32, 0..3_u64, 0..2_u32, 0..2_u32);
+    let rest = (0..4_u8, 1..3_u32, any::<bool>(), 0..500_u64, any::<u32>(), 0..300_usize);
+    (kind, ids, rest).prop_map(|(kind, ids, rest)| {
+        let (tensor, slice, step, generation, plan_version) = ids;
+        let (flags, from, honest, offset, priority, length) = rest;
+        let header = FrameHeader {
+            kind,
+            codec: Codec::Raw,
+            flags: FrameFlags(flags),
+            step: Step(step),
+            generation: generation / 2,
+            plan_version,
+            tensor: TensorId(tensor),
+            slice: SliceId(slice),
+            priority: Priority(priority as i32),
+            sender: Rank(if honest { from } else { from - 1 }),
+            offset: if offset < 250 { 0 } else { offset },
+            length: length as u32,
+            payload_crc: 0,
+        };
+        Hostile { from, header, payload: vec![0xA5; length] }
+    })
+}
+
+proptest! {
+    #[test]
+    fn nothing_a_peer_sends_makes_the_engine_panic_or_write_elsewhere(
+        frames in proptest::collection::vec(hostile(), 1..60),
+        name in proptest::sample::select(&Setting::NAMES[..]),
+        begun in any::<bool>(),
+        contributed in any::<bool>(),
+    ) {
+        let plan = plan(&[100, 30, 1], name, 40, 3);
+        let mut cluster = Cluster::new(&plan, 64, 64, 1);
+        cluster.step_zero();
+        let engine = &mut cluster.nodes[0].engine;
+        if begun {
+            engine.step_begin(Step(1)).expect("begins");
+        }
+        for tensor in (0..3).filter(|_| begun && contributed) {
+            engine.gradient_ready(TensorId(tensor), Step(1)).expect("a gradient");
+        }
+        for frame in frames {
+            let from = Rank(frame.from);
+            match engine.handle_header(from, &frame.header) {
+                Ok(Landing::Region(region)) => {
+                    let slice = frame.header.slice;
+                    let bytes = match region.memory {
+                        Memory::Buffer(buffer) => buffer.bytes,
+                        Memory::Gradient(tensor) | Memory::Parameter(tensor) => {
+                            prop_assert_eq!(tensor, plan.slice(slice).tensor);
+                            plan.slice_start_bytes(slice) + plan.slice_bytes(slice)
+                        }
+                    };
+                    prop_assert!(region.offset + region.length <= bytes);
+                    prop_assert_eq!(region.length, u64::from(frame.header.length));
+                    let _ = engine.handle_frame(from, &frame.header);
+                }
+                Ok(Landing::Nothing) => {
+                    let _ = engine.handle_frame(from, &frame.header);
+                }
+                Ok(Landing::Control) => {
+                    let _ = engine.handle_control(from, &frame.header, &frame.payload);
+                }
+                Err(error) => prop_assert_eq!(error.peer, from),
+            }
+            while engine.poll_work().is_some() {}
+            while engine.poll_transmit().is_some() {}
+            while engine.poll_event().is_some() {}
+        }
+    }
+}
+
+#[test]
+fn errors_name_peer_tensor_step_and_bytes() {
+    let plan = plan(&[100], "p3", 50, 2);
+    let mut cluster = Cluster::new(&plan, 64, 64, 1);
+    cluster.step_zero();
+    let header = FrameHeader {
+        kind: FrameKind::Push,
+        codec: Codec::Raw,
+        flags: FrameFlags::NONE,
+        step: Step(1),
+        generation: 0,
+        plan_version: 0,
+        tensor: TensorId(0),
+        slice: SliceId(0),
+        priority: Priority(0),
+        sender: Rank(1),
+        offset: 199,
+        length: 64,
+        payload_crc: 0,
+    };
+    let error = cluster.nodes[0].engine.handle_header(Rank(1), &header).unwrap_err().to_string();
+    for part in ["rank 1", "layer0.weight", "step 1", "64 bytes at offset 199 of 200"] {
+        assert!(error.contains(part), "{error:?} does not name {part:?}");
+    }
+}
