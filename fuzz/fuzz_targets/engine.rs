@@ -1,0 +1,144 @@
+//! Any sequence of inputs, the application's and a hostile peer's: the engine never panics, and what
+//! it lets land stays inside the slice's memory.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use gradlane_engine::{
+    Engine, EngineOptions, Landing, Plan, Role, Strategy, TensorSpec, Transmit, Update, WorkId,
+};
+use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use libfuzzer_sys::fuzz_target;
+use std::sync::Arc;
+
+#[derive(Arbitrary, Debug)]
+enum Input {
+    Begin(u8),
+    Ready(u8, u8),
+    Absent(u8, u8),
+    Needed(u8, u8),
+    End(u8),
+    Switch(Vec<i32>),
+    Frame { from: bool, kind: u8, flags: u8, step: u8, ids: [u8; 2], offset: u16, length: u8 },
+    Writable(bool, bool),
+    Sent(u8),
+    Done(u8),
+    Lost(bool),
+    Finish,
+    Abort,
+    Time(u64),
+}
+
+#[derive(Arbitrary, Debug)]
+struct Case {
+    strategy: u8,
+    server_update: bool,
+    inputs: Vec<Input>,
+}
+
+fn plan(case: &Case) -> Arc<Plan> {
+    let name = Strategy::NAMES[case.strategy as usize % Strategy::NAMES.len()];
+    let strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
+    let update = if case.server_update { Update::Server } else { Update::Worker };
+    let spec = |(name, numel): (&str, u64)| TensorSpec {
+        name: name.into(),
+        numel,
+        dtype: Dtype::F32,
+        role: Role::Parameter,
+    };
+    let tensors = [("a", 50), ("b", 7), ("c", 0)].map(spec).to_vec();
+    Arc::new(Plan::build(tensors, strategy, update, 3).expect("a plan"))
+}
+
+fuzz_target!(|case: Case| {
+    let plan = plan(&case);
+    let mut engine = Engine::new(EngineOptions::new(Rank(0)), plan.clone());
+    let mut transmits: Vec<Transmit> = Vec::new();
+    let mut works: Vec<WorkId> = Vec::new();
+    for input in &case.inputs {
+        apply(&mut engine, input, &mut transmits, &mut works);
+        works.extend(std::iter::from_fn(|| engine.poll_work()).map(|work| work.id));
+        transmits.extend(std::iter::from_fn(|| engine.poll_transmit()));
+        while engine.poll_event().is_some() {}
+        let _ = (engine.poll_timeout(), engine.outstanding());
+    }
+});
+
+fn apply(
+    engine: &mut Engine,
+    input: &Input,
+    transmits: &mut Vec<Transmit>,
+    works: &mut Vec<WorkId>,
+) {
+    let peer = |which: bool| Rank(1 + u32::from(which));
+    match input {
+        Input::Begin(step) => drop(engine.step_begin(Step(u64::from(*step)))),
+        Input::Ready(tensor, step) => drop(
+            engine.gradient_ready(TensorId(u32::from(*tensor)), Step(u64::from(*step))),
+        ),
+        Input::Absent(tensor, step) => {
+            drop(engine.tensor_absent(TensorId(u32::from(*tensor)), Step(u64::from(*step))));
+        }
+        Input::Needed(tensor, step) => {
+            drop(engine.tensor_needed(TensorId(u32::from(*tensor)), Step(u64::from(*step))));
+        }
+        Input::End(step) => drop(engine.step_end(Step(u64::from(*step)))),
+        Input::Switch(values) => {
+            drop(engine.switch_priorities(values.iter().copied().map(Priority).collect()));
+        }
+        Input::Frame { from, kind, flags, step, ids, offset, length } => {
+            let kinds = FrameKind::ALL;
+            let header = FrameHeader {
+                kind: kinds[*kind as usize % kinds.len()],
+                codec: Codec::Raw,
+                flags: FrameFlags(flags & 3),
+                step: Step(u64::from(*step % 4)),
+                generation: 0,
+                plan_version: u32::from(flags >> 7),
+                tensor: TensorId(u32::from(ids[0])),
+                slice: SliceId(u32::from(ids[1])),
+                priority: Priority(i32::from(*offset)),
+                sender: peer(*from),
+                offset: u64::from(*offset),
+                length: u32::from(*length),
+                payload_crc: 0,
+            };
+            receive(engine, peer(*from), &header);
+        }
+        Input::Writable(which, writable) => engine.handle_writable(peer(*which), *writable),
+        Input::Sent(index) if !transmits.is_empty() => {
+            let transmit = transmits.remove(*index as usize % transmits.len());
+            engine.handle_sent(&transmit);
+        }
+        Input::Done(index) if !works.is_empty() => {
+            engine.handle_work_done(works.remove(*index as usize % works.len()));
+        }
+        Input::Lost(which) => engine.handle_peer_lost(peer(*which), "gone"),
+        Input::Finish => engine.finish(),
+        Input::Abort => engine.abort("enough"),
+        Input::Time(now) => engine.handle_time(Time(*now)),
+        Input::Sent(_) | Input::Done(_) => {}
+    }
+}
+
+fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader) {
+    match engine.handle_header(from, header) {
+        Ok(Landing::Region(region)) => {
+            let limit = match region.memory {
+                gradlane_engine::Memory::Buffer(buffer) => buffer.bytes,
+                _ => {
+                    let plan = engine.plan();
+                    plan.slice_start_bytes(header.slice) + plan.slice_bytes(header.slice)
+                }
+            };
+            assert!(region.offset + region.length <= limit);
+            let _ = engine.handle_frame(from, header);
+        }
+        Ok(Landing::Nothing) => drop(engine.handle_frame(from, header)),
+        Ok(Landing::Control) => {
+            let payload = vec![0x5A; header.length as usize];
+            let _ = engine.handle_control(from, header, &payload);
+        }
+        Err(_) => {}
+    }
+}
