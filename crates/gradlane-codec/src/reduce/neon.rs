@@ -1,0 +1,147 @@
+//! The aarch64 variant: 128-bit NEON registers, 4 lanes of f32 or 2 of f64.
+//!
+//! f16 goes lane by lane, since the vector conversions are not in stable Rust; bf16 is the upper
+//! half of an f32, shifted up to widen and rounded by an integer addition to narrow.
+
+use std::arch::aarch64::*;
+
+use super::kernel::{run, Sum, Update};
+use crate::element::{Bf16, Register, Storage, F16, F32, F64};
+use crate::Dtype;
+
+/// Runs a reduction with NEON registers.
+///
+/// # Safety
+///
+/// The machine has NEON, and the pointers are as [`Sum`] and the update ask for.
+#[target_feature(enable = "neon")]
+pub(crate) unsafe fn run_neon<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+    // SAFETY: this function enables the instructions; pointers as promised by the caller.
+    unsafe {
+        match dtype {
+            Dtype::F32 => run::<F32, float32x4_t, U>(sum, update),
+            Dtype::F16 => run::<F16, float32x4_t, U>(sum, update),
+            Dtype::Bf16 => run::<Bf16, float32x4_t, U>(sum, update),
+            Dtype::F64 => run::<F64, float64x2_t, U>(sum, update),
+        }
+    }
+}
+
+/// Makes a vector type a register; bytes are loaded as such, since that asks for no alignment.
+macro_rules! register {
+    ($vector:ty, $lane:ty, $splat:ident, $from_bytes:ident, $to_bytes:ident,
+     $add:ident, $subtract:ident, $multiply:ident, $divide:ident) => {
+        impl Register for $vector {
+            type Lane = $lane;
+            const LANES: usize = size_of::<$vector>() / size_of::<$lane>();
+
+            #[inline(always)]
+            unsafe fn splat(value: $lane) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $splat(value) }
+            }
+            #[inline(always)]
+            unsafe fn load(from: *const u8) -> $vector {
+                // SAFETY: the caller enables the instructions and promises the memory.
+                unsafe { $from_bytes(vld1q_u8(from)) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut u8) {
+                // SAFETY: the caller enables the instructions and promises the memory.
+                unsafe { vst1q_u8(to, $to_bytes(self)) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: $vector) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $add(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn subtract(self, other: $vector) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $subtract(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn multiply(self, other: $vector) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $multiply(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn divide(self, other: $vector) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $divide(self, other) }
+            }
+        }
+    };
+}
+
+register!(
+    float32x4_t,
+    f32,
+    vdupq_n_f32,
+    vreinterpretq_f32_u8,
+    vreinterpretq_u8_f32,
+    vaddq_f32,
+    vsubq_f32,
+    vmulq_f32,
+    vdivq_f32
+);
+register!(
+    float64x2_t,
+    f64,
+    vdupq_n_f64,
+    vreinterpretq_f64_u8,
+    vreinterpretq_u8_f64,
+    vaddq_f64,
+    vsubq_f64,
+    vmulq_f64,
+    vdivq_f64
+);
+
+impl Storage<float32x4_t> for F16 {
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> float32x4_t {
+        let mut lanes = [0.0_f32; 4];
+        for (index, lane) in lanes.iter_mut().enumerate() {
+            // SAFETY: the caller promises four elements of two bytes.
+            *lane = unsafe { <F16 as Storage<f32>>::load(from.add(2 * index)) };
+        }
+        // SAFETY: four lanes are sixteen bytes, and the caller enables NEON.
+        unsafe { vld1q_f32(lanes.as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(value: float32x4_t, to: *mut u8) {
+        let mut lanes = [0.0_f32; 4];
+        // SAFETY: four lanes are sixteen bytes, and the caller enables NEON.
+        unsafe { vst1q_f32(lanes.as_mut_ptr(), value) };
+        for (index, lane) in lanes.into_iter().enumerate() {
+            // SAFETY: the caller promises four elements of two bytes.
+            unsafe { <F16 as Storage<f32>>::store(lane, to.add(2 * index)) };
+        }
+    }
+}
+
+impl Storage<float32x4_t> for Bf16 {
+    #[inline(always)]
+    unsafe fn load(from: *const u8) -> float32x4_t {
+        // SAFETY: the caller enables NEON and promises eight readable bytes.
+        unsafe {
+            let narrow = vreinterpret_u16_u8(vld1_u8(from));
+            vreinterpretq_f32_u32(vshll_n_u16::<16>(narrow))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(value: float32x4_t, to: *mut u8) {
+        // SAFETY: the caller enables NEON and promises eight writable bytes.
+        unsafe {
+            let bits = vreinterpretq_u32_f32(value);
+            let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
+            let rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+            let quieted = vorrq_u32(bits, vdupq_n_u32(0x0040_0000));
+            let is_number = vceqq_f32(value, value);
+            let chosen = vbslq_u32(is_number, rounded, quieted);
+            vst1_u8(to, vreinterpret_u8_u16(vshrn_n_u32::<16>(chosen)));
+        }
+    }
+}
