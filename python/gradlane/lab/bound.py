@@ -1,0 +1,132 @@
+"""The step time that perfect overlap of computation and communication could reach.
+
+It is a lower bound for one scheme and codec whatever the order of transmission, as long as every
+step waits for its own gradients: no strategy that is exact and synchronous can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradlane.lab.workloads.contract import TensorTiming
+
+SCHEMES = ("ps", "ring")
+"""Schemes whose traffic is known here: sharded parameter server, ring all-reduce."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound and the three limits that it is the largest of, in nominal seconds."""
+
+    step_s: float
+    """The largest of the three."""
+    compute_s: float
+    """Forward and backward without communication."""
+    port_s: float
+    """Time that the busiest port needs for the bytes of one step, in one direction."""
+    pair_s: float
+    """Limit from gradients that come late and are needed early; see `bound_step_s`."""
+    binding: str
+    """What limits: 'compute', 'port', or 'pair READY -> NEED' with the names of two tensors."""
+
+
+def port_bytes(size_bytes: float, *, workers: int, scheme: str = "ps") -> float:
+    """Bytes that one tensor sends through each port, in each direction.
+
+    With a server on every worker and slices spread evenly, a worker sends (N-1)/N of its
+    gradients and, as a server, its 1/N of the averages to N-1 others; a ring all-reduce
+    sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor.
+
+    Args:
+        size_bytes: bytes of the tensor as it travels.
+        workers: number of ranks, each with one port.
+        scheme: one of `SCHEMES`.
+
+    Raises:
+        ValueError: for an unknown scheme or fewer than one worker.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"no bound is known for scheme '{scheme}'; use {' or '.join(SCHEMES)}")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    return 2.0 * (workers - 1) / workers * size_bytes
+
+
+def bound_step_s(
+    timings: Sequence[TensorTiming],
+    *,
+    workers: int,
+    goodput_bps: float,
+    compute_s: float,
+    scheme: str = "ps",
+    codec_ratio: float = 1.0,
+) -> Bound:
+    """Compute the perfect-overlap bound on the time of a step.
+
+    It is the largest of three limits. The step computes for `compute_s`. Each port carries the
+    bytes of all tensors. And for every pair of tensors (i, k): all tensors that become ready no
+    earlier than i and are needed no later than k must travel between ready_i of this step and
+    need_k of the next, so step >= ready_i + their time on a port - need_k.
+
+    Args:
+        timings: when each gradient is ready and its parameter needed, nominal seconds.
+        workers: number of ranks.
+        goodput_bps: bits a second of payload that a port carries in each direction, at once.
+        compute_s: nominal seconds of forward and backward, best measured without communication.
+        scheme: `ps` (a server on every worker) or `ring`.
+        codec_ratio: bytes of a gradient over bytes that travel for it; 1 without a codec.
+
+    Returns:
+        The bound, its parts, and which of them binds.
+
+    Raises:
+        ValueError: if a rate or ratio is not positive, or the scheme is unknown.
+    """
+    if not goodput_bps > 0.0:
+        raise ValueError(f"goodput must be positive, got {goodput_bps} bit/s")
+    if not codec_ratio > 0.0:
+        raise ValueError(f"codec ratio must be positive, got {codec_ratio}")
+    travel_s = np.array(
+        [
+            port_bytes(timing.size_bytes / codec_ratio, workers=workers, scheme=scheme)
+            * 8.0
+            / goodput_bps
+            for timing in timings
+        ],
+        dtype=np.float64,
+    )
+    port_s = float(travel_s.sum())
+    pair_s, pair = _pair_limit(timings, travel_s) if port_s > 0.0 else (0.0, "")
+    step_s = max(compute_s, port_s, pair_s)
+    if step_s == compute_s:
+        binding = "compute"
+    elif step_s == port_s:
+        binding = "port"
+    else:
+        binding = f"pair {pair}"
+    return Bound(step_s, compute_s, port_s, pair_s, binding)
+
+
+def _pair_limit(
+    timings: Sequence[TensorTiming], travel_s: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> tuple[float, str]:
+    """Largest pair term and its pair, in O(n^2): sums over a quadrant of (ready, need)."""
+    ready_s, ready_at = np.unique([timing.ready_s for timing in timings], return_inverse=True)
+    need_s, need_at = np.unique([timing.need_s for timing in timings], return_inverse=True)
+    seconds = np.zeros((len(ready_s), len(need_s)))
+    tensors = np.zeros((len(ready_s), len(need_s)), dtype=np.int64)
+    np.add.at(seconds, (ready_at, need_at), travel_s)
+    np.add.at(tensors, (ready_at, need_at), 1)
+    # Entry (i, k) becomes the sum over ready no earlier than i and need no later than k.
+    seconds = seconds[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+    tensors = tensors[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+    limits = ready_s[:, np.newaxis] + seconds - need_s[np.newaxis, :]
+    # A pair that no tensor has to cross between limits nothing.
+    limits[tensors == 0] = -np.inf
+    first, last = np.unravel_index(int(limits.argmax()), limits.shape)
+    ready_name = timings[int(np.flatnonzero(ready_at == first)[0])].name
+    need_name = timings[int(np.flatnonzero(need_at == last)[0])].name
+    return max(float(limits[first, last]), 0.0), f"{ready_name} -> {need_name}"

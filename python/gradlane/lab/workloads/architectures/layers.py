@@ -1,0 +1,146 @@
+"""Building blocks of architecture descriptions: layers with shapes and operation counts.
+
+A layer here always owns parameters; pooling, activations and additions own none and take next to
+no time, so they are left out. One multiplication with its addition counts as two operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+NORM_OPERATIONS_PER_ELEMENT = 4
+"""Batch normalization: subtract the mean, divide by the deviation, scale and shift."""
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter tensor of a layer."""
+
+    name: str
+    """Full name, as in `named_parameters()`."""
+    shape: tuple[int, ...]
+    """Size of each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that owns parameters, with the work that one sample causes in its forward."""
+
+    name: str
+    """Module name: the parameters' names without their last part."""
+    parameters: tuple[ParameterShape, ...]
+    """Parameters in the order in which the module registers them."""
+    operations: int
+    """Floating-point operations a sample in forward."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model as a chain of layers in forward order."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    batch_size: int
+    """Samples a step that `batch_time_s` is stated for."""
+    batch_time_s: float
+    """Default time of forward and backward on a slow GPU."""
+
+    @property
+    def parameters(self) -> tuple[ParameterShape, ...]:
+        """All parameters in forward order."""
+        return tuple(parameter for layer in self.layers for parameter in layer.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters of the whole model."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of one sample's forward."""
+        return sum(layer.operations for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """Shape of the activations of one sample between two layers."""
+
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.channels * self.height * self.width
+
+    def pooled(self, kernel: int, stride: int, padding: int = 0) -> FeatureMap:
+        """Shape after pooling with a square kernel."""
+        return FeatureMap(
+            self.channels,
+            output_size(self.height, kernel, stride, padding),
+            output_size(self.width, kernel, stride, padding),
+        )
+
+
+def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    """Length of one spatial dimension after a convolution or pooling (rounded down)."""
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+class LayerList:
+    """Collects layers in forward order while it follows the shape of the activations."""
+
+    def __init__(self) -> None:
+        """Start without layers."""
+        self.layers: list[Layer] = []
+
+    def add(self, name: str, operations: int, **shapes: tuple[int, ...]) -> None:
+        """Append a layer whose parameters are given as keyword arguments, in order."""
+        parameters = tuple(ParameterShape(f"{name}.{key}", shape) for key, shape in shapes.items())
+        self.layers.append(Layer(name, parameters, operations))
+
+    def convolution(
+        self,
+        name: str,
+        source: FeatureMap,
+        channels: int,
+        kernel: int | tuple[int, int],
+        *,
+        stride: int = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = False,
+    ) -> FeatureMap:
+        """Append a two-dimensional convolution and return the shape of its output."""
+        kernel_height, kernel_width = (kernel, kernel) if isinstance(kernel, int) else kernel
+        pad_height, pad_width = (padding, padding) if isinstance(padding, int) else padding
+        target = FeatureMap(
+            channels,
+            output_size(source.height, kernel_height, stride, pad_height),
+            output_size(source.width, kernel_width, stride, pad_width),
+        )
+        weight = (channels, source.channels, kernel_height, kernel_width)
+        operations = 2 * target.numel * source.channels * kernel_height * kernel_width
+        if bias:
+            self.add(name, operations + target.numel, weight=weight, bias=(channels,))
+        else:
+            self.add(name, operations, weight=weight)
+        return target
+
+    def batch_norm(self, name: str, source: FeatureMap) -> FeatureMap:
+        """Append a batch normalization with scale and shift, which keeps the shape."""
+        size = (source.channels,)
+        operations = NORM_OPERATIONS_PER_ELEMENT * source.numel
+        self.add(name, operations, weight=size, bias=size)
+        return source
+
+    def linear(self, name: str, inputs: int, outputs: int, *, positions: int = 1) -> None:
+        """Append a fully connected layer that is applied at each of `positions` positions."""
+        operations = positions * (2 * inputs * outputs + outputs)
+        self.add(name, operations, weight=(outputs, inputs), bias=(outputs,))

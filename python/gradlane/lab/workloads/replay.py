@@ -1,0 +1,224 @@
+"""Replay workloads: real tensors, real hooks and real bytes, with an accelerator that sleeps.
+
+Two cores can so stand for any number of accelerators. The gradients are known in advance for
+each rank and step, so that what arrives over a network can be verified to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.lab.workloads.contract import Workload, compute_s_of, timings_of
+from gradlane.lab.workloads.gradients import Float32Array, GradientPattern
+from gradlane.lab.workloads.pacing import PacingClock
+from gradlane.lab.workloads.replay_model import Accelerator, ReplayModel
+from gradlane.lab.workloads.schedule import (
+    layers_from_architecture,
+    layers_from_profile,
+    merge_short_layers,
+)
+
+LEARNING_RATE = 0.01
+UPDATED_ELEMENTS = 64
+"""About how many elements of each parameter `ReplayOptimizer` updates."""
+
+
+def updated_elements(numel: int) -> npt.NDArray[np.int64]:
+    """Flat indices that `ReplayOptimizer` updates: evenly spread, always with the last one."""
+    stride = max(1, numel // UPDATED_ELEMENTS)
+    return np.arange((numel - 1) % stride, numel, stride, dtype=np.int64)
+
+
+class ReplayOptimizer(torch.optim.Optimizer):
+    """Gradient descent on a sample of each parameter's elements.
+
+    It stands for the update that a real accelerator runs in its own memory at no cost to the
+    host's cores: updating all elements would cost the host several passes over the model.
+    The sample spreads over the whole tensor, so that `ReplayWorkload.verify` sees whether the
+    gradients of every step arrived. Each update rounds twice (product, difference), without
+    fusing, so that NumPy can repeat it. Parameters whose `.grad` is None are left alone.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = LEARNING_RATE) -> None:
+        """Create the optimizer over parameters or parameter groups.
+
+        Args:
+            params: contiguous float32 parameters, or groups of them.
+            lr: learning rate, not negative.
+
+        Raises:
+            ValueError: if `lr` is negative.
+        """
+        if lr < 0.0:
+            raise ValueError(f"learning rate must not be negative, got {lr}")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the sampled elements of every parameter that has a gradient.
+
+        Args:
+            closure: evaluated first where given, with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                numel = parameter.numel()
+                stride = max(1, numel // UPDATED_ELEMENTS)
+                start = (numel - 1) % stride
+                values = parameter.view(-1)[start::stride]
+                values.sub_(parameter.grad.reshape(-1)[start::stride] * group["lr"])
+        return loss
+
+
+class ReplayWorkload(Workload):
+    """A model that sleeps for the times of a profile and yields gradients of its sizes."""
+
+    replays = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        dilation: float = 1.0,
+        profile_path: str | Path | None = None,
+        batch_time_s: float | None = None,
+        paced: bool = True,
+    ) -> None:
+        """Build the model; see `gradlane.lab.workloads.build` for the arguments."""
+        architecture = ARCHITECTURES[name]()
+        if profile_path is None:
+            layers = layers_from_architecture(architecture, batch_time_s)
+        else:
+            layers = layers_from_profile(Path(profile_path), batch_time_s)
+        layers = merge_short_layers(layers, dilation)
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.batch_size = architecture.batch_size
+        self.clock = PacingClock(dilation, enabled=paced)
+        self.pattern = GradientPattern(seed)
+        self._accelerator = Accelerator(self.clock, self.pattern, rank)
+        self.model = ReplayModel(layers, self._accelerator)
+        stages = [layer.stage() for layer in layers]
+        timings = {timing.name: timing for timing in timings_of(stages)}
+        named = list(self.model.named_parameters())
+        self.timings = [timings[name] for name, _ in named]
+        self.compute_s = compute_s_of(stages)
+        # Gradients are numbered in forward order, tensors in the order of registration.
+        forward_index = {name: index for index, name in enumerate(timings)}
+        self._gradient_index = [forward_index[name] for name, _ in named]
+        self._initial = {
+            name: parameter.detach().view(-1)[_sample(parameter)].numpy().copy()
+            for name, parameter in named
+        }
+
+    def begin_step(self, step: int) -> None:
+        """Make gradients of `step` from now on."""
+        self._accelerator.begin_step(step)
+
+    def make_optimizer(self, model: nn.Module) -> ReplayOptimizer:
+        """Return an optimizer that updates a sample of each parameter."""
+        return ReplayOptimizer(model.parameters())
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Return a stand-in for the batch: one zero, float32."""
+        return torch.zeros(1)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Run forward and return a loss of zero whose backward yields the step's gradients."""
+        result: torch.Tensor = model(batch).sum()
+        return result
+
+    def own_gradient(
+        self, tensor_index: int, step: int, elements: npt.NDArray[np.int64] | None = None
+    ) -> Float32Array:
+        """Gradient of this rank before any communication: flat, float32.
+
+        Args:
+            tensor_index: number of the tensor in `named_parameters()` order.
+            step: number of the step.
+            elements: flat indices that are wanted; None for all.
+        """
+        index, numel = self._gradient_index[tensor_index], self.timings[tensor_index].numel
+        return self.pattern.gradient(index, self.rank, step, numel, elements)
+
+    def expected_gradient(
+        self,
+        tensor_index: int,
+        step: int,
+        world_size: int | None = None,
+        elements: npt.NDArray[np.int64] | None = None,
+    ) -> Float32Array:
+        """Mean gradient over all ranks, summed in rank order: flat, float32, exact to the bit.
+
+        Args:
+            tensor_index: number of the tensor in `named_parameters()` order.
+            step: number of the step.
+            world_size: number of ranks; the workload's own where it is None.
+            elements: flat indices that are wanted; None for all.
+        """
+        index, numel = self._gradient_index[tensor_index], self.timings[tensor_index].numel
+        ranks = self.world_size if world_size is None else world_size
+        return self.pattern.mean_gradient(index, step, ranks, numel, elements)
+
+    def verify(
+        self, model: nn.Module, steps: int, world_size: int | None = None, *, exact: bool = True
+    ) -> list[str]:
+        """Check that the model is what steps 0 to `steps` - 1 of averaged gradients make of it.
+
+        Only `ReplayOptimizer`, at its default learning rate, may have updated the model.
+
+        Args:
+            model: the model, or a wrapper that keeps the order of its parameters.
+            steps: number of steps that were run, counted from step 0.
+            world_size: number of ranks; the workload's own where it is None.
+            exact: require equal bits, as the rank-order mean gives; where false (another order
+                of summation), allow a relative and absolute difference of 1e-5 for each step.
+
+        Returns:
+            One line for each tensor that differs, naming it; empty if all is well.
+        """
+        wrong: list[str] = []
+        rate = np.float32(LEARNING_RATE)
+        parameters: Sequence[nn.Parameter] = list(model.parameters())
+        for index, (timing, parameter) in enumerate(zip(self.timings, parameters, strict=True)):
+            elements = updated_elements(timing.numel)
+            expected = self._initial[timing.name].copy()
+            for step in range(steps):
+                mean = self.expected_gradient(index, step, world_size, elements)
+                expected = np.subtract(expected, np.multiply(mean, rate))
+            found = parameter.detach().view(-1)[_sample(parameter)].numpy()
+            tolerance = 0.0 if exact else 1e-5 * max(steps, 1)
+            near = np.isclose(found, expected, rtol=tolerance, atol=tolerance)
+            if not near.all():
+                first = int(np.flatnonzero(~near)[0])
+                wrong.append(
+                    f"tensor '{timing.name}': element {elements[first]} is {found[first]!r}, "
+                    f"expected {expected[first]!r} after {steps} steps "
+                    f"({int((~near).sum())} of {len(elements)} sampled elements differ)"
+                )
+        return wrong
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(updated_elements(parameter.numel()))

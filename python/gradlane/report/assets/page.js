@@ -1,0 +1,78 @@
+"use strict";
+(() => {
+  // One palette for each theme; a series keeps its number, so it keeps its colour across plots.
+  const palettes = {
+    light: ["#1d4ed8", "#c2570c", "#047857", "#7c3aed", "#be123c", "#0e7490", "#4d7c0f", "#86198f"],
+    dark: ["#7aa8ff", "#fb9b4b", "#4fd1a5", "#b794f6", "#fb7185", "#4cc9e0", "#a3d65c", "#e78bea"],
+  };
+  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  const colored = (trace, palette, width) => {
+    const number = trace.meta && trace.meta.color;
+    const color = number === "text" ? style("--text") : palette[number % palette.length];
+    const marker = { ...trace.marker, color };
+    // A stroke spans the bars of its category, whose width follows from that of the plot.
+    if (marker.symbol === "line-ew") marker.size = (0.55 * (width - 60)) / trace.x.length;
+    if (trace.marker && trace.marker.line) marker.line = { ...trace.marker.line, color };
+    return trace.line
+      ? { ...trace, line: { ...trace.line, color }, marker }
+      : { ...trace, marker };
+  };
+
+  const draw = () => {
+    const plots = JSON.parse(document.getElementById("plots").textContent);
+    const palette = scheme.matches ? palettes.dark : palettes.light;
+    for (const target of document.querySelectorAll("[data-plot]")) {
+      const plot = plots[Number(target.dataset.plot)];
+      const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), linecolor: style("--line") };
+      const narrow = target.clientWidth < 520;
+      const layout = {
+        ...plot.layout,
+        paper_bgcolor: "rgba(0,0,0,0)",
+        plot_bgcolor: "rgba(0,0,0,0)",
+        font: { family: "system-ui, sans-serif", size: narrow ? 11 : 13, color: style("--text") },
+        margin: { l: 48, r: 12, t: 8, b: 40 },
+        // "container" keeps the legend clear of the axis title whatever the width is.
+        legend: { orientation: "h", x: 0, y: 1, yanchor: "top", yref: "container" },
+        modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--faint"), activecolor: style("--accent") },
+        hovermode: "x unified",
+        hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
+        xaxis: { ...axis, ...plot.layout.xaxis },
+        yaxis: { ...axis, ...plot.layout.yaxis },
+      };
+      const named = plot.traces.filter((trace) => trace.showlegend !== false).length;
+      const rows = Math.ceil(named / (narrow ? 2 : 6));
+      layout.margin.t = 16 + 22 * rows;
+      Plotly.react(target, plot.traces.map((trace) => colored(trace, palette, target.clientWidth)), layout, {
+        responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover",
+      });
+    }
+  };
+
+  const sort = (heading) => {
+    const table = heading.closest("table");
+    const column = [...heading.parentElement.children].indexOf(heading);
+    const descending = heading.getAttribute("aria-sort") === "ascending";
+    for (const other of heading.parentElement.children) other.setAttribute("aria-sort", "none");
+    heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
+    const body = table.tBodies[0];
+    const numeric = heading.classList.contains("number");
+    const key = (row) => row.cells[column].dataset.key;
+    const rows = [...body.rows].sort((first, second) => {
+      const [a, b] = [key(first), key(second)];
+      if (a === "" || b === "") return (a === "") - (b === "");
+      const order = numeric ? Number(a) - Number(b) : a.localeCompare(b, undefined, { numeric: true });
+      return descending ? -order : order;
+    });
+    body.append(...rows);
+  };
+
+  for (const button of document.querySelectorAll("th button")) {
+    button.addEventListener("click", () => sort(button.parentElement));
+  }
+  if (window.Plotly) {
+    draw();
+    scheme.addEventListener("change", draw);
+  }
+})();

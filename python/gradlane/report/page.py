@@ -1,0 +1,239 @@
+"""One self-contained HTML page: sections of text, sortable tables, plots, and how it was measured.
+
+Everything a page shows is in its file, the plotting library included, so that it opens from a
+disk or a mail without a network. Inserted text is always escaped, data travel as JSON.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from gradlane.report.plots import Plot
+
+ASSETS = Path(__file__).parent / "assets"
+Cell = str | int | float | bool | None
+"""A table's cell; numbers sort as numbers, and None shows as a dash."""
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that a click on a heading sorts."""
+
+    columns: Sequence[str]
+    """Headings, with units."""
+    rows: Sequence[Sequence[Cell]]
+    """Cells; each row has one for each column."""
+    caption: str = ""
+    highlight: frozenset[int] = frozenset()
+    """Numbers of rows to set off."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the numbers of a page came about."""
+
+    command: str
+    """What was run."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Versions, machine, load and whatever else belongs to it, by name."""
+
+
+Block = Paragraph | Table | Plot | Measurement
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under one heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def measured_here(command: str | None = None) -> Measurement:
+    """Describe this process: command, time, versions, machine and load.
+
+    Args:
+        command: what was run; this process' own command line where it is None.
+    """
+    if command is None:
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    facts = {
+        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+    }
+    for package in ("gradlane", "torch", "numpy"):
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    facts["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    facts["processors"] = str(os.cpu_count() or "unknown")
+    if hasattr(os, "getloadavg"):
+        facts["load (1, 5, 15 min)"] = ", ".join(f"{load:.2f}" for load in os.getloadavg())
+    return Measurement(command, facts)
+
+
+def write_report(
+    path: str | Path, title: str, sections: Sequence[Section], *, summary: str = ""
+) -> None:
+    """Write a page.
+
+    Args:
+        path: the file to write; replaced in one move, so that it is always a whole page.
+        title: heading of the page.
+        sections: its parts, in order.
+        summary: a sentence or two below the heading.
+
+    Raises:
+        ValueError: if a row of a table has not one cell for each column.
+        OSError: if the file cannot be written.
+    """
+    plots: list[Plot] = []
+    body = "\n".join(_section(section, plots) for section in sections)
+    library = ""
+    if plots:
+        # Imported here, because it takes longer than all the rest of this package.
+        from plotly.offline import get_plotlyjs
+
+        library = f"<script>{get_plotlyjs()}</script>"
+    described = [{"traces": plot.traces, "layout": plot.layout} for plot in plots]
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{html.escape(title)}</title>
+<style>
+{_asset("page.css")}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{html.escape(title)}</h1>
+{f'<p class="summary">{html.escape(summary)}</p>' if summary else ""}
+</header>
+{body}
+</main>
+<script type="application/json" id="plots">{_script_json(described)}</script>
+{library}
+<script>
+{_asset("page.js")}</script>
+</body>
+</html>
+"""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(target)
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script_json(value: object) -> str:
+    """JSON that can stand in a script element: nothing in it can end that element."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _section(section: Section, plots: list[Plot]) -> str:
+    blocks = "\n".join(_block(block, plots) for block in section.blocks)
+    return f"<section>\n<h2>{html.escape(section.title)}</h2>\n{blocks}\n</section>"
+
+
+def _block(block: Block, plots: list[Plot]) -> str:
+    if isinstance(block, Paragraph):
+        return f"<p>{html.escape(block.text)}</p>"
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Measurement):
+        return _measurement(block)
+    plots.append(block)
+    note = f"<figcaption>{html.escape(block.note)}</figcaption>" if block.note else ""
+    title = html.escape(block.title)
+    return (
+        f'<figure>\n<h3>{title}</h3>\n<div class="plot" role="img" aria-label="{title}" '
+        f'data-plot="{len(plots) - 1}"></div>\n{note}</figure>'
+    )
+
+
+def _table(table: Table) -> str:
+    for row in table.rows:
+        if len(row) != len(table.columns):
+            raise ValueError(f"row {list(row)} has not one cell for each of {list(table.columns)}")
+    # A column of numbers is aligned to the right, its heading with it.
+    numeric = [
+        any(_is_number(row[index]) for row in table.rows)
+        and all(_is_number(row[index]) or row[index] is None for row in table.rows)
+        for index in range(len(table.columns))
+    ]
+    headings = "".join(
+        f'<th scope="col"{_number_class(numeric[index])} aria-sort="none">'
+        f'<button type="button">{html.escape(column)}</button></th>'
+        for index, column in enumerate(table.columns)
+    )
+    rows = "\n".join(
+        f"<tr{' class=highlight' if number in table.highlight else ''}>"
+        + "".join(_cell(cell, numeric[index]) for index, cell in enumerate(row))
+        + "</tr>"
+        for number, row in enumerate(table.rows)
+    )
+    # Outside the part that scrolls, so that a wide table does not carry its caption off.
+    caption = f'<p class="caption">{html.escape(table.caption)}</p>' if table.caption else ""
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{headings}</tr></thead>'
+        f"<tbody>\n{rows}\n</tbody></table></div>{caption}"
+    )
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _number_class(numeric: bool) -> str:
+    return ' class="number"' if numeric else ""
+
+
+def _cell(cell: Cell, numeric: bool) -> str:
+    if cell is None:
+        text, key = "\N{EN DASH}", ""
+    elif isinstance(cell, bool):
+        text, key = ("yes" if cell else "no"), str(int(cell))
+    elif isinstance(cell, int):
+        text, key = f"{cell:,}", str(cell)
+    elif isinstance(cell, float):
+        text, key = f"{cell:,.4g}" if abs(cell) < 1e4 else f"{cell:,.0f}", repr(cell)
+    else:
+        text, key = cell, cell
+    return f'<td{_number_class(numeric)} data-key="{html.escape(key)}">{html.escape(text)}</td>'
+
+
+def _measurement(block: Measurement) -> str:
+    facts = "".join(
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in block.facts.items()
+    )
+    return (
+        '<aside class="measured"><h3>How this was measured</h3>'
+        f"<pre>{html.escape(block.command)}</pre><dl>{facts}</dl></aside>"
+    )
