@@ -1,0 +1,534 @@
+//! The handle that application threads hold: connections to all ranks and the engine on its own
+//! threads, for one prepared model.
+//!
+//! Every call is checked before it becomes a command; calls return at once, except `wait`,
+//! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
+//! channel touches the application's memory any more.
+
+use crate::descriptors;
+use crate::doorman::Doorman;
+use crate::driver::{Driver, Ending};
+use crate::error::{ChannelError, ChannelFailure};
+use crate::handshake::{digest, Identity};
+use crate::ledger::Ledger;
+use crate::listener::Listener;
+use crate::memory::UserMemory;
+use crate::mesh::{self, INTERRUPT_EVERY};
+use crate::metrics::{count, Metrics, MetricsReading};
+use crate::options::ChannelOptions;
+use crate::poller::Poller;
+use crate::ready::{lock, Awaited, ReadyBoard};
+use crate::shared::{panic_text, Command, Ended, Shared};
+use crate::trace::{Trace, TraceEntry};
+use gradlane_codec::SgdOptions;
+use gradlane_engine::{Plan, UsageError};
+use gradlane_units::{Priority, Rank, Step, TensorId};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Threads that are joined when the channel closes.
+struct Threads {
+    io: JoinHandle<()>,
+    doorman: Doorman,
+}
+
+/// A running session with all other ranks.
+pub struct Channel {
+    shared: Arc<Shared>,
+    plan: Arc<Plan>,
+    rank: Rank,
+    ledger: Mutex<Ledger>,
+    threads: Mutex<Option<Threads>>,
+    /// The process that has the threads.
+    process_id: u32,
+    forgotten: AtomicBool,
+}
+
+impl Channel {
+    /// Connects all ranks and starts. `peers[rank]` is `host:port` (`[v6]:port`) of each rank,
+    /// `plan_json` the plan, the same text on every rank, `secret` what all ranks know.
+    /// `interrupt` is asked every 50 ms whether to give up.
+    ///
+    /// # Errors
+    /// [`ChannelError::Argument`] for options or a plan that make no sense,
+    /// [`ChannelError::Refused`] when a rank refuses another, [`ChannelError::TimedOut`] when not
+    /// all ranks are connected in time, [`ChannelError::Interrupted`] when asked to give up.
+    pub fn connect(
+        listener: Listener,
+        options: &ChannelOptions,
+        plan_json: &str,
+        peers: &[String],
+        secret: &[u8],
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Channel, ChannelError> {
+        options.validate()?;
+        let plan = read_plan(plan_json, options)?;
+        if peers.len() != options.world_size as usize {
+            return Err(ChannelError::Argument(format!(
+                "{} addresses of peers for a world of {} ranks",
+                peers.len(),
+                options.world_size
+            )));
+        }
+        let rank = Rank(options.rank);
+        let identity = Identity {
+            rank,
+            world_size: options.world_size,
+            generation: options.generation,
+            job_digest: digest(options.job.as_bytes()),
+            table_digest: digest(plan_json.as_bytes()),
+            secret: secret.to_vec(),
+        };
+        let metrics = Arc::new(Metrics::new(options.world_size));
+        let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
+        let system = |error| ChannelError::system("cannot start a channel", &error);
+        let shared = Arc::new(Shared {
+            poller: Poller::new().map_err(system)?,
+            commands: Mutex::default(),
+            ready: ReadyBoard::new(plan.tensors.len()),
+            metrics,
+            trace: Trace::new(options.trace),
+            ended: OnceLock::new(),
+            usage: Mutex::new(None),
+        });
+        let driver = Driver::new(options.clone(), &plan, mesh.streams, Arc::clone(&shared))
+            .map_err(system)?;
+        let io = std::thread::Builder::new()
+            .name("gradlane-io".to_owned())
+            .spawn(move || drive(driver))
+            .map_err(system)?;
+        let ledger = Mutex::new(Ledger::new(plan.tensors.len()));
+        let threads = Mutex::new(Some(Threads { io, doorman: mesh.doorman }));
+        let process_id = std::process::id();
+        let forgotten = AtomicBool::new(false);
+        Ok(Channel { shared, plan, rank, ledger, threads, process_id, forgotten })
+    }
+
+    /// The plan.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn check(&self) -> Result<(), ChannelError> {
+        if self.forgotten.load(Ordering::Relaxed) {
+            return Err(ChannelError::Closed(
+                "this channel belongs to the parent process; a forked child cannot use it"
+                    .to_owned(),
+            ));
+        }
+        self.shared.check()
+    }
+
+    /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] when it is not the next step or the one before is not complete; an
+    /// error when the session is over. The same for all calls below that name no errors.
+    pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut ledger = lock(&self.ledger);
+        let ready = &self.shared.ready;
+        let is_complete = |step| ready.has(Awaited::Step(step));
+        ledger.step_begin(step, is_complete, |current| self.missing(current))?;
+        // Commands are queued under the ledger's lock: their order is that of the checks.
+        self.shared.command(Command::StepBegin(step));
+        Ok(())
+    }
+
+    fn missing(&self, step: Step) -> (usize, String) {
+        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
+        let missing: Vec<TensorId> = tensors
+            .filter(|&tensor| self.plan.takes_part(tensor, step))
+            .filter(|&tensor| !self.shared.ready.has(Awaited::Tensor(tensor, step)))
+            .collect();
+        let name = missing.first().map(|&tensor| self.plan.tensor(tensor).spec.name.clone());
+        (missing.len(), name.unwrap_or_default())
+    }
+
+    /// A tensor's gradient (in step 0: the tensor itself) is ready. The channel owns the memory
+    /// until the tensor is ready in this step; then it holds the result.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] also for an unknown tensor, memory of another size, or a second
+    /// gradient in the step.
+    pub fn gradient_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute("gradient_ready", &self.plan, tensor, step, memory)?;
+        self.shared.command(Command::GradientReady(tensor, step, memory));
+        Ok(())
+    }
+
+    /// This rank has no gradient for a tensor in this step. If another rank has one, the mean lands
+    /// in `memory` all the same.
+    ///
+    /// # Errors
+    /// As [`Channel::gradient_ready`].
+    pub fn tensor_absent(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
+        self.shared.command(Command::TensorAbsent(tensor, step, memory));
+        Ok(())
+    }
+
+    /// Where a parameter itself lies: needed before its first step with updates on the server.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or memory of another size.
+    pub fn set_parameter(&self, tensor: TensorId, memory: UserMemory) -> Result<(), ChannelError> {
+        self.check()?;
+        Ledger::check_memory(&self.plan, tensor, memory)?;
+        self.shared.command(Command::SetParameter(tensor, memory));
+        Ok(())
+    }
+
+    /// Settings of the optimizer on the servers, for the tensors named, from the step on whose
+    /// gradients come next; others keep theirs.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses too.
+    pub fn set_optimizer(&self, rows: Vec<(TensorId, SgdOptions)>) -> Result<(), ChannelError> {
+        self.check()?;
+        for (tensor, options) in &rows {
+            Ledger::check_tensor(&self.plan, *tensor)?;
+            options.validate().map_err(|error| {
+                let name = &self.plan.tensor(*tensor).spec.name;
+                UsageError::Argument(format!("optimizer settings of tensor {name:?}: {error}"))
+            })?;
+        }
+        self.shared.command(Command::SetOptimizer(rows));
+        Ok(())
+    }
+
+    /// The step's gradients are all given (`optimizer.step()` was called): with updates on the
+    /// server, parameters may be written from now on.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for another step than the current one.
+    pub fn step_end(&self, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let ledger = lock(&self.ledger);
+        ledger.check_step("step_end", step)?;
+        self.shared.command(Command::StepEnd(step));
+        Ok(())
+    }
+
+    /// A consumer waits for a tensor.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
+    pub fn needed(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        self.request(&[tensor], step)
+    }
+
+    /// Tells the engine that what is missing is needed.
+    fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
+        for &tensor in tensors {
+            Ledger::check_tensor(&self.plan, tensor)?;
+        }
+        let ready = &self.shared.ready;
+        let missing = |tensor: &TensorId| !ready.has(Awaited::Tensor(*tensor, step));
+        let missing: Vec<TensorId> = tensors.iter().copied().filter(missing).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let ledger = lock(&self.ledger);
+        if step > ledger.current() {
+            let current = ledger.current();
+            return Err(UsageError::WrongStep { call: "wait", step, current }.into());
+        }
+        self.shared.command(Command::Needed(missing, step));
+        Ok(())
+    }
+
+    /// Waits until all these tensors are ready in a step. `interrupt` is asked every 50 ms.
+    ///
+    /// # Errors
+    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked,
+    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
+    pub fn wait(
+        &self,
+        tensors: &[TensorId],
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        self.request(tensors, step)?;
+        for &tensor in tensors {
+            self.wait_for(Awaited::Tensor(tensor, step), interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a whole step is complete on this rank.
+    ///
+    /// # Errors
+    /// As [`Channel::wait`].
+    pub fn wait_step(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
+        let part: Vec<TensorId> = tensors.filter(|&it| self.plan.takes_part(it, step)).collect();
+        self.request(&part, step)?;
+        self.wait_for(Awaited::Step(step), interrupt)
+    }
+
+    fn wait_for(
+        &self,
+        awaited: Awaited,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        let ready = &self.shared.ready;
+        if ready.has(awaited) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let result = loop {
+            ready.wait(awaited, INTERRUPT_EVERY);
+            if ready.has(awaited) {
+                break Ok(());
+            }
+            if let Err(error) = self.check() {
+                break Err(error);
+            }
+            if interrupt() {
+                break Err(ChannelError::Interrupted);
+            }
+        };
+        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        count(&self.shared.metrics.wait_ns, waited);
+        result
+    }
+
+    /// Whether a tensor is ready in a step.
+    ///
+    /// # Errors
+    /// When the session is over, and for an unknown tensor.
+    pub fn is_ready(&self, tensor: TensorId, step: Step) -> Result<bool, ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        Ok(self.shared.ready.has(Awaited::Tensor(tensor, step)))
+    }
+
+    /// What became ready in a step since the last call, with whether no rank had a gradient; in the
+    /// order in which it did.
+    ///
+    /// # Errors
+    /// When the session is over.
+    pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
+        self.check()?;
+        Ok(self.shared.ready.take(step))
+    }
+
+    /// On rank 0: another priority for every tensor, in force on all ranks two steps later.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] on another rank, for a vector of another length, or before any step.
+    /// That the last switch is not finished is raised at the next call.
+    pub fn switch_priorities(&self, priorities: Vec<Priority>) -> Result<(), ChannelError> {
+        self.check()?;
+        let refuse = |text: String| Err(ChannelError::Usage(UsageError::Argument(text)));
+        if self.rank != Rank(0) {
+            return refuse(format!("{} cannot switch priorities: rank 0 does", self.rank));
+        }
+        let (found, expected) = (priorities.len(), self.plan.tensors.len());
+        if found != expected {
+            return refuse(format!("{found} priorities for {expected} tensors"));
+        }
+        self.shared.command(Command::SwitchPriorities(priorities));
+        Ok(())
+    }
+
+    /// The counters; also after the end.
+    #[must_use]
+    pub fn metrics(&self) -> MetricsReading {
+        self.shared.metrics.read()
+    }
+
+    /// Frames recorded since the last call; none without the option `trace`.
+    #[must_use]
+    pub fn take_trace(&self) -> Vec<TraceEntry> {
+        self.shared.trace.take()
+    }
+
+    /// Why the session has failed, if it has.
+    #[must_use]
+    pub fn failure(&self) -> Option<ChannelFailure> {
+        match self.shared.ended.get() {
+            Some(Ended::Failed(failure)) => Some(failure.clone()),
+            _ => None,
+        }
+    }
+
+    /// Closes in good order: sends what is owed, says goodbye and waits until every rank has. At
+    /// the time's end it gives up. All threads are joined, except after an interrupt.
+    ///
+    /// # Errors
+    /// [`ChannelError::TimedOut`] when not every rank said goodbye in time,
+    /// [`ChannelError::Failed`] when the session failed before, [`ChannelError::Interrupted`].
+    pub fn finish(
+        &self,
+        timeout: Duration,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        if self.forgotten.load(Ordering::Relaxed) {
+            return self.check();
+        }
+        let start = Instant::now();
+        self.shared.command(Command::Finish);
+        let mut timed_out = false;
+        while self.shared.ended.get().is_none() {
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() && !timed_out {
+                timed_out = true;
+                let reason = format!(
+                    "{} closed its session, and not every rank did the same within {} s",
+                    self.rank,
+                    timeout.as_secs_f64()
+                );
+                self.shared.command(Command::Abort(reason));
+            }
+            let nap = if timed_out { INTERRUPT_EVERY } else { left.min(INTERRUPT_EVERY) };
+            self.shared.ready.wait(Awaited::End, nap);
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+        }
+        self.join();
+        match self.shared.ended.get() {
+            Some(Ended::Failed(failure)) if timed_out => Err(ChannelError::TimedOut {
+                message: failure.message.clone(),
+                last_complete: failure.last_complete,
+                peer: failure.peer,
+            }),
+            Some(Ended::Failed(failure)) => Err(ChannelError::Failed(failure.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives up: tells every rank why, for at most about a second, and stops. Afterwards no memory
+    /// is touched and all threads are joined. After an end of any kind it only joins.
+    pub fn abort(&self, reason: &str) {
+        if !self.forgotten.load(Ordering::Relaxed) {
+            self.shared.command(Command::Abort(reason.to_owned()));
+            self.join();
+        }
+    }
+
+    fn join(&self) {
+        let threads = lock(&self.threads).take();
+        if let Some(Threads { io, doorman }) = threads {
+            // The thread turns its own panics into a failure of the session.
+            let _ = io.join();
+            drop(doorman);
+        }
+    }
+
+    /// In a forked child: closes all descriptors that gradlane had open in the parent, of every
+    /// channel and listener, and leaves the threads, which the child does not have, alone. The
+    /// parent notices nothing.
+    pub fn forget_in_child(&self) {
+        self.forgotten.store(true, Ordering::Relaxed);
+        descriptors::close_all_inherited();
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        if self.forgotten.load(Ordering::Relaxed) || self.process_id != std::process::id() {
+            // The threads exist in the parent only, which also owns what they share.
+            let threads = self.threads.get_mut();
+            let threads = threads.unwrap_or_else(std::sync::PoisonError::into_inner);
+            if let Some(Threads { io, doorman }) = threads.take() {
+                std::mem::forget(io);
+                doorman.forget();
+            }
+            return;
+        }
+        self.abort("the channel was dropped without being closed");
+    }
+}
+
+/// The I/O thread from start to end.
+fn drive(mut driver: Driver) {
+    let shared = Arc::clone(&driver.shared);
+    let _count = shared.metrics.count_this_thread("io");
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let ending: Ending = driver.run();
+        driver.conclude(ending);
+    }));
+    if let Err(panic) = result {
+        // Works may still run; dropping the driver waits for them and closes all connections.
+        driver.works.stop();
+        drop(driver);
+        shared.end(Ended::Failed(ChannelFailure {
+            message: format!("the I/O thread panicked: {}", panic_text(&*panic)),
+            last_complete: shared.ready.last_complete(),
+            peer: None,
+            timed_out: false,
+        }));
+    }
+}
+
+/// Reads a plan and checks what everything else relies on.
+fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelError> {
+    let refuse = |text: String| ChannelError::Argument(format!("plan: {text}"));
+    let plan: Plan = serde_json::from_str(json).map_err(|error| refuse(error.to_string()))?;
+    if plan.world_size != options.world_size {
+        return Err(refuse(format!(
+            "it is for {} ranks, but world_size is {}",
+            plan.world_size, options.world_size
+        )));
+    }
+    let mut next_slice = 0;
+    for (index, tensor) in plan.tensors.iter().enumerate() {
+        let name = &tensor.spec.name;
+        let slices = tensor.slices.clone();
+        if slices.start != next_slice || slices.end as usize > plan.slices.len() {
+            return Err(refuse(format!("tensor {name:?} has slices {slices:?}")));
+        }
+        next_slice = slices.end;
+        let mut elements = 0_u64;
+        for slice in &plan.slices[slices.start as usize..slices.end as usize] {
+            let fits = slice.tensor.index() == index
+                && slice.start == elements
+                && slice.owner.0 < plan.world_size;
+            if !fits {
+                return Err(refuse(format!("tensor {name:?} has a slice that is not its own")));
+            }
+            elements = elements.saturating_add(slice.length);
+        }
+        if elements != tensor.spec.numel || slices.is_empty() {
+            return Err(refuse(format!("the slices of tensor {name:?} do not cover it")));
+        }
+    }
+    if next_slice as usize != plan.slices.len() {
+        return Err(refuse("there are slices of no tensor".to_owned()));
+    }
+    Ok(Arc::new(plan))
+}

@@ -1,0 +1,497 @@
+//! The I/O thread: tells the engine what happens and does what it asks for.
+//!
+//! One turn of the loop handles commands, finished works and socket events, and after each of them
+//! asks the engine for works, frames and events until it has none. A frame is chosen only when its
+//! socket can take it; nothing here blocks but the wait for the next event.
+
+use crate::connection::{Connection, Fault, Flushed, OutgoingPayload};
+use crate::descriptors::Tracked;
+use crate::executor::Executor;
+use crate::inbound::Inbound;
+use crate::memory::MemoryTable;
+use crate::metrics::count;
+use crate::options::ChannelOptions;
+use crate::ready::lock;
+use crate::shared::{Command, Shared};
+use crate::syscall::{self, EpollEvents};
+use crate::works::Works;
+use gradlane_engine::{Engine, EngineOptions, Event, Failure, Payload, Plan, Transmit};
+use gradlane_units::{Rank, Step, Time};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Bytes read from one connection before others get their turn.
+const RECEIVE_TURN_BYTES: usize = 512 << 10;
+/// Bytes sent before sockets are looked at again.
+const SEND_TURN_BYTES: usize = 1 << 20;
+
+/// How a session ends, as the loop finds it.
+#[derive(Debug)]
+pub(crate) enum Ending {
+    Closed,
+    Failed(Failure),
+}
+
+/// A connection and what the driver knows of it.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) connection: Connection,
+    /// Whether bytes can still come.
+    pub(crate) open: bool,
+    /// Whether the engine was told that it can take frames.
+    writable: bool,
+    /// Whether the poller reports it as writable.
+    armed: bool,
+    last_sent: Time,
+    last_received: Time,
+    heard: bool,
+    said_goodbye: bool,
+    pub(crate) heard_goodbye: bool,
+}
+
+/// Everything that the I/O thread owns.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    pub(crate) engine: Engine,
+    /// By rank; none for this rank itself.
+    pub(crate) links: Vec<Option<Link>>,
+    pub(crate) memory: MemoryTable,
+    pub(crate) works: Works,
+    pub(crate) shared: Arc<Shared>,
+    options: ChannelOptions,
+    origin: Instant,
+    now: Time,
+    /// When silence is looked at next.
+    next_watch: Time,
+    commands: Vec<Command>,
+    dirty: Vec<Rank>,
+    ending: Option<Ending>,
+}
+
+impl Driver {
+    /// A driver with all connections, before step 0.
+    pub(crate) fn new(
+        options: ChannelOptions,
+        plan: &Arc<Plan>,
+        streams: Vec<Option<Tracked<TcpStream>>>,
+        shared: Arc<Shared>,
+    ) -> io::Result<Driver> {
+        let engine_options = EngineOptions {
+            rank: Rank(options.rank),
+            frame_bytes: options.frame_bytes,
+            credit_bytes: options.credit_bytes,
+            work_depth: options.work_depth,
+            progress_timeout: options.progress_timeout(),
+            generation: options.generation,
+        };
+        let mut engine = Engine::new(engine_options, Arc::clone(plan));
+        let mut links = Vec::with_capacity(streams.len());
+        for (rank, stream) in streams.into_iter().enumerate() {
+            links.push(match stream {
+                None => None,
+                Some(socket) => {
+                    shared.poller.add(socket.as_fd(), rank as u64, false)?;
+                    engine.handle_writable(Rank(rank as u32), true);
+                    Some(Link {
+                        connection: Connection::new(socket),
+                        open: true,
+                        writable: true,
+                        armed: false,
+                        last_sent: Time::ZERO,
+                        last_received: Time::ZERO,
+                        heard: false,
+                        said_goodbye: false,
+                        heard_goodbye: false,
+                    })
+                }
+            });
+        }
+        let executor = Executor::start(&shared, options.work_threads)?;
+        Ok(Driver {
+            engine,
+            links,
+            memory: MemoryTable::new(plan.tensors.len()),
+            works: Works::new(executor, plan),
+            shared,
+            options,
+            origin: Instant::now(),
+            now: Time::ZERO,
+            next_watch: Time::ZERO,
+            commands: Vec::new(),
+            dirty: Vec::new(),
+            ending: None,
+        })
+    }
+
+    /// Runs until the session ends.
+    pub(crate) fn run(&mut self) -> Ending {
+        let mut events = EpollEvents::new();
+        let mut reports = Vec::new();
+        let mut hurry = false;
+        loop {
+            self.read_clock();
+            self.handle_commands();
+            self.watch_silence();
+            hurry |= self.pump();
+            if let Some(ending) = self.ending.take() {
+                return ending;
+            }
+            let timeout = if hurry { Duration::ZERO } else { self.time_to_next() };
+            let (shared, works) = (Arc::clone(&self.shared), &self.works);
+            let idle = || lock(&shared.commands).is_empty() && !works.has_done();
+            if let Err(error) = shared.poller.wait(&mut events, Some(timeout), idle, &mut reports) {
+                self.engine.abort(&format!("cannot wait for sockets: {error}"));
+            }
+            self.read_clock();
+            hurry = false;
+            for report in &reports {
+                let rank = Rank(report.key as u32);
+                if report.readable {
+                    self.receive(rank);
+                }
+                if report.writable {
+                    self.on_writable(rank);
+                }
+                hurry |= self.pump();
+            }
+            count(&self.shared.metrics.turns, 1);
+        }
+    }
+
+    fn read_clock(&mut self) {
+        let nanos = self.origin.elapsed().as_nanos();
+        self.now = Time(u64::try_from(nanos).unwrap_or(u64::MAX));
+        self.engine.handle_time(self.now);
+    }
+
+    fn time_to_next(&self) -> Duration {
+        let next = self.engine.poll_timeout().map_or(self.next_watch, |it| it.min(self.next_watch));
+        next.since(self.now)
+    }
+
+    fn handle_commands(&mut self) {
+        std::mem::swap(&mut self.commands, &mut *lock(&self.shared.commands));
+        let mut commands = std::mem::take(&mut self.commands);
+        for command in commands.drain(..) {
+            let result = match command {
+                Command::StepBegin(step) => self.engine.step_begin(step),
+                Command::GradientReady(tensor, step, memory) => {
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.gradient_ready(tensor, step)
+                }
+                Command::TensorAbsent(tensor, step, memory) => {
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.tensor_absent(tensor, step)
+                }
+                Command::SetParameter(tensor, memory) => {
+                    self.memory.set_parameter(tensor, memory);
+                    Ok(())
+                }
+                Command::SetOptimizer(rows) => {
+                    self.works.set_optimizer(rows);
+                    Ok(())
+                }
+                Command::StepEnd(step) => self.engine.step_end(step),
+                Command::Needed(tensors, step) => {
+                    // Need is a wish: what became ready in the meantime needs nothing.
+                    for tensor in tensors {
+                        let _ = self.engine.tensor_needed(tensor, step);
+                    }
+                    Ok(())
+                }
+                Command::SwitchPriorities(priorities) => self.engine.switch_priorities(priorities),
+                Command::Finish => {
+                    self.engine.finish();
+                    Ok(())
+                }
+                Command::Abort(reason) => {
+                    self.engine.abort(&reason);
+                    Ok(())
+                }
+            };
+            if let Err(error) = result {
+                self.shared.note_usage(error);
+            }
+        }
+        self.commands = commands;
+    }
+
+    /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so
+    /// that sockets get their turn.
+    fn pump(&mut self) -> bool {
+        let mut sent_bytes = 0;
+        while self.ending.is_none() {
+            let mut progressed = self.run_works();
+            while let Some(transmit) = self.engine.poll_transmit() {
+                self.stage(transmit);
+            }
+            while let Some(rank) = self.dirty.pop() {
+                progressed = true;
+                sent_bytes += self.flush(rank);
+            }
+            while let Some(event) = self.engine.poll_event() {
+                progressed = true;
+                self.on_event(event);
+            }
+            if !progressed {
+                return false;
+            }
+            if sent_bytes >= SEND_TURN_BYTES {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Reports finished works and starts new ones.
+    fn run_works(&mut self) -> bool {
+        let result = self.works.advance(&mut self.engine, &mut self.memory);
+        self.shared.metrics.works_in_flight.store(self.works.in_flight(), Ordering::Relaxed);
+        result.unwrap_or_else(|error| {
+            self.engine.abort(&error);
+            true
+        })
+    }
+
+    fn on_event(&mut self, event: Event) {
+        let ready = &self.shared.ready;
+        match event {
+            Event::TensorReady { tensor, step, absent } => {
+                ready.publish_tensor(tensor, step, absent);
+            }
+            Event::StepComplete { step } => ready.publish_step(step),
+            Event::PlanSwitched { version, .. } => {
+                let current = &self.shared.metrics.plan_version;
+                current.store(u64::from(version), Ordering::Relaxed);
+            }
+            Event::BufferFree(buffer) => {
+                self.memory.free(buffer);
+                let scratch = &self.shared.metrics.scratch_bytes;
+                scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
+            }
+            Event::Closed => self.ending = Some(Ending::Closed),
+            Event::Failed(failure) => self.ending = Some(Ending::Failed(failure)),
+        }
+    }
+
+    /// Puts a frame that the engine has chosen in front of its socket.
+    pub(crate) fn stage(&mut self, transmit: Transmit) {
+        let (peer, header) = (transmit.peer, transmit.header);
+        let payload = match &transmit.payload {
+            Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
+            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
+            Payload::Region(region) => self.memory.locate(*region).map(OutgoingPayload::Span),
+        };
+        let payload = match payload {
+            Ok(payload) => payload,
+            Err(error) => {
+                return self.engine.abort(&format!("cannot send to {peer}: {error}"));
+            }
+        };
+        if let Some(Some(link)) = self.links.get_mut(peer.index()) {
+            link.said_goodbye |= header.kind == FrameKind::Goodbye;
+            link.connection.sender.push(header, payload, Some(transmit));
+            count(&self.shared.metrics.outgoing_frames, 1);
+            if !self.dirty.contains(&peer) {
+                self.dirty.push(peer);
+            }
+        }
+    }
+
+    /// Gives a socket what waits for it; the bytes that it took.
+    pub(crate) fn flush(&mut self, rank: Rank) -> usize {
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return 0;
+        };
+        let (engine, shared) = (&mut self.engine, &self.shared);
+        let counters = &shared.metrics.peers[rank.index()];
+        let result = link.connection.flush(|header, transmit| {
+            count(&counters.sent_frames, 1);
+            shared.trace.record(crate::trace::Direction::Sent, rank, header);
+            if let Some(transmit) = transmit {
+                shared.metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
+                engine.handle_sent(&transmit);
+            }
+        });
+        match result {
+            Ok((bytes, flushed)) => {
+                if bytes > 0 {
+                    link.last_sent = self.now;
+                    count(&counters.sent_bytes, bytes as u64);
+                }
+                let low_water = u64::from(self.options.low_water_bytes);
+                let full = |socket| {
+                    low_water > 0
+                        && syscall::not_sent_bytes(socket).is_ok_and(|waiting| waiting >= low_water)
+                };
+                let writable = flushed == Flushed::All && !full(link.connection.socket.as_fd());
+                self.set_writable(rank, writable);
+                bytes
+            }
+            Err(error) => {
+                self.on_send_error(rank, &error);
+                0
+            }
+        }
+    }
+
+    /// A peer that gives up says why and closes: its last words may be here although sending fails.
+    fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
+        while self.is_open(rank) && self.receive(rank) > 0 {}
+        self.lose(rank, &format!("connection failed: {error}"));
+    }
+
+    fn is_open(&self, rank: Rank) -> bool {
+        self.links.get(rank.index()).and_then(Option::as_ref).is_some_and(|link| link.open)
+    }
+
+    fn set_writable(&mut self, rank: Rank, writable: bool) {
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return;
+        };
+        if link.writable != writable {
+            link.writable = writable;
+            self.engine.handle_writable(rank, writable);
+        }
+        if !writable && !link.armed && link.open {
+            self.arm(rank, true);
+        }
+    }
+
+    /// Asks the poller to report when the socket takes more. Once asked, it stays so while there is
+    /// more to send, and is taken back only when a report finds nothing to do.
+    fn arm(&mut self, rank: Rank, armed: bool) {
+        if let Some(Some(link)) = self.links.get_mut(rank.index()) {
+            link.armed = armed;
+            let socket = link.connection.socket.as_fd();
+            if let Err(error) = self.shared.poller.modify(socket, u64::from(rank.0), armed) {
+                self.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
+            }
+        }
+    }
+
+    fn on_writable(&mut self, rank: Rank) {
+        let Some(Some(link)) = self.links.get(rank.index()) else {
+            return;
+        };
+        if !link.open {
+            return;
+        }
+        if link.writable {
+            if link.armed {
+                self.arm(rank, false);
+            }
+        } else if link.connection.sender.is_empty() {
+            self.set_writable(rank, true);
+        } else {
+            self.flush(rank);
+        }
+    }
+
+    /// Reads from a socket; the bytes that came.
+    fn receive(&mut self, rank: Rank) -> usize {
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return 0;
+        };
+        if !link.open {
+            return 0;
+        }
+        let mut inbound = Inbound {
+            engine: &mut self.engine,
+            memory: &mut self.memory,
+            shared: &self.shared,
+            peer: rank,
+            heard_goodbye: &mut link.heard_goodbye,
+        };
+        let (bytes, result) = link.connection.receive(RECEIVE_TURN_BYTES, &mut inbound);
+        if bytes > 0 {
+            link.last_received = self.now;
+            link.heard = true;
+            count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
+        }
+        match result {
+            Ok(()) => {}
+            Err(Fault::Lost(reason)) => self.lose(rank, &reason),
+            Err(Fault::Broken(what)) => self.engine.reject_peer(rank, &format!("{rank} {what}")),
+            Err(Fault::Internal(what)) => self.engine.abort(&what),
+        }
+        bytes
+    }
+
+    /// Nothing can come from a peer any more.
+    pub(crate) fn lose(&mut self, rank: Rank, reason: &str) {
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return;
+        };
+        if !std::mem::replace(&mut link.open, false) {
+            return;
+        }
+        link.writable = false;
+        // The socket is closed later; that it cannot be watched any more is in order.
+        let _ = self.shared.poller.delete(link.connection.socket.as_fd());
+        self.engine.handle_writable(rank, false);
+        self.engine.handle_peer_lost(rank, reason);
+    }
+
+    /// Sends signs of life, and loses peers that give none.
+    fn watch_silence(&mut self) {
+        if self.now < self.next_watch {
+            return;
+        }
+        let silence = self.options.silence_timeout();
+        let mut next = self.now + silence;
+        for index in 0..self.links.len() {
+            let rank = Rank(index as u32);
+            let Some(link) = self.links[index].as_mut().filter(|link| link.open) else {
+                continue;
+            };
+            if !link.said_goodbye {
+                if self.now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
+                    let header = heartbeat(&self.options);
+                    let nothing = OutgoingPayload::Owned(Vec::new());
+                    link.connection.sender.push(header, nothing, None);
+                    link.last_sent = self.now;
+                    self.dirty.push(rank);
+                }
+                next = next.min(link.last_sent.max(self.now) + silence / 4);
+            }
+            if !link.heard_goodbye {
+                // Until its first byte a peer may still be waiting for others to connect.
+                let grace =
+                    if link.heard { Duration::ZERO } else { self.options.connect_timeout() };
+                let limit = link.last_received + silence + grace;
+                if self.now >= limit {
+                    let silent_s = self.now.since(link.last_received).as_secs_f64();
+                    self.lose(rank, &format!("silent for {silent_s:.1} s"));
+                } else {
+                    next = next.min(limit);
+                }
+            }
+        }
+        // Never twice in one millisecond: the poller counts in these.
+        self.next_watch = next.max(self.now + Duration::from_millis(1));
+    }
+}
+
+fn heartbeat(options: &ChannelOptions) -> FrameHeader {
+    FrameHeader {
+        kind: FrameKind::Heartbeat,
+        codec: Codec::Raw,
+        flags: FrameFlags::NONE,
+        step: Step(0),
+        generation: options.generation,
+        plan_version: 0,
+        tensor: gradlane_units::TensorId(0),
+        slice: gradlane_units::SliceId(0),
+        priority: gradlane_units::Priority(0),
+        sender: Rank(options.rank),
+        offset: 0,
+        length: 0,
+        payload_crc: 0,
+    }
+}

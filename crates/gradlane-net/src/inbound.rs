@@ -1,0 +1,57 @@
+//! Frames from one peer, between its connection and the engine.
+
+use crate::connection::{Fault, FrameSink, Target};
+use crate::memory::{MemoryTable, Span};
+use crate::metrics::count;
+use crate::shared::Shared;
+use crate::trace::Direction;
+use gradlane_engine::{Engine, Landing, ProtocolError};
+use gradlane_units::Rank;
+use gradlane_wire::{FrameHeader, FrameKind};
+
+/// What receiving needs of the driver.
+pub(crate) struct Inbound<'a> {
+    pub(crate) engine: &'a mut Engine,
+    pub(crate) memory: &'a mut MemoryTable,
+    pub(crate) shared: &'a Shared,
+    pub(crate) peer: Rank,
+    pub(crate) heard_goodbye: &'a mut bool,
+}
+
+fn broken(error: &ProtocolError) -> Fault {
+    Fault::Broken(format!("broke the protocol: {}", error.what))
+}
+
+impl FrameSink for Inbound<'_> {
+    fn frame_announced(&mut self, header: &FrameHeader) -> Result<Target, Fault> {
+        let landing = self.engine.handle_header(self.peer, header);
+        match landing.map_err(|error| broken(&error))? {
+            Landing::Control => Ok(Target::Control),
+            Landing::Nothing => Ok(Target::Span(Span::EMPTY)),
+            Landing::Region(region) => {
+                self.memory.locate(region).map(Target::Span).map_err(|error| {
+                    Fault::Internal(format!("cannot receive {}: {error}", self.describe(header)))
+                })
+            }
+        }
+    }
+
+    fn frame_arrived(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
+        count(&self.shared.metrics.peers[self.peer.index()].received_frames, 1);
+        self.shared.trace.record(Direction::Received, self.peer, header);
+        *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
+        let result = match control {
+            Some(payload) => self.engine.handle_control(self.peer, header, payload),
+            None => self.engine.handle_frame(self.peer, header),
+        };
+        result.map_err(|error| broken(&error))
+    }
+
+    fn describe(&self, header: &FrameHeader) -> String {
+        let plan = self.engine.plan();
+        let name = plan.tensors.get(header.tensor.index()).map_or("", |it| it.spec.name.as_str());
+        let FrameHeader { kind, slice, step, offset, length, .. } = header;
+        let end = offset.saturating_add(u64::from(*length));
+        format!("{kind:?} of tensor {name:?}, {slice}, bytes {offset} to {end}, in {step}")
+    }
+}

@@ -1,0 +1,52 @@
+//! The engine over real sockets and real memory.
+//!
+//! A [`Channel`] connects all ranks of a job for one prepared model and runs the engine of
+//! `gradlane-engine` on a thread of its own: frames leave straight from gradient memory and arrive
+//! straight in it, reductions run on work threads. Calls of application threads are commands to
+//! that thread and return at once, except those that wait.
+//!
+//! What always holds: a payload is released only after its checksum was right; a lost or
+//! misbehaving peer ends the session with a message that names rank, tensors and bytes, on every
+//! rank; and before anybody is told that a session is over, its threads have let go of the
+//! application's memory.
+//!
+//! # Structure
+//!
+//! [`Listener`] and `mesh` (with `handshake` and `doorman`) make connections; `driver` (with
+//! `connection`, `inbound`, `ending`) is the I/O thread; `works`, `executor` and `kernels` compute;
+//! `memory` knows addresses; `ready` tells waiters. One I/O thread drives all connections: the
+//! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
+//! `memory`, `kernels` and `syscall` only. The crate needs Linux (epoll, eventfd).
+
+mod channel;
+mod connection;
+mod descriptors;
+mod doorman;
+mod driver;
+mod ending;
+mod error;
+mod executor;
+mod handshake;
+mod inbound;
+mod kernels;
+mod ledger;
+mod listener;
+mod memory;
+mod mesh;
+mod metrics;
+mod options;
+mod poller;
+mod ready;
+mod shared;
+mod syscall;
+mod trace;
+mod works;
+
+pub use channel::Channel;
+pub use error::{ChannelError, ChannelFailure};
+pub use gradlane_codec::SgdOptions;
+pub use listener::Listener;
+pub use memory::UserMemory;
+pub use metrics::{MetricsReading, PeerReading, Refusal};
+pub use options::ChannelOptions;
+pub use trace::{Direction, TraceEntry};

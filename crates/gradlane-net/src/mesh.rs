@@ -1,0 +1,220 @@
+//! Connections between all ranks: each rank calls every lower rank and answers every higher one.
+//!
+//! Peers may start late: calls are repeated until the time is up. A refusal ends the attempt at
+//! once, with the text of the rank that refused.
+
+use crate::descriptors::Tracked;
+use crate::doorman::{Doorman, Lobby};
+use crate::error::ChannelError;
+use crate::handshake::{self, HandshakeError, Identity};
+use crate::listener::Listener;
+use crate::metrics::Metrics;
+use crate::options::ChannelOptions;
+use crate::ready::lock;
+use crate::syscall;
+use gradlane_units::Rank;
+use socket2::SockRef;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Longest wait for one address to answer a connection request.
+const CONNECT_ATTEMPT: Duration = Duration::from_secs(3);
+/// Pause between attempts: short at first, since ranks start at nearly the same time.
+const PAUSE_FIRST: Duration = Duration::from_millis(20);
+const PAUSE_LAST: Duration = Duration::from_millis(500);
+/// How often the caller's interrupt function is asked.
+pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
+
+/// All connections of a rank, and the doorman who refuses late callers.
+pub(crate) struct Mesh {
+    /// By rank; none for this rank itself. Not blocking, all options set.
+    pub(crate) streams: Vec<Option<Tracked<TcpStream>>>,
+    pub(crate) doorman: Doorman,
+}
+
+/// Connects all ranks. `interrupt` is asked every 50 ms whether to stop.
+pub(crate) fn assemble(
+    listener: Listener,
+    identity: Identity,
+    peers: &[String],
+    options: &ChannelOptions,
+    metrics: &Arc<Metrics>,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<Mesh, ChannelError> {
+    let own = identity.rank;
+    let deadline = Instant::now() + options.connect_timeout();
+    let system = |error: io::Error| ChannelError::system("cannot start to connect", &error);
+    let lobby = Arc::new(Lobby::new(identity, Arc::clone(metrics)).map_err(system)?);
+    let doorman = Doorman::start(&lobby, listener.into_socket()).map_err(system)?;
+    let mut callers = Callers { lobby: Arc::clone(&lobby), threads: Vec::new() };
+    for (rank, address) in peers.iter().enumerate().take(own.index()) {
+        let (lobby, address) = (Arc::clone(&lobby), address.clone());
+        let rank = Rank(rank as u32);
+        let thread = std::thread::Builder::new()
+            .name("gradlane-call".to_owned())
+            .stack_size(512 << 10)
+            .spawn(move || call_until_connected(&lobby, rank, &address, deadline))
+            .map_err(system)?;
+        callers.threads.push(thread);
+    }
+    let result = wait_for_all(&lobby, peers, options, deadline, interrupt);
+    // On failure the flag ends the calls at once; on success they have ended already.
+    if result.is_err() {
+        lobby.cancelled.store(true, Ordering::SeqCst);
+    }
+    drop(callers);
+    result?;
+    let mut streams = std::mem::take(&mut lock(&lobby.arrivals).streams);
+    for (rank, stream) in streams.iter_mut().enumerate() {
+        if let Some(stream) = stream {
+            set_options(stream.get(), options).map_err(|error| {
+                ChannelError::system(format!("options of the connection to rank {rank}"), &error)
+            })?;
+        }
+    }
+    Ok(Mesh { streams, doorman })
+}
+
+/// Joins the calling threads on every way out.
+struct Callers {
+    lobby: Arc<Lobby>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Callers {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.lobby.cancelled.store(true, Ordering::SeqCst);
+        }
+        for thread in self.threads.drain(..) {
+            // A panic was printed by the thread; its rank is then missing, which is an error.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn wait_for_all(
+    lobby: &Lobby,
+    peers: &[String],
+    options: &ChannelOptions,
+    deadline: Instant,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<(), ChannelError> {
+    let own = lobby.identity.rank;
+    let mut arrivals = lock(&lobby.arrivals);
+    loop {
+        if let Some((peer, error)) = arrivals.fatal.take() {
+            let message = match &error {
+                HandshakeError::RefusedByPeer(reject) => {
+                    format!("{peer} ({}) refused {own}: {}", peers[peer.index()], reject.text)
+                }
+                _ => format!("{own} refused {peer} ({}): {error}", peers[peer.index()]),
+            };
+            return Err(ChannelError::Refused { message, peer });
+        }
+        let missing: Vec<Rank> = (0..options.world_size)
+            .map(Rank)
+            .filter(|&rank| rank != own && arrivals.streams[rank.index()].is_none())
+            .collect();
+        let Some(&first) = missing.first() else {
+            return Ok(());
+        };
+        if Instant::now() >= deadline {
+            let named: Vec<String> = missing
+                .iter()
+                .take(8)
+                .map(|&rank| match &arrivals.last_errors[rank.index()] {
+                    Some(error) => format!("{rank} at {}: {error}", peers[rank.index()]),
+                    None if rank < own => format!("{rank} at {}: no answer", peers[rank.index()]),
+                    None => format!("{rank}, which did not call"),
+                })
+                .collect();
+            let message = format!(
+                "{own} is not connected to {} of {} other ranks after {} s: {}; check that every \
+                 rank runs and that its address and port can be reached",
+                missing.len(),
+                options.world_size - 1,
+                options.connect_timeout_s,
+                named.join("; ")
+            );
+            return Err(ChannelError::TimedOut { message, last_complete: None, peer: Some(first) });
+        }
+        let result = lobby.changed.wait_timeout(arrivals, INTERRUPT_EVERY);
+        drop(result.unwrap_or_else(PoisonError::into_inner));
+        if interrupt() {
+            return Err(ChannelError::Interrupted);
+        }
+        arrivals = lock(&lobby.arrivals);
+    }
+}
+
+/// A thread of its own for each lower rank.
+fn call_until_connected(lobby: &Arc<Lobby>, rank: Rank, address: &str, deadline: Instant) {
+    let mut pause = PAUSE_FIRST;
+    while !lobby.cancelled.load(Ordering::SeqCst) && Instant::now() < deadline {
+        match call_once(lobby, rank, address, deadline) {
+            Ok(stream) => {
+                lobby.deposit(rank, stream);
+                return;
+            }
+            Err(HandshakeError::Cancelled) => return,
+            Err(error @ (HandshakeError::RefusedByPeer(_) | HandshakeError::Refused(_))) => {
+                lock(&lobby.arrivals).fatal.get_or_insert((rank, error));
+                lobby.changed.notify_all();
+                return;
+            }
+            Err(error) => {
+                lock(&lobby.arrivals).last_errors[rank.index()] = Some(error.to_string());
+            }
+        }
+        std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        pause = (pause * 2).min(PAUSE_LAST);
+    }
+}
+
+fn call_once(
+    lobby: &Lobby,
+    rank: Rank,
+    address: &str,
+    deadline: Instant,
+) -> Result<Tracked<TcpStream>, HandshakeError> {
+    let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for target in address.to_socket_addrs().map_err(HandshakeError::System)? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(HandshakeError::TimedOut);
+        }
+        match TcpStream::connect_timeout(&target, left.min(CONNECT_ATTEMPT)) {
+            Ok(stream) => {
+                let stream = Tracked::new(stream);
+                let (identity, cancelled) = (&lobby.identity, &lobby.cancelled);
+                // The peer may be listening long before it answers: it has until the deadline.
+                handshake::call(stream.get(), identity, rank, deadline, cancelled)?;
+                return Ok(stream);
+            }
+            Err(error) => last_error = error,
+        }
+    }
+    Err(HandshakeError::System(last_error))
+}
+
+fn set_options(stream: &TcpStream, options: &ChannelOptions) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_nonblocking(true)?;
+    if options.low_water_bytes > 0 {
+        syscall::set_not_sent_low_water(stream.as_fd(), options.low_water_bytes)?;
+    }
+    let socket = SockRef::from(stream);
+    if options.send_buffer_bytes > 0 {
+        socket.set_send_buffer_size(options.send_buffer_bytes as usize)?;
+    }
+    if options.receive_buffer_bytes > 0 {
+        socket.set_recv_buffer_size(options.receive_buffer_bytes as usize)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,210 @@
+//! What a channel can be told: every setting with its unit, its default and its limits.
+//!
+//! Options never change after a channel is made; [`ChannelOptions::validate`] is called before any
+//! socket is touched.
+
+use crate::error::ChannelError;
+use gradlane_wire::MAX_FRAME_BYTES;
+use serde::Deserialize;
+use std::time::Duration;
+
+/// Settings of one channel. From JSON by the same names; unknown names are refused.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChannelOptions {
+    /// This rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// Job id: ranks of different jobs refuse each other.
+    #[serde(default)]
+    pub job: String,
+    /// Membership generation.
+    #[serde(default)]
+    pub generation: u32,
+    /// Most payload bytes in one frame; preemption happens between frames.
+    #[serde(default = "default_frame_bytes")]
+    pub frame_bytes: u32,
+    /// Bytes chosen for a peer and not yet in the kernel's hands; one frame always goes.
+    #[serde(default = "default_credit_bytes")]
+    pub credit_bytes: u64,
+    /// Most bytes that wait in the kernel, not yet sent, before a peer counts as busy.
+    #[serde(default = "default_low_water_bytes")]
+    pub low_water_bytes: u32,
+    /// Send buffer of a connection; 0 leaves it to the kernel.
+    #[serde(default)]
+    pub send_buffer_bytes: u32,
+    /// Receive buffer of a connection; 0 leaves it to the kernel.
+    #[serde(default)]
+    pub receive_buffer_bytes: u32,
+    /// Works (reductions, copies) handed out at once.
+    #[serde(default = "default_work_depth")]
+    pub work_depth: usize,
+    /// Threads that execute works; 0 executes them on the I/O thread.
+    #[serde(default = "one")]
+    pub work_threads: usize,
+    /// Threads that drive sockets. One drives all of them; no other number is supported yet.
+    #[serde(default = "one")]
+    pub io_threads: usize,
+    /// A peer without bytes or heartbeats for this long is lost, in seconds.
+    #[serde(default = "default_silence_timeout_s")]
+    pub silence_timeout_s: f64,
+    /// A step without progress for this long fails, in seconds.
+    #[serde(default = "default_progress_timeout_s")]
+    pub progress_timeout_s: f64,
+    /// Time for all ranks to be connected, in seconds.
+    #[serde(default = "default_connect_timeout_s")]
+    pub connect_timeout_s: f64,
+    /// Whether every frame is recorded (see `Channel::take_trace`).
+    #[serde(default)]
+    pub trace: bool,
+}
+
+/// A frame with its header fits one buffer of the kernel's segmentation offload (64 kB with all
+/// headers). Frames of 65,536 bytes leave a second, tiny packet each: over loopback this costs half
+/// as much CPU time again. A default slice of f32 is four such frames without a rest.
+const fn default_frame_bytes() -> u32 {
+    50_000
+}
+fn default_credit_bytes() -> u64 {
+    default_frame_bytes().into()
+}
+fn default_low_water_bytes() -> u32 {
+    65_536
+}
+fn default_work_depth() -> usize {
+    2
+}
+fn one() -> usize {
+    1
+}
+fn default_silence_timeout_s() -> f64 {
+    30.0
+}
+fn default_progress_timeout_s() -> f64 {
+    1_800.0
+}
+fn default_connect_timeout_s() -> f64 {
+    120.0
+}
+
+/// Longest timeout that is accepted: a hundred years, so that adding it to a clock cannot overflow.
+const TIMEOUT_MAX_S: f64 = 3.2e9;
+
+impl ChannelOptions {
+    /// Defaults for one rank of a world.
+    #[must_use]
+    pub fn new(rank: u32, world_size: u32) -> ChannelOptions {
+        ChannelOptions {
+            rank,
+            world_size,
+            job: String::new(),
+            generation: 0,
+            frame_bytes: default_frame_bytes(),
+            credit_bytes: default_credit_bytes(),
+            low_water_bytes: default_low_water_bytes(),
+            send_buffer_bytes: 0,
+            receive_buffer_bytes: 0,
+            work_depth: default_work_depth(),
+            work_threads: one(),
+            io_threads: one(),
+            silence_timeout_s: default_silence_timeout_s(),
+            progress_timeout_s: default_progress_timeout_s(),
+            connect_timeout_s: default_connect_timeout_s(),
+            trace: false,
+        }
+    }
+
+    /// Reads options from a JSON object.
+    ///
+    /// # Errors
+    /// [`ChannelError::Argument`] when it is no such object or a value makes no sense.
+    pub fn from_json(json: &str) -> Result<ChannelOptions, ChannelError> {
+        let options: ChannelOptions = serde_json::from_str(json)
+            .map_err(|error| ChannelError::Argument(format!("channel options: {error}")))?;
+        options.validate()?;
+        Ok(options)
+    }
+
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`ChannelError::Argument`] that names the option, its value and what is allowed.
+    pub fn validate(&self) -> Result<(), ChannelError> {
+        let refuse = |text: String| Err(ChannelError::Argument(text));
+        if self.rank >= self.world_size {
+            return refuse(format!(
+                "rank is {}, but world_size is {}: ranks go from 0 to world_size - 1",
+                self.rank, self.world_size
+            ));
+        }
+        if self.frame_bytes < 64 || self.frame_bytes > MAX_FRAME_BYTES {
+            return refuse(format!(
+                "frame_bytes is {}: use 64 to {MAX_FRAME_BYTES}",
+                self.frame_bytes
+            ));
+        }
+        if self.work_depth == 0 {
+            return refuse("work_depth is 0: at least one work must be allowed at once".into());
+        }
+        if self.work_threads > 256 {
+            return refuse(format!("work_threads is {}: use 0 to 256", self.work_threads));
+        }
+        if self.io_threads != 1 {
+            return refuse(format!(
+                "io_threads is {}: this version drives all sockets from 1 thread",
+                self.io_threads
+            ));
+        }
+        for (name, value) in [
+            ("silence_timeout_s", self.silence_timeout_s),
+            ("progress_timeout_s", self.progress_timeout_s),
+            ("connect_timeout_s", self.connect_timeout_s),
+        ] {
+            if !(value > 0.0 && value <= TIMEOUT_MAX_S) {
+                return refuse(format!("{name} is {value}: use a positive number of seconds"));
+            }
+        }
+        Ok(())
+    }
+
+    /// `silence_timeout_s` as a span.
+    #[must_use]
+    pub fn silence_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.silence_timeout_s)
+    }
+
+    /// `progress_timeout_s` as a span.
+    #[must_use]
+    pub fn progress_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.progress_timeout_s)
+    }
+
+    /// `connect_timeout_s` as a span.
+    #[must_use]
+    pub fn connect_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.connect_timeout_s)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_gives_defaults_and_refuses_what_it_does_not_know() {
+        let options = ChannelOptions::from_json(r#"{"rank": 1, "world_size": 4}"#);
+        assert_eq!(options, Ok(ChannelOptions::new(1, 4)));
+        for (json, named) in [
+            (r#"{"rank": 4, "world_size": 4}"#, "rank"),
+            (r#"{"rank": 0, "world_size": 1, "frame_byte": 1}"#, "frame_byte"),
+            (r#"{"rank": 0, "world_size": 1, "frame_bytes": 1}"#, "frame_bytes"),
+            (r#"{"rank": 0, "world_size": 1, "io_threads": 2}"#, "io_threads"),
+            (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 0}"#, "silence_timeout_s"),
+            (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 1e99}"#, "silence_timeout_s"),
+        ] {
+            let text = ChannelOptions::from_json(json).map_err(|error| error.to_string());
+            assert!(text.as_ref().is_err_and(|text| text.contains(named)), "{json}: {text:?}");
+        }
+    }
+}

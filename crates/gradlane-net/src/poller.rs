@@ -1,0 +1,89 @@
+//! Waiting for many sockets at once, and being woken by other threads.
+//!
+//! A wait is one system call: registrations are level-triggered and stay, and a wake-up from another
+//! thread costs a system call only while the waiting thread really sleeps.
+
+use crate::descriptors::TrackedFd;
+use crate::syscall::{self, EpollChange, EpollEvents, EpollReport};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// The key that no registration may have: it stands for wake-ups.
+const WAKE_KEY: u64 = u64::MAX;
+
+/// One epoll instance with a wake-up.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    epoll: TrackedFd,
+    wake: TrackedFd,
+    asleep: AtomicBool,
+}
+
+impl Poller {
+    /// A poller without registrations.
+    pub(crate) fn new() -> io::Result<Poller> {
+        let epoll = TrackedFd::new(syscall::epoll_create()?);
+        let wake = TrackedFd::new(syscall::eventfd_create()?);
+        let add = EpollChange::Add;
+        syscall::epoll_control(epoll.as_fd(), add, wake.as_fd(), WAKE_KEY, false)?;
+        Ok(Poller { epoll, wake, asleep: AtomicBool::new(false) })
+    }
+
+    /// Reports readable and, if asked, writable states of a descriptor under `key` from now on.
+    pub(crate) fn add(
+        &self,
+        descriptor: BorrowedFd<'_>,
+        key: u64,
+        writable: bool,
+    ) -> io::Result<()> {
+        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Add, descriptor, key, writable)
+    }
+
+    /// Changes whether the writable state is reported.
+    pub(crate) fn modify(
+        &self,
+        descriptor: BorrowedFd<'_>,
+        key: u64,
+        writable: bool,
+    ) -> io::Result<()> {
+        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Modify, descriptor, key, writable)
+    }
+
+    /// Reports nothing more for a descriptor.
+    pub(crate) fn delete(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Delete, descriptor, 0, false)
+    }
+
+    /// Waits for reports, a wake-up or the timeout. `is_idle` is asked after other threads have
+    /// been told to wake this one: when it finds something to do, the wait does not sleep.
+    pub(crate) fn wait(
+        &self,
+        events: &mut EpollEvents,
+        timeout: Option<Duration>,
+        is_idle: impl FnOnce() -> bool,
+        reports: &mut Vec<EpollReport>,
+    ) -> io::Result<()> {
+        reports.clear();
+        self.asleep.store(true, Ordering::SeqCst);
+        let timeout = if is_idle() { timeout } else { Some(Duration::ZERO) };
+        let result = events.wait(self.epoll.as_fd(), timeout);
+        self.asleep.store(false, Ordering::SeqCst);
+        for report in result? {
+            if report.key == WAKE_KEY {
+                syscall::eventfd_clear(self.wake.as_fd());
+            } else {
+                reports.push(report);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a wait of another thread, or keeps it from sleeping next time if it is about to.
+    pub(crate) fn wake(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            syscall::eventfd_signal(self.wake.as_fd());
+        }
+    }
+}

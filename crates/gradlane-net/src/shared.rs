@@ -1,0 +1,95 @@
+//! What the threads of a channel share: commands to the I/O thread, results from it.
+
+use crate::error::{ChannelError, ChannelFailure};
+use crate::memory::UserMemory;
+use crate::metrics::Metrics;
+use crate::poller::Poller;
+use crate::ready::{lock, ReadyBoard};
+use crate::trace::Trace;
+use gradlane_codec::SgdOptions;
+use gradlane_engine::UsageError;
+use gradlane_units::{Priority, Step, TensorId};
+use std::any::Any;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// What application threads tell the I/O thread.
+#[derive(Debug)]
+pub(crate) enum Command {
+    StepBegin(Step),
+    GradientReady(TensorId, Step, UserMemory),
+    TensorAbsent(TensorId, Step, UserMemory),
+    SetParameter(TensorId, UserMemory),
+    SetOptimizer(Vec<(TensorId, SgdOptions)>),
+    StepEnd(Step),
+    Needed(Vec<TensorId>, Step),
+    SwitchPriorities(Vec<Priority>),
+    Finish,
+    Abort(String),
+}
+
+/// How the session has ended.
+#[derive(Debug)]
+pub(crate) enum Ended {
+    /// In good order.
+    Closed,
+    /// Before its time.
+    Failed(ChannelFailure),
+}
+
+/// The shared state.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) poller: Poller,
+    pub(crate) commands: Mutex<Vec<Command>>,
+    pub(crate) ready: ReadyBoard,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) trace: Trace,
+    pub(crate) ended: OnceLock<Ended>,
+    /// The first misuse that only the engine has noticed; it is raised at the next call.
+    pub(crate) usage: Mutex<Option<UsageError>>,
+}
+
+impl Shared {
+    /// Queues a command. The I/O thread is woken only when it sleeps.
+    pub(crate) fn command(&self, command: Command) {
+        lock(&self.commands).push(command);
+        self.poller.wake();
+    }
+
+    /// Keeps a misuse for the next call.
+    pub(crate) fn note_usage(&self, error: UsageError) {
+        // What the engine says after the end is said better by the reason of the end.
+        if !matches!(error, UsageError::Ended { .. }) {
+            lock(&self.usage).get_or_insert(error);
+        }
+    }
+
+    /// Ends the session for everybody who waits or calls; the first reason stands.
+    pub(crate) fn end(&self, ended: Ended) {
+        // A second end changes nothing.
+        let _ = self.ended.set(ended);
+        self.ready.publish_end();
+    }
+
+    /// An error when the session is over or was misused.
+    pub(crate) fn check(&self) -> Result<(), ChannelError> {
+        match self.ended.get() {
+            Some(Ended::Failed(failure)) => return Err(ChannelError::Failed(failure.clone())),
+            Some(Ended::Closed) => {
+                return Err(ChannelError::Closed("the channel is closed".to_owned()));
+            }
+            None => {}
+        }
+        match lock(&self.usage).take() {
+            Some(error) => Err(ChannelError::Usage(error)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "no text".to_owned())
+}

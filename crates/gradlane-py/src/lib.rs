@@ -1,0 +1,23 @@
+//! `gradlane._core`: the compiled core for Python. Translation only: numbers, text and addresses
+//! in, results and exceptions out; every decision is made below.
+//!
+//! The GIL is released in every call that blocks, and Python's signal handlers run every 50 ms
+//! while one waits.
+
+mod channel;
+mod errors;
+mod listener;
+mod plan;
+
+/// The compiled core of gradlane.
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use crate::channel::Channel;
+    #[pymodule_export]
+    use crate::errors::{ChannelError, ChannelTimeout};
+    #[pymodule_export]
+    use crate::listener::Listener;
+    #[pymodule_export]
+    use crate::plan::plan_json;
+}

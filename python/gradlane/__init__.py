@@ -1,0 +1,48 @@
+"""gradlane: communication for data-parallel training that hides behind the computation.
+
+`init` opens a session, `Session.prepare` hooks a model and its optimizer; the training loop stays
+as it is. Importing this package is cheap: torch and the compiled core are loaded by the first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradlane.errors import (
+    GradlaneError,
+    PeerLost,
+    ProgressTimeout,
+    RanksDiffer,
+    RendezvousError,
+    SessionClosed,
+    SessionFailed,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from gradlane.session import Session, init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GradlaneError",
+    "PeerLost",
+    "ProgressTimeout",
+    "RanksDiffer",
+    "RendezvousError",
+    "Session",
+    "SessionClosed",
+    "SessionFailed",
+    "UsageError",
+    "__version__",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch when it is first asked for."""
+    if name in ("init", "Session"):
+        from gradlane import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module 'gradlane' has no attribute {name!r}")

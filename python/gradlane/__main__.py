@@ -1,0 +1,6 @@
+"""`python -m gradlane`: the same as the `gradlane` command."""
+
+from gradlane.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The compiled core: translation only.
+
+All numbers are plain integers and pointers are addresses. Steps go from 0 (rank 0's values go
+everywhere) upwards; tensors are numbered in the order of the tensor table. Misuse and bad arguments
+are `ValueError`, what the system refuses is `OSError`, a session's end is `ChannelError`.
+"""
+
+class ChannelError(Exception):
+    """A session that has failed, was refused, or is closed.
+
+    `args` are the message, the last complete step or None, and the rank at fault or None.
+    """
+
+class ChannelTimeout(ChannelError):
+    """Nothing happened in time; `args` as for `ChannelError`."""
+
+class Listener:
+    """A bound, listening socket, made before its address is published; one for each channel."""
+
+    def __init__(self, host: str, port_low: int, port_high: int) -> None:
+        """Listen on an address and the first free port of the range.
+
+        Args:
+            host: an IPv4 or IPv6 address (no name).
+            port_low: lowest port; 0 together with `port_high` 0 is any free port.
+            port_high: highest port.
+
+        Raises:
+            OSError: no port of the range is free, or the address is not this machine's.
+            ValueError: `host` is no address, or the range is empty.
+        """
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+
+    def close(self) -> None:
+        """Stop listening. A listener that a channel has taken stops with the channel."""
+
+def plan_json(
+    tensors_json: str,
+    strategy: str,
+    slice_elems: int | None,
+    seed: int,
+    update: str,
+    world_size: int,
+) -> str:
+    """Cut tensors into slices, place them, and return the plan as JSON.
+
+    Args:
+        tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`.
+        slice_elems: elements in a slice at most; None is the strategy's own choice.
+        seed: places whole tensors on servers where the strategy draws them.
+        update: `worker` or `server`.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: the arguments make no plan; the message says why.
+    """
+
+class Channel:
+    """Connections to all ranks and the engine on its own threads, for one prepared model.
+
+    Who passes a pointer promises that the memory stays allocated and untouched until the tensor is
+    ready in that step, or the channel has ended (a call raised `ChannelError`, or `finish` or
+    `abort` returned).
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        options_json: str,
+        plan_json: str,
+        peers: list[str],
+        secret: bytes,
+    ) -> None:
+        """Connect to all ranks; blocks without the GIL, signals are handled.
+
+        Args:
+            listener: this rank's; it belongs to the channel from now on.
+            options_json: an object with `rank` and `world_size` and any of `job`, `generation`,
+                `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` and
+                `receive_buffer_bytes` (0: the kernel's choice), `work_depth`, `work_threads` (0: on
+                the I/O thread), `io_threads` (1), `silence_timeout_s`, `progress_timeout_s`,
+                `connect_timeout_s`, `trace`.
+            plan_json: what `plan_json` returned, the same on every rank.
+            peers: `host:port` (`[v6]:port`) of every rank.
+            secret: what all ranks of the job know.
+
+        Raises:
+            ValueError: options or plan make no sense.
+            ChannelError: a rank refused another; the message says why.
+            ChannelTimeout: not all ranks are connected in time.
+        """
+
+    def step_begin(self, step: int) -> None:
+        """Begin a step: 0 first, then 1, 2, …; the one before must be complete."""
+
+    def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over a gradient (in step 0: the tensor itself); it will hold the result.
+
+        Args:
+            tensor: number in the tensor table.
+            step: the current step.
+            pointer: address of the elements, contiguous.
+            nbytes: size of the whole tensor.
+
+        Raises:
+            ValueError: unknown tensor, another size, a second gradient in the step.
+        """
+
+    def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Say that there is no gradient here; the mean of other ranks' lands in the memory."""
+
+    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
+        """Register a parameter's own memory (update=server)."""
+
+    def set_optimizer(self, step: int, rows_json: str) -> None:
+        """Give hyper-parameters of SGD before the first gradient of a step (update=server).
+
+        Args:
+            step: the step from which on they are in force, until the next call.
+            rows_json: a list of `{"tensor", "lr", "momentum", "dampening", "weight_decay",
+                "nesterov", "maximize"}`; all but the first two may be left out.
+        """
+
+    def step_end(self, step: int) -> None:
+        """Say that `optimizer.step()` was called: parameters may be written (update=server)."""
+
+    def needed(self, tensor: int, step: int) -> None:
+        """Say that a consumer waits for a tensor (`wait` does so itself)."""
+
+    def wait(self, tensors: list[int], step: int) -> None:
+        """Wait until all of these are ready; without the GIL, signals are handled.
+
+        Raises:
+            ChannelError: the session has failed; no memory is touched any more.
+            ChannelTimeout: it has failed because nothing happened in time.
+        """
+
+    def wait_step(self, step: int) -> None:
+        """Wait until the whole step is complete on this rank; as `wait`."""
+
+    def is_ready(self, tensor: int, step: int) -> bool:
+        """Whether a tensor is ready; raises `ChannelError` when the session is over."""
+
+    def take_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Return (tensor, absent) for what became ready in the step since the last call."""
+
+    def switch_priorities(self, priorities: list[int]) -> None:
+        """Announce another order of urgency, one number a tensor; rank 0 only.
+
+        It is in force on all ranks two steps later. Larger goes first.
+        """
+
+    def metrics_json(self) -> str:
+        """Return counters as a JSON object.
+
+        `tx_bytes`, `rx_bytes`, `tx_frames`, `rx_frames` (headers included, also in `peers`, a list
+        by rank), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `plan_version`,
+        `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`, `refused_connections`,
+        `refusals` (`address` and `reason` of the last ones).
+        """
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return frames since the last call, when the option `trace` is set.
+
+        Each is (time in ns as `time.monotonic_ns`, "tx" or "rx", kind, peer, step, tensor, slice,
+        priority); kinds are those of the wire: 1 push, 2 broadcast, 3 notify, 4 pull, …
+        """
+
+    def failure(self) -> str | None:
+        """Return why the session has failed, or None."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Close in order: send what is owed, say goodbye, wait for everybody's goodbye.
+
+        Afterwards all threads are joined.
+
+        Raises:
+            ChannelTimeout: not every rank said goodbye in time.
+            ChannelError: the session failed before.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Give up and tell every rank why; takes about a second at most.
+
+        Afterwards all threads are joined and no memory is touched.
+        """
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close all descriptors; the parent's session goes on untouched."""

@@ -1,0 +1,114 @@
+"""Which address other ranks reach this one at.
+
+An interface's address is read from the kernel; without an interface it is the local address that
+the kernel would use towards the rendezvous store, so that ranks meet on the network they share.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_UNROUTED = "192.0.2.1"
+"""An address set aside for documentation: asking for the way to it sends nothing."""
+
+
+def is_literal(host: str) -> bool:
+    """Whether a host is an IPv4 or IPv6 address and not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address that only this machine can reach."""
+    return is_literal(host) and ipaddress.ip_address(host).is_loopback
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface, or else its global IPv6 address.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise ValueError(f"no network interface {interface!r}; this machine has {sorted(names)}")
+    address = _ipv4_address(interface) or _ipv6_address(interface)
+    if address is None:
+        raise ValueError(f"network interface {interface!r} has no address")
+    return address
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the local address that packets to a host leave from.
+
+    Raises:
+        OSError: the host is unknown or cannot be reached.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    local = _local_address(family, kind, protocol, address)
+    if is_loopback(local) and not (is_loopback(host) or host == "localhost"):
+        # Some systems map a machine's own name to loopback, where no other machine can reach it.
+        try:
+            return _local_address(
+                socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP, (_UNROUTED, 9)
+            )
+        except OSError:
+            return local
+    return local
+
+
+def resolve(host: str) -> str:
+    """Return an address for a host name, IPv4 if it has one; addresses are returned as they are.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    if is_literal(host):
+        return host
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def _local_address(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> str:
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _ipv4_address(interface: str) -> str | None:
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_address(interface: str) -> str | None:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope in ("00", "10"):
+            # Link-local addresses (scope 20) need a zone and are left out.
+            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None

@@ -1,0 +1,227 @@
+"""The `gradlane` command.
+
+Arguments are checked before anything is started; heavy imports happen inside the commands, so
+that help and mistakes are answered at once. Errors are one sentence on standard error: status 2
+for wrong arguments, 1 for everything else, 130 after Ctrl-C; `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from gradlane.lab.results import Row
+    from gradlane.lab.run import LabOptions
+
+app = typer.Typer(
+    help="Data-parallel training at the speed of the compute, over networks that are slower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
+app.add_typer(lab, name="lab")
+
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
+]
+HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write a page with plots.")]
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    # `main` reads the flag from the arguments, since an error may come before this is called.
+    del debug
+
+
+@app.command()
+def version(json_path: JsonPath = None) -> None:
+    """Print the versions of gradlane and of what it runs on."""
+    from gradlane.lab.run import package_versions
+
+    versions = package_versions()
+    for name, text in versions.items():
+        typer.echo(f"{name} {text}")
+    if json_path is not None:
+        _write_json(json_path, versions)
+
+
+@lab.command("run")
+def lab_run(
+    workload: Annotated[
+        str, typer.Option(help="resnet50, vgg19, inception_v3, sockeye, digits-cnn, ...")
+    ],
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
+            "slicing, wfbp, kvstore, deferred-pull."
+        ),
+    ] = "none,ddp-gloo:25,p3",
+    workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
+    rate: Annotated[
+        str, typer.Option(help="Nominal rate of every port; several comma-separated.")
+    ] = "4gbit",
+    dilation: Annotated[
+        float, typer.Option(help="Run this many times slower than nominal.")
+    ] = 10.0,
+    repeat: Annotated[int, typer.Option(help="Run all strategies this often.")] = 1,
+    steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 8,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
+    slice_elems: Annotated[
+        int | None, typer.Option(help="Elements a slice at most; each strategy's own if absent.")
+    ] = None,
+    codec: Annotated[str, typer.Option(help="Encoding of gradients.")] = "raw",
+    seed: Annotated[int, typer.Option(help="Of model, batches and gradients.")] = 0,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile file in place of the workload's own times.")
+    ] = None,
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Nominal compute time of a batch.")
+    ] = None,
+    json_path: JsonPath = None,
+    html_path: HtmlPath = None,
+) -> None:
+    """Run a workload under several strategies on the emulated cluster.
+
+    Rates and times are nominal: with a dilation of 10, the cluster runs at a tenth of the rate
+    and computes ten times slower, and the results are converted back.
+    """
+    from gradlane.lab.rates import parse_rate
+    from gradlane.lab.run import LabOptions
+    from gradlane.lab.strategy import parse_strategies
+
+    options = LabOptions(
+        workload=workload,
+        strategies=parse_strategies(strategy),
+        workers=workers,
+        rates_bps=[parse_rate(text) for text in rate.split(",") if text.strip()],
+        dilation=dilation,
+        repeat=repeat,
+        steps=steps,
+        warmup=warmup,
+        slice_elems=slice_elems,
+        codec=codec,
+        seed=seed,
+        profile_path=None if profile is None else str(profile),
+        batch_time_s=batch_time_s,
+    )
+    _require_writable(json_path, html_path)
+    _run_and_show(options, json_path, html_path)
+
+
+def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path | None) -> None:
+    """Run on the emulated cluster with a progress bar, print the tables and write the files."""
+    from gradlane.lab.display import bar_progress, print_tables, wide_console
+    from gradlane.lab.privilege import ensure_namespaces
+    from gradlane.lab.results import save_rows
+    from gradlane.lab.run import run_lab
+
+    ensure_namespaces(sys.argv[1:])
+
+    def keep(rows: list[Row]) -> None:
+        if json_path is not None:
+            save_rows(rows, json_path)
+
+    console = wide_console()
+    with bar_progress(console, options.steps_in_total) as progress:
+        rows = run_lab(options, progress=progress, on_rows=keep)
+    print_tables(console, rows)
+    if html_path is not None:
+        from dataclasses import asdict
+
+        from gradlane.report import report_from_results
+
+        report_from_results([asdict(row) for row in rows], html_path)
+        console.print(f"wrote {html_path}", highlight=False)
+    if json_path is not None:
+        console.print(f"wrote {json_path}", highlight=False)
+
+
+@app.command()
+def demo(
+    html_path: HtmlPath = Path("demo.html"),
+    json_path: JsonPath = None,
+) -> None:
+    """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
+    from gradlane.lab.demo import run_demo
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.privilege import ensure_namespaces
+
+    _require_writable(json_path, html_path)
+    ensure_namespaces(sys.argv[1:])
+    run_demo(wide_console(), json_path=json_path, html_path=html_path)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
+    html_path: HtmlPath = None,
+) -> None:
+    """Make an HTML page with plots of a results file."""
+    from gradlane.report import report_from_results
+
+    try:
+        rows = json.loads(results.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise ValueError(f"cannot read {results}: {failure.strerror}") from failure
+    except ValueError as failure:
+        raise ValueError(f"{results} is not JSON: {failure}") from failure
+    if not isinstance(rows, list) or not rows or "strategy" not in rows[0]:
+        raise ValueError(f"{results} holds no rows of a lab run: make it with `lab run --json`")
+    target = html_path or results.with_suffix(".html")
+    _require_writable(target)
+    report_from_results(rows, target)
+    typer.echo(f"wrote {target}")
+
+
+def _require_writable(*paths: Path | None) -> None:
+    """Raise `ValueError` for a path whose folder is missing, before minutes of work are lost."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: its folder does not exist")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder")
+
+
+def _write_json(path: Path, content: Any) -> None:
+    _require_writable(path)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    from gradlane.lab.errors import LabError, RankError
+
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    except ModuleNotFoundError as failure:
+        if debug or (failure.name or "").startswith("gradlane"):
+            raise
+        typer.echo(
+            f"gradlane: the package {failure.name} is missing; the lab and the reports need "
+            "`pip install 'gradlane[lab]'`",
+            err=True,
+        )
+        sys.exit(1)
+    except Exception as failure:
+        if debug:
+            raise
+        typer.echo(f"gradlane: {failure}", err=True)
+        if isinstance(failure, RankError) and failure.details:
+            typer.echo("what the rank said last:", err=True)
+            typer.echo("\n".join(failure.details.rstrip().splitlines()[-12:]), err=True)
+        if not isinstance(failure, (ValueError, LabError)):
+            typer.echo(f"({type(failure).__name__}; --debug shows where)", err=True)
+        sys.exit(2 if isinstance(failure, ValueError) else 1)

@@ -1,0 +1,167 @@
+"""The compiled core as the rest of the package sees it: protocols, and the one place that loads it.
+
+Tests put an in-process double in its place; whatever satisfies `CoreModule` will do. Pointers are
+plain addresses, tensors are numbers in the order of the tensor table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from gradlane.errors import GradlaneError, PeerLost, ProgressTimeout, SessionFailed
+
+
+class Listener(Protocol):
+    """A bound, listening socket."""
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+
+    def close(self) -> None:
+        """Stop listening."""
+
+
+class Channel(Protocol):
+    """Connections to all ranks and an engine on its own threads, for one prepared model."""
+
+    def step_begin(self, step: int) -> None:
+        """Begin a step; the one before must be complete."""
+
+    def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over a gradient; the memory is the core's until the tensor is ready."""
+
+    def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Say that there is no gradient here; a result of other ranks lands in the memory."""
+
+    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
+        """Register a parameter's own memory (`update="server"`)."""
+
+    def set_optimizer(self, step: int, rows_json: str) -> None:
+        """Give every tensor's hyper-parameters for a step (`update="server"`)."""
+
+    def step_end(self, step: int) -> None:
+        """Say that `optimizer.step()` was called."""
+
+    def wait(self, tensors: list[int], step: int) -> None:
+        """Wait until all of these are ready."""
+
+    def wait_step(self, step: int) -> None:
+        """Wait until the whole step is complete."""
+
+    def take_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Return (tensor, absent) for what became ready since the last call."""
+
+    def switch_priorities(self, priorities: list[int]) -> None:
+        """Announce another order of urgency, one number a tensor (rank 0)."""
+
+    def metrics_json(self) -> str:
+        """Return counters as a JSON object."""
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return and forget the trace."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Close in order, with a goodbye to every rank."""
+
+    def abort(self, reason: str) -> None:
+        """Give up and tell every rank why."""
+
+    def forget_in_child(self) -> None:
+        """Close descriptors in a forked child."""
+
+
+class ListenerType(Protocol):
+    """How a listener is made."""
+
+    def __call__(self, host: str, port_low: int, port_high: int) -> Listener:
+        """Bind to the first free port of the range; 0, 0 is any."""
+
+
+class ChannelType(Protocol):
+    """How a channel is made."""
+
+    def __call__(
+        self,
+        listener: Listener,
+        options_json: str,
+        plan_json: str,
+        peers: list[str],
+        secret: bytes,
+    ) -> Channel:
+        """Connect to all ranks; blocks until they are there."""
+
+
+class PlanBuilder(Protocol):
+    """How a plan is made."""
+
+    def __call__(
+        self,
+        tensors_json: str,
+        strategy: str,
+        slice_elems: int | None,
+        seed: int,
+        update: str,
+        world_size: int,
+    ) -> str:
+        """Return the plan as JSON; `ValueError` when the arguments make none."""
+
+
+class CoreModule(Protocol):
+    """What `gradlane._core` offers."""
+
+    @property
+    def Listener(self) -> ListenerType:  # noqa: N802
+        """The class of listeners."""
+
+    @property
+    def Channel(self) -> ChannelType:  # noqa: N802
+        """The class of channels."""
+
+    @property
+    def ChannelError(self) -> type[Exception]:  # noqa: N802
+        """Raised when a channel has failed: (message, last complete step, rank at fault)."""
+
+    @property
+    def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
+        """Raised when there was no progress in time."""
+
+    @property
+    def plan_json(self) -> PlanBuilder:
+        """The builder of plans."""
+
+
+def load_core() -> CoreModule:
+    """Load the compiled core.
+
+    Raises:
+        GradlaneError: it is not there, or was built for another platform.
+    """
+    try:
+        return cast(CoreModule, importlib.import_module("gradlane._core"))
+    except ImportError as error:
+        raise GradlaneError(
+            f"the compiled part of gradlane cannot be loaded ({error}); "
+            "install gradlane from its wheel, or build it with `maturin develop --release`"
+        ) from error
+
+
+def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFailed:
+    """Turn a channel's error into one of the package's.
+
+    Args:
+        core: the module that the error came from.
+        error: a `ChannelError` of that module.
+        where: what this rank was doing, for the message.
+    """
+    arguments = error.args
+    message = str(arguments[0]) if arguments else str(error)
+    last_complete_step = arguments[1] if len(arguments) > 1 else None
+    rank = arguments[2] if len(arguments) > 2 else None
+    text = f"{message} (noticed while {where}); restart from the last checkpoint"
+    if isinstance(error, core.ChannelTimeout):
+        return ProgressTimeout(text, last_complete_step)
+    if rank is not None:
+        return PeerLost(text, rank, last_complete_step)
+    return SessionFailed(text, last_complete_step)

@@ -1,0 +1,57 @@
+"""What can go wrong, as types. Every message says what happened, where, and what to do.
+
+All derive from `GradlaneError`; timeouts are also `TimeoutError`, bad arguments also `ValueError`.
+"""
+
+from __future__ import annotations
+
+
+class GradlaneError(Exception):
+    """Base of all errors of this package."""
+
+
+class UsageError(GradlaneError, RuntimeError):
+    """Calls came in an order that has no meaning, such as two gradients in one step."""
+
+
+class SessionClosed(GradlaneError, RuntimeError):  # noqa: N818
+    """The session was closed or given up on this rank; nothing can be done with it any more."""
+
+
+class RanksDiffer(GradlaneError, ValueError):  # noqa: N818
+    """The ranks do not agree on the model or the options; raised on every rank."""
+
+
+class RendezvousError(GradlaneError, RuntimeError):
+    """The ranks could not find or reach each other."""
+
+
+class SessionFailed(GradlaneError, RuntimeError):  # noqa: N818
+    """The session ended before its time and the parameters are not to be used.
+
+    Attributes:
+        last_complete_step: the last training step that is whole on this rank, or None.
+    """
+
+    def __init__(self, message: str, last_complete_step: int | None = None) -> None:
+        """Keep the message and the last complete step."""
+        super().__init__(message)
+        self.last_complete_step = last_complete_step
+
+
+class PeerLost(SessionFailed, ConnectionError):  # noqa: N818
+    """Another rank died, fell silent, gave up or broke the protocol.
+
+    Attributes:
+        rank: the rank at fault.
+        last_complete_step: the last training step that is whole on this rank, or None.
+    """
+
+    def __init__(self, message: str, rank: int, last_complete_step: int | None = None) -> None:
+        """Keep the message, the rank at fault and the last complete step."""
+        super().__init__(message, last_complete_step)
+        self.rank = rank
+
+
+class ProgressTimeout(SessionFailed, TimeoutError):  # noqa: N818
+    """Ranks are alive but did not take part in a step for the progress timeout."""

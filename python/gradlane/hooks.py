@@ -1,0 +1,217 @@
+"""Everything that is hung onto the user's model and optimizer, and how it is taken off again.
+
+The objects stay the user's own: hooks run before all others, `step` and `zero_grad` are replaced on
+the instances only, and copies of the model carry none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradlane.errors import UsageError
+from gradlane.guard import guard_parameters, release_parameters
+from gradlane.steps import Steps
+from gradlane.table import Entry
+
+
+class ForwardWait:
+    """Forward pre-hook: waits for the updates of the parameters that a module owns."""
+
+    __slots__ = ("_indices", "_steps")
+
+    def __init__(self, steps: Steps, indices: tuple[int, ...]) -> None:
+        """Wait for these tensors."""
+        self._steps = steps
+        self._indices = indices
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        """Wait, unless nothing is under way."""
+        if self._steps.reads_wait:
+            self._steps.before_forward(self._indices, module.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the model has parameters of its own and waits for nothing."""
+        return wait_for_nothing
+
+    def __reduce__(self) -> Any:
+        """Pickle as a hook that waits for nothing."""
+        return _nothing, ()
+
+
+def wait_for_nothing(module: nn.Module, arguments: Any) -> None:
+    """Forward pre-hook in copies of a prepared model."""
+
+
+def _nothing() -> Callable[..., None]:
+    return wait_for_nothing
+
+
+def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    """Reset the gradients of a prepared model: never waits, never touches memory in flight."""
+    original = functools.partial(type(self).zero_grad, self, set_to_none)
+    steps = getattr(self._parameters, "_steps", None)
+    if steps is None:
+        original()
+    else:
+        steps.discard()
+        steps.bypass(original)
+
+
+class Installation:
+    """What was hung onto one model and one optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+        """Remember what the model and the optimizer look like before anything is changed.
+
+        Args:
+            model: the user's.
+            optimizer: the user's.
+            entries: the tensor table.
+        """
+        self.step_whole: Callable[..., Any] = optimizer.step
+        self._model = model
+        self._optimizer = optimizer
+        self._entries = entries
+        self._trained = [entry for entry in entries if entry.trained]
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        self._modules = list(model.modules())
+        self._children = [tuple(module._modules.values()) for module in self._modules]
+        self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._handles: list[Any] = []
+        self._own_step: Any = None
+        self._own_zero_grad: Any = None
+        self._had_own_step = "step" in optimizer.__dict__
+        self._had_model_zero_grad = "zero_grad" in model.__dict__
+
+    def install(self, steps: Steps) -> None:
+        """Hang everything on."""
+        for module, owned in zip(self._modules, self._owned, strict=True):
+            indices = tuple(
+                self._index_of[id(parameter)]
+                for parameter in owned
+                if id(parameter) in self._index_of
+            )
+            if indices:
+                hook = ForwardWait(steps, indices)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        for index, entry in enumerate(self._trained):
+            take = functools.partial(steps.take_gradient, index)
+            handle = entry.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        self._install_on_optimizer(steps)
+        for module in self._modules:
+            guard_parameters(module, steps)
+        if not self._had_model_zero_grad:
+            self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
+
+    def _install_on_optimizer(self, steps: Steps) -> None:
+        installation, optimizer, step_whole = self, self._optimizer, self.step_whole
+        zero_whole = optimizer.zero_grad
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Update the parameters: at once, or as the averaged gradients arrive."""
+            if not installation._handles:
+                return step_whole() if closure is None else step_whole(closure)
+            # Learning rate schedulers look at this to see the order of calls.
+            self._opt_called = True  # type: ignore[attr-defined]
+            return steps.end_step(closure)
+
+        def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
+            """Reset the gradients; between backward and step, forget those under way."""
+            if installation._handles:
+                steps.discard()
+            zero_whole(set_to_none)
+
+        if hasattr(step_whole, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._own_step = types.MethodType(step, optimizer)
+        self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
+        optimizer.__dict__["step"] = self._own_step
+        optimizer.__dict__["zero_grad"] = self._own_zero_grad
+
+        def settle(*_: Any) -> None:
+            steps.raise_failure()
+            steps.settle()
+
+        self._handles.append(optimizer.register_state_dict_pre_hook(settle, prepend=True))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(settle, prepend=True))
+
+    def remove(self) -> None:
+        """Take everything off again; the model and the optimizer are plain ones afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._modules:
+            release_parameters(module)
+        if not self._had_model_zero_grad:
+            self._model.__dict__.pop("zero_grad", None)
+        own = self._optimizer.__dict__
+        # Someone may have wrapped the replacement since: then it stays, and passes calls on.
+        if own.get("step") is self._own_step:
+            del own["step"]
+            if self._had_own_step:
+                own["step"] = self.step_whole
+        if own.get("zero_grad") is self._own_zero_grad:
+            del own["zero_grad"]
+
+    def check_unchanged(self) -> None:
+        """Check that the model still is what was prepared.
+
+        Raises:
+            UsageError: modules or parameters were added, removed or replaced, or frozen
+                parameters are trained now.
+        """
+        for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
+            if not _same(module._modules, children) or not _same(module._parameters, owned):
+                raise UsageError(self._describe_change())
+        for entry in self._entries:
+            if not entry.trained and entry.tensor.requires_grad:
+                raise UsageError(
+                    f"parameter {entry.name!r} was frozen when the model was prepared and is "
+                    "trained now; open a new session and prepare the model again"
+                )
+
+    def _describe_change(self) -> str:
+        before = {entry.name: id(entry.tensor) for entry in self._entries}
+        now = {name: id(parameter) for name, parameter in _raw_parameters(self._model)}
+        for name, buffer in self._model.named_buffers():
+            now[name] = before.get(name, id(buffer))
+        added = [name for name in now if name not in before]
+        removed = [name for name in before if name not in now]
+        replaced = [name for name in now if name in before and now[name] != before[name]]
+        changes = [
+            f"{word} {', '.join(map(repr, names[:3]))}"
+            for word, names in (("added", added), ("removed", removed), ("replaced", replaced))
+            if names
+        ]
+        what = "; ".join(changes) or "its modules were changed"
+        return (
+            f"the model was changed after prepare(): {what}; change it before prepare(), or open "
+            "a new session and prepare it again"
+        )
+
+
+def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
+    values = dict.values(mapping)
+    return len(values) == len(expected) and all(map(_is, values, expected))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """`named_parameters()` past the guard: nobody reads the values."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None and id(parameter) not in found:
+                full_name = f"{prefix}.{name}" if prefix else name
+                found[id(parameter)] = (full_name, parameter)
+    return list(found.values())

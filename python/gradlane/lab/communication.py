@@ -1,0 +1,197 @@
+"""How a rank's model is connected to the other ranks: one class for each family of strategies.
+
+Each is used for one run: `attach` before the first step, `settle` after the last, `close` always.
+After `settle` all parameters hold the last step's update.
+"""
+
+# Annotations are evaluated here: DDP compares those of a communication hook with its own types.
+import datetime
+import gc
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradlane.lab.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_GLOO_TIMEOUT = datetime.timedelta(seconds=180)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a run.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks.
+        address: this rank's IPv4 address.
+        interface: the network interface with that address.
+        slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
+        job: a name that no other run has.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    interface: str
+    slice_elems: int | None
+    job: str
+
+
+class Communication(Protocol):
+    """A rank's connection to the others during one run."""
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return what the training loop shall use in place of the model and the optimizer."""
+
+    def settle(self) -> None:
+        """Wait until every parameter holds the last step's update."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the implementation's own counters, JSON-serializable."""
+
+    def close(self) -> None:
+        """Disconnect; a later run may connect anew."""
+
+
+def _prefixed(place: Place, store: "Store") -> "Store":
+    """Return the store with the run's own keys."""
+    prefixed: Store = dist.PrefixStore(place.job, store)  # type: ignore[attr-defined]
+    return prefixed
+
+
+class Silence:
+    """No communication: every rank trains alone, which shows the ceiling that compute sets."""
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return both as they are."""
+        return model, optimizer
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _mean_in_rank_order(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a DDP bucket over ranks as ((g0 + g1) + g2 ...) / N: a communication hook."""
+    own = bucket.buffer()
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    future = dist.all_gather(gathered, own, group=group, async_op=True).get_future()
+
+    def mean(_: torch.futures.Future[Any]) -> torch.Tensor:
+        total = gathered[0]
+        for contribution in gathered[1:]:
+            total += contribution
+        return total.div_(len(gathered))
+
+    result: torch.futures.Future[torch.Tensor] = future.then(mean)
+    return result
+
+
+class DistributedDataParallel:
+    """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
+
+    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+        """Join the process group through the store."""
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+        self._strategy = strategy
+        dist.init_process_group(
+            "gloo",
+            store=_prefixed(place, store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=_GLOO_TIMEOUT,
+        )
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model; the optimizer stays, since the wrapper shares the parameters."""
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, bucket_cap_mb=self._strategy.bucket_mb, gradient_as_bucket_view=True
+        )
+        if self._strategy.family == "ddp-gather":
+            group = dist.group.WORLD
+            assert group is not None
+            wrapped.register_comm_hook(group, _mean_in_rank_order)
+        return wrapped, optimizer
+
+    def settle(self) -> None:
+        """Nothing is under way: DDP finishes inside backward."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return nothing: DDP counts no bytes."""
+        return {}
+
+    def close(self) -> None:
+        """Leave the process group."""
+        # The wrapper's reducer must be gone before its group is.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+class Gradlane:
+    """gradlane's own engine, through its public interface only."""
+
+    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+        """Open a session over the store."""
+        import gradlane
+
+        self._session: Any = gradlane.init(
+            store=_prefixed(place, store),
+            rank=place.rank,
+            world_size=place.world_size,
+            strategy=strategy.setting,
+            slice_elems=place.slice_elems,
+            update="worker",
+            interface=None,
+            advertise=place.address,
+            job=place.job,
+        )
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Hook the model and the optimizer."""
+        prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(model, optimizer)
+        return prepared
+
+    def settle(self) -> None:
+        """Wait for the last step's updates."""
+        self._session.synchronize()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the session's counters."""
+        return dict(self._session.metrics())
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+def connect(strategy: Strategy, place: Place, store: "Store") -> Communication:
+    """Connect this rank to the others; every rank calls it with the same strategy."""
+    if strategy.family == "none":
+        return Silence()
+    if strategy.family == "gradlane":
+        return Gradlane(strategy, place, store)
+    return DistributedDataParallel(strategy, place, store)

@@ -1,0 +1,177 @@
+"""Bytes on every port and use of the machine's processors over time.
+
+A thread samples the kernel's counters; windows are cut out afterwards by interpolation, so that
+what is measured never has to wait for the one who measures. Times are `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from gradlane.lab.namespaces import INTERFACE
+
+_PREFIX = f"{INTERFACE}:".encode()
+_COUNTERS_BYTES_MAX = 65_536
+
+
+def read_port_bytes(descriptor: int) -> tuple[int, int]:
+    """Return (received, transmitted) bytes of a node's interface since it was made.
+
+    A segmentation-offload packet counts with one header, so these are payload bytes and about a
+    thousandth on top.
+
+    Args:
+        descriptor: the node's open `/proc/net/dev`.
+    """
+    for line in os.pread(descriptor, _COUNTERS_BYTES_MAX, 0).splitlines():
+        text = line.strip()
+        if text.startswith(_PREFIX):
+            fields = text[len(_PREFIX) :].split()
+            return int(fields[0]), int(fields[8])
+    raise OSError(f"{INTERFACE} is missing from the node's counters")
+
+
+def read_processor_ticks() -> tuple[int, int]:
+    """Return (busy, total) clock ticks of all processors of the machine since it started."""
+    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    ticks = [int(field_text) for field_text in first.split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    total = sum(ticks)
+    return total - idle, total
+
+
+@dataclass
+class _Series:
+    """Cumulative values over time, one column a counter."""
+
+    times_s: list[float] = field(default_factory=list)
+    values: list[tuple[int, ...]] = field(default_factory=list)
+
+    def at(self, time_s: float) -> list[float]:
+        """Return every column at a time, by linear interpolation; the ends hold beyond them."""
+        if not self.times_s:
+            raise ValueError("no sample was taken")
+        after = bisect.bisect_right(self.times_s, time_s)
+        if after == 0:
+            return [float(value) for value in self.values[0]]
+        if after == len(self.times_s):
+            return [float(value) for value in self.values[-1]]
+        start_s, end_s = self.times_s[after - 1], self.times_s[after]
+        share = (time_s - start_s) / (end_s - start_s)
+        pairs = zip(self.values[after - 1], self.values[after], strict=True)
+        return [before + (later - before) * share for before, later in pairs]
+
+
+class TrafficRecord:
+    """Samples of a cluster's ports and of the processors, to be cut into windows."""
+
+    def __init__(self, nodes: int) -> None:
+        """Start with no samples."""
+        self._nodes = nodes
+        self._ports = _Series()
+        self._processors = _Series()
+
+    def add_ports(self, time_s: float, port_bytes: Sequence[tuple[int, int]]) -> None:
+        """Append a sample: (received, transmitted) bytes for each node."""
+        self._ports.times_s.append(time_s)
+        self._ports.values.append(tuple(count for pair in port_bytes for count in pair))
+
+    def add_processors(self, time_s: float, ticks: tuple[int, int]) -> None:
+        """Append a sample: (busy, total) ticks."""
+        self._processors.times_s.append(time_s)
+        self._processors.values.append(ticks)
+
+    def bytes_between(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """Return (received, transmitted) bytes of each node in a window."""
+        before, after = self._ports.at(start_s), self._ports.at(end_s)
+        return [
+            (after[2 * node] - before[2 * node], after[2 * node + 1] - before[2 * node + 1])
+            for node in range(self._nodes)
+        ]
+
+    def processor_share(self, start_s: float, end_s: float) -> float:
+        """Return the share, 0 to 1, of the machine's processor time that was busy in a window."""
+        before, after = self._processors.at(start_s), self._processors.at(end_s)
+        total = after[1] - before[1]
+        return (after[0] - before[0]) / total if total > 0 else 0.0
+
+    def utilization(self, start_s: float, end_s: float, goodput_bps: float) -> float:
+        """Return carried bits over carriable bits, mean over nodes and both directions."""
+        duration_s = end_s - start_s
+        if duration_s <= 0:
+            return 0.0
+        carried = sum(sum(pair) for pair in self.bytes_between(start_s, end_s))
+        return 8 * carried / (2 * self._nodes * goodput_bps * duration_s)
+
+    def series(
+        self, start_s: float, end_s: float, goodput_bps: float, points: int
+    ) -> dict[str, list[float]]:
+        """Return utilization over time, mean over nodes, in equal bins.
+
+        Returns:
+            `time_s` (real, the middle of each bin, since the window's start), `transmit` and
+            `receive` (shares of the goodput), each with `points` entries.
+        """
+        edges = [start_s + (end_s - start_s) * index / points for index in range(points + 1)]
+        samples = [self._ports.at(edge) for edge in edges]
+        carriable = self._nodes * goodput_bps * (end_s - start_s) / points / 8
+        result: dict[str, list[float]] = {"time_s": [], "transmit": [], "receive": []}
+        for index in range(points):
+            moved = [b - a for a, b in zip(samples[index], samples[index + 1], strict=True)]
+            result["time_s"].append((edges[index] + edges[index + 1]) / 2 - start_s)
+            result["receive"].append(sum(moved[0::2]) / carriable)
+            result["transmit"].append(sum(moved[1::2]) / carriable)
+        return result
+
+
+class TrafficSampler:
+    """Samples in a thread while its `with` block runs.
+
+    Attributes:
+        record: what was sampled so far.
+    """
+
+    def __init__(self, descriptors: Sequence[int], interval_s: float = 0.01) -> None:
+        """Plan to sample the nodes behind these open `/proc/net/dev` descriptors."""
+        self.record = TrafficRecord(len(descriptors))
+        self._descriptors = list(descriptors)
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="gradlane-lab-traffic")
+
+    def __enter__(self) -> TrafficSampler:
+        """Take a first sample and go on in the background."""
+        self._take(processors=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop, with a last sample."""
+        self._stop.set()
+        self._thread.join()
+        self._take(processors=True)
+
+    def _sample(self) -> None:
+        count = 0
+        while not self._stop.wait(self._interval_s):
+            count += 1
+            self._take(processors=count % 10 == 0)
+
+    def _take(self, *, processors: bool) -> None:
+        ports = [read_port_bytes(descriptor) for descriptor in self._descriptors]
+        now_s = time.monotonic()
+        self.record.add_ports(now_s, ports)
+        if processors:
+            self.record.add_processors(now_s, read_processor_ticks())

@@ -1,0 +1,158 @@
+"""Tables and progress of lab runs on a terminal.
+
+What a table shows comes from rows alone, so a file of rows says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from gradlane.lab.rates import format_rate
+from gradlane.lab.results import Row
+from gradlane.lab.run import LabProgress
+from gradlane.lab.strategy import parse_strategy
+
+
+class _BarProgress(LabProgress):
+    """Shows a lab run as a bar with the steps done and the time left."""
+
+    def __init__(self, progress: Progress, total_steps: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting", total=total_steps)
+
+    def phase(self, text: str) -> None:
+        """Show what is being done."""
+        self._progress.update(self._task, description=text)
+        if not self._progress.console.is_terminal:
+            self._progress.console.print(text, style="dim", highlight=False)
+
+    def advance(self, steps: int) -> None:
+        """Move the bar."""
+        self._progress.advance(self._task, steps)
+
+
+def wide_console() -> Console:
+    """Return a console on standard output, wide enough for tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+@contextmanager
+def bar_progress(console: Console, total_steps: int) -> Iterator[LabProgress]:
+    """Show a progress bar while the block runs.
+
+    Args:
+        console: where; on one that is no terminal each phase is a line, without a bar.
+        total_steps: the bar's length.
+    """
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        yield _BarProgress(progress, total_steps)
+
+
+def _optional(value: float | None, spelling: str) -> str:
+    return "-" if value is None else format(value, spelling)
+
+
+def format_time(seconds: float) -> str:
+    """Return a short text for a duration."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _caption(row: Row, cpu_bound: bool) -> str:
+    """Return what all lines of a table have in common."""
+    repeats = row.over_repeats.repeats if row.over_repeats else 1
+    text = (
+        f"{row.workers} workers at {format_rate(row.rate_bps)} "
+        f"(goodput {format_rate(row.goodput_bps)}), dilation {row.dilation:g}, "
+        f"{row.steps} steps, {repeats} repeat{'s' if repeats > 1 else ''}\n"
+        f"compute {format_time(row.compute_s)} a step"
+    )
+    if row.bound_step_s is not None:
+        text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
+    if cpu_bound:
+        text += "\n* over 80% of this machine's processors busy: no evidence"
+    return text
+
+
+def summary_table(rows: Sequence[Row], title: str) -> Table:
+    """Return a table with a line for each strategy of one workload at one rate.
+
+    Args:
+        rows: summarized rows that differ in strategy and repeat only.
+        title: the table's heading.
+    """
+    shows_loss = any(any(row.loss) for row in rows)
+    cpu_bound = any(row.cpu_bound for row in rows)
+    table = Table(
+        title=title,
+        caption=_caption(rows[0], cpu_bound),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("strategy", no_wrap=True)
+    # Replays have no loss; with both columns the table would not fit 80 characters.
+    last = "loss" if shows_loss else "MB/step"
+    for heading in ("samples/s", "step", "/bound", "x DDP", "link", "CPU", last):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("digest", no_wrap=True)
+    for strategy in dict.fromkeys(row.strategy for row in rows):
+        group = [row for row in rows if row.strategy == strategy]
+        over = group[0].over_repeats
+        assert over is not None, "summarize() comes before the table"
+        cells = [
+            strategy,
+            f"{over.samples_per_s:.1f}",
+            format_time(over.step_s),
+            _optional(over.step_over_bound, ".3f"),
+            _optional(over.speedup_over_ddp, ".3f"),
+            f"{over.link_utilization:.0%}",
+            f"{over.cpu_share:.0%}" + ("*" if any(row.cpu_bound for row in group) else ""),
+            f"{group[0].loss[-1]:.4f}" if shows_loss else f"{group[0].tx_bytes_per_step / 1e6:.1f}",
+            _parameters(group),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def _parameters(group: Sequence[Row]) -> str:
+    """Return the beginning of the digest that all ranks and repeats share, or that they do not."""
+    if not parse_strategy(group[0].strategy).communicates:
+        return "-"
+    if not all(row.params_equal for row in group):
+        return "ranks differ"
+    digests = {row.param_digest for row in group}
+    return group[0].param_digest[:8] if len(digests) == 1 else "repeats differ"
+
+
+def print_tables(console: Console, rows: Sequence[Row]) -> None:
+    """Print a summary table for each rate in the rows."""
+    for rate_bps in dict.fromkeys(row.rate_bps for row in rows):
+        at_rate = [row for row in rows if row.rate_bps == rate_bps]
+        console.print(summary_table(at_rate, f"{at_rate[0].workload} at {format_rate(rate_bps)}"))

@@ -1,0 +1,346 @@
+"""Run a workload under several strategies on the emulated cluster, and measure.
+
+Strategies are interleaved: each repeat runs all of them one after another, starting with another
+one each time, and ratios are taken within a repeat. Options and results are nominal; the cluster
+and the clocks are real, and the dilation lies between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gradlane.lab.bound import bound_step_s
+from gradlane.lab.counters import TrafficRecord, TrafficSampler
+from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
+from gradlane.lab.ranks import RankPool
+from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
+from gradlane.lab.strategy import Strategy
+from gradlane.lab.workloads import NAMES
+from gradlane.lab.workloads.contract import TensorTiming
+
+_FIRST_PORT = 20_000
+_STREAM_RAMP_S = 1.0
+_STREAM_WINDOW_S = 2.0
+_STREAM_LEAD_S = 0.5
+_SERIES_POINTS = 240
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """What to run. All rates and times are nominal.
+
+    Attributes:
+        workload: a name of `gradlane.lab.workloads.NAMES`.
+        strategies: what to compare.
+        workers: ranks, each on a node of its own.
+        rates_bps: bits a second of every port in each direction; each is run in turn.
+        dilation: how many times slower than nominal everything really runs.
+        repeat: how many times all strategies are run.
+        steps: measured steps a run.
+        warmup: steps before them.
+        slice_elems: elements a slice at most; None: each strategy's own.
+        codec: `raw`.
+        seed: of model, batches and gradients.
+        profile_path: a profile file in place of the workload's own times.
+        batch_time_s: compute time of a batch in place of the workload's own.
+        paced: whether real workloads are stretched to fixed times.
+    """
+
+    workload: str
+    strategies: Sequence[Strategy]
+    workers: int = 4
+    rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
+    dilation: float = 1.0
+    repeat: int = 1
+    steps: int = 10
+    warmup: int = 2
+    slice_elems: int | None = None
+    codec: str = "raw"
+    seed: int = 0
+    profile_path: str | None = None
+    batch_time_s: float | None = None
+    paced: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        if self.workload not in NAMES:
+            raise ValueError(
+                f"there is no workload {self.workload!r}; there are: {', '.join(NAMES)}"
+            )
+        if not self.strategies:
+            raise ValueError("name at least one strategy")
+        if not self.rates_bps or min(self.rates_bps) <= 0:
+            raise ValueError("name at least one rate, above 0")
+        ranges: list[tuple[str, float, float, float]] = [
+            ("workers", self.workers, 2, NODES_MAX),
+            ("dilation", self.dilation, 0.01, 10_000),
+            ("repeat", self.repeat, 1, 10_000),
+            ("steps", self.steps, 1, 10_000_000),
+            ("warmup", self.warmup, 0, 10_000_000),
+            ("slice-elems", 1 if self.slice_elems is None else self.slice_elems, 1, 2**31),
+            ("seed", self.seed, 0, 2**31 - 1),
+        ]
+        for name, value, least, most in ranges:
+            if not least <= value <= most:
+                raise ValueError(f"{name} is {value}, but must be {least} to {most}")
+        if self.codec != "raw":
+            raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
+        if self.batch_time_s is not None and not self.batch_time_s > 0:
+            raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
+        if self.profile_path is not None and not Path(self.profile_path).is_file():
+            raise ValueError(f"there is no profile file {self.profile_path}")
+
+    @property
+    def steps_in_total(self) -> int:
+        """Steps of all runs together, warm-up and verification included."""
+        runs = len(self.rates_bps) * self.repeat * len(self.strategies)
+        return runs * (self.warmup + self.steps)
+
+
+class LabProgress:
+    """Told how a lab run goes on; this one tells nobody."""
+
+    def phase(self, text: str) -> None:
+        """Something else is being done from now on."""
+
+    def advance(self, steps: int) -> None:
+        """This many more of `LabOptions.steps_in_total` are finished."""
+
+
+def run_lab(
+    options: LabOptions,
+    *,
+    progress: LabProgress | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
+) -> list[Row]:
+    """Build the cluster, measure its goodput, run everything and return a row for each run.
+
+    Args:
+        options: what to run.
+        progress: told about steps and phases.
+        on_rows: called with all finished rows after each run, so that none is lost.
+
+    Raises:
+        LabError: the cluster could not be built, or a rank failed.
+    """
+    progress = progress or LabProgress()
+    rows: list[Row] = []
+    real_rates_bps = [round(rate_bps / options.dilation) for rate_bps in options.rates_bps]
+    progress.phase("building the cluster")
+    with Cluster(options.workers, real_rates_bps[0]) as cluster, RankPool(cluster) as pool:
+        runner = _Runner(options, cluster, pool, progress)
+        for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
+            cluster.set_rate(real_rate_bps)
+            progress.phase("measuring the goodput of the ports")
+            goodput_bps = options.dilation * runner.measure_goodput()
+            for repeat in range(options.repeat):
+                first = repeat % len(options.strategies)
+                order = [*options.strategies[first:], *options.strategies[:first]]
+                repeat_rows: list[Row] = []
+                for strategy in order:
+                    progress.phase(f"{options.workload} with {strategy.text}")
+                    repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput_bps))
+                    runner.set_bounds(repeat_rows)
+                    finished = [*rows, *repeat_rows]
+                    summarize(finished)
+                    if on_rows is not None:
+                        on_rows(finished)
+                rows = finished
+    return rows
+
+
+class _Runner:
+    """One lab run's cluster, ranks and counters of ports and jobs."""
+
+    def __init__(
+        self, options: LabOptions, cluster: Cluster, pool: RankPool, progress: LabProgress
+    ) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._pool = pool
+        self._progress = progress
+        self._port = _FIRST_PORT
+        self._timings: list[TensorTiming] = []
+        self._session = secrets.token_hex(4)
+        self._versions = package_versions()
+        self._machine = _machine()
+
+    def _next_port(self) -> int:
+        # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
+        self._port += 1
+        return self._port
+
+    def measure_goodput(self) -> float:
+        """Return real payload bits a second that a port carries in each direction."""
+        request = {
+            "kind": "stream",
+            "addresses": self._cluster.addresses,
+            "port": self._next_port(),
+            "start_s": time.monotonic() + _STREAM_LEAD_S,
+            "ramp_s": _STREAM_RAMP_S,
+            "window_s": _STREAM_WINDOW_S,
+        }
+        results = self._pool.ask([request] * self._options.workers)
+        for rank, result in enumerate(results):
+            if result["congestion_control"] != CONGESTION_CONTROL:
+                raise RuntimeError(
+                    f"rank {rank} runs {result['congestion_control']} as its congestion control "
+                    f"instead of {CONGESTION_CONTROL}"
+                )
+        return statistics.median(float(result["goodput_bps"]) for result in results)
+
+    def run(self, strategy: Strategy, rate_bps: int, repeat: int, goodput_bps: float) -> Row:
+        """Run one strategy once and return its row, without bound and ratios."""
+        options = self._options
+        port = self._next_port()
+        request = {
+            "kind": "trial",
+            "job": f"lab-{self._session}-{port}",
+            "workload": options.workload,
+            "strategy": strategy.text,
+            "addresses": self._cluster.addresses,
+            "store_port": port,
+            "steps": options.steps,
+            "warmup": options.warmup,
+            "slice_elems": options.slice_elems,
+            "seed": options.seed,
+            "dilation": options.dilation,
+            "profile_path": options.profile_path and os.path.abspath(options.profile_path),
+            "batch_time_s": options.batch_time_s,
+            "paced": options.paced,
+        }
+        reported = 0
+
+        def advance(rank: int, done_steps: int) -> None:
+            nonlocal reported
+            if rank == 0:
+                self._progress.advance(done_steps - reported)
+                reported = done_steps
+
+        with TrafficSampler(self._cluster.counter_descriptors()) as sampler:
+            results = self._pool.ask([request] * options.workers, advance)
+        self._progress.advance(options.warmup + options.steps - reported)
+        self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
+        return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
+
+    def _row(
+        self,
+        strategy: Strategy,
+        rate_bps: int,
+        repeat: int,
+        goodput_bps: float,
+        results: Sequence[dict[str, Any]],
+        record: TrafficRecord,
+    ) -> Row:
+        options = self._options
+        dilation = options.dilation
+        # A step begins when its slowest rank begins it.
+        boundaries_s = [max(times) for times in _columns(results, "boundaries_s")]
+        boundaries_s = boundaries_s[options.warmup :]
+        start_s, end_s = boundaries_s[0], boundaries_s[-1]
+        wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
+        wall_step_s_median = statistics.median(wall_steps_s)
+        real_goodput_bps = goodput_bps / dilation
+        cpu_share = record.processor_share(start_s, end_s)
+        series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
+        series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
+        batch_size = results[0]["batch_size"]
+        nominal_window_s = (end_s - start_s) / dilation
+        return Row(
+            workload=options.workload,
+            strategy=strategy.text,
+            workers=options.workers,
+            rate_bps=rate_bps,
+            dilation=dilation,
+            slice_elems=strategy.slice_elems(options.slice_elems),
+            codec=options.codec,
+            steps=options.steps,
+            warmup=options.warmup,
+            repeat=repeat,
+            seed=options.seed,
+            batch_size=batch_size,
+            samples_per_s=options.workers * batch_size * options.steps / nominal_window_s,
+            step_s_median=wall_step_s_median / dilation,
+            wall_step_s_median=wall_step_s_median,
+            step_s=[wall_step_s / dilation for wall_step_s in wall_steps_s],
+            compute_s=results[0]["compute_s"],
+            bound_step_s=None,
+            bound_binding=None,
+            goodput_bps=goodput_bps,
+            tx_bytes_per_step=statistics.fmean(r["sent_bytes"] for r in results) / options.steps,
+            link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
+            utilization_over_time=series,
+            cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,
+            cpu_share=cpu_share,
+            cpu_bound=cpu_share > CPU_BOUND_SHARE,
+            wall_lag_s=max(r["wall_lag_s"] for r in results),
+            loss=[statistics.fmean(losses) for losses in _columns(results, "losses")],
+            param_digest=results[0]["param_digest"],
+            params_equal=len({r["param_digest"] for r in results}) == 1,
+            verified_tensors=sum(r["verified_tensors"] for r in results),
+            evaluation=results[0]["evaluation"],
+            metrics=results[0]["metrics"],
+            versions=self._versions,
+            machine=self._machine,
+        )
+
+    def set_bounds(self, repeat_rows: Sequence[Row]) -> None:
+        """Set compute time and bound of a repeat's rows, from its `none` row if it has one."""
+        ceilings = [row.step_s_median for row in repeat_rows if row.strategy == "none"]
+        for row in repeat_rows:
+            if ceilings:
+                row.compute_s = ceilings[0]
+            if row.compute_s > 0 and self._timings:
+                bound = bound_step_s(
+                    self._timings,
+                    workers=row.workers,
+                    goodput_bps=row.goodput_bps,
+                    compute_s=row.compute_s,
+                    scheme="ps",
+                )
+                row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
+
+
+def _columns(results: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[float, ...]]:
+    """Return what all ranks recorded under a key, step by step."""
+    return zip(*(result[key] for result in results), strict=True)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of gradlane and of what it runs on, by name."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("gradlane", "torch", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _machine() -> dict[str, Any]:
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "processors": os.cpu_count(),
+        "processor_model": model,
+        "load_average_at_start": os.getloadavg()[0],
+        "command": ["gradlane", *sys.argv[1:]],
+    }

@@ -1,0 +1,103 @@
+"""Names of communication strategies as the command line spells them.
+
+Parsing needs no torch, so that mistakes are found before anything is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GRADLANE_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+DDP_BUCKET_MB_DEFAULT = 25.0
+
+_SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
+"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+
+Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to communicate.
+
+    Attributes:
+        text: as it was written; it names the strategy in results.
+        family: what implements it.
+        setting: the gradlane strategy; empty in the other families.
+        bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
+    """
+
+    text: str
+    family: Family
+    setting: str = ""
+    bucket_mb: float = 0.0
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is stock DDP, which others are compared with."""
+        return self.family == "ddp-gloo"
+
+    def slice_elems(self, wanted: int | None) -> int | None:
+        """Return the slice size in force, in elements; None where slices have no common size.
+
+        Args:
+            wanted: what was asked for, or None for the strategy's own.
+        """
+        if self.setting not in _SLICE_ELEMS:
+            return None
+        return _SLICE_ELEMS[self.setting] if wanted is None else wanted
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange gradients at all."""
+        return self.family != "none"
+
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
+        return self.family in ("gradlane", "ddp-gather")
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Return the strategy with this name.
+
+    Raises:
+        ValueError: there is none, or its bucket size is no positive number.
+    """
+    name, colon, argument = text.strip().partition(":")
+    if name == "none" and not colon:
+        return Strategy(text="none", family="none")
+    if name in GRADLANE_STRATEGIES and not colon:
+        return Strategy(text=name, family="gradlane", setting=name)
+    if name in ("ddp-gloo", "ddp-gather"):
+        bucket_mb = DDP_BUCKET_MB_DEFAULT
+        if colon:
+            try:
+                bucket_mb = float(argument)
+            except ValueError:
+                bucket_mb = 0.0
+        if not 0 < bucket_mb < 1e6:
+            raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
+        family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
+        return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb)
+    known = ", ".join(
+        ("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *GRADLANE_STRATEGIES)
+    )
+    raise ValueError(f"there is no strategy {text!r}; there are: {known}")
+
+
+def parse_strategies(text: str) -> list[Strategy]:
+    """Return the strategies of a comma-separated list, in its order.
+
+    Raises:
+        ValueError: one is unknown, one is there twice, or there is none.
+    """
+    strategies = [parse_strategy(part) for part in text.split(",") if part.strip()]
+    if not strategies:
+        raise ValueError("name at least one strategy")
+    names = [strategy.text for strategy in strategies]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))}: each strategy may be named once")
+    return strategies

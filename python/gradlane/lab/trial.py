@@ -1,0 +1,258 @@
+"""One run on one rank: a workload, a strategy, W warm-up steps and S measured ones.
+
+Step boundaries are the times at the start of each forward, so a deferred update is paid for in the
+step that waits for it. Everything a run made is gone when it returns, whatever happened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import hashlib
+import os
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradlane.lab.communication import Place, connect
+from gradlane.lab.counters import read_port_bytes
+from gradlane.lab.namespaces import INTERFACE
+from gradlane.lab.strategy import Strategy, parse_strategy
+from gradlane.lab.workloads import Workload, build
+from gradlane.lab.workloads.real import RealWorkload
+from gradlane.lab.workloads.replay import ReplayOptimizer, ReplayWorkload
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_STORE_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What a rank is asked to run; every rank of a run gets the same.
+
+    Attributes:
+        job: a name that no other run has.
+        workload: as in `gradlane.lab.workloads.NAMES`.
+        strategy: as on the command line.
+        addresses: every rank's IPv4 address, rank 0 first.
+        store_port: TCP port of the rendezvous store on rank 0.
+        steps: measured steps.
+        warmup: steps before them.
+        slice_elems: elements a slice at most; None: the strategy's own.
+        seed: of the model, the batches and the gradients.
+        dilation: factor on all of the workload's times.
+        profile_path: a profile file in place of the workload's own times, or None.
+        batch_time_s: nominal compute time of a batch in place of the default, or None.
+        paced: whether real workloads are stretched to fixed times.
+    """
+
+    job: str
+    workload: str
+    strategy: str
+    addresses: list[str]
+    store_port: int
+    steps: int
+    warmup: int
+    slice_elems: int | None
+    seed: int
+    dilation: float
+    profile_path: str | None = None
+    batch_time_s: float | None = None
+    paced: bool = True
+
+
+def digest_parameters(model: nn.Module) -> str:
+    """Return the SHA-256 of all parameters: names, dtypes, shapes and bytes, in their order."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def run_trial(
+    request: TrialRequest, rank: int, report_step: Callable[[int], None]
+) -> dict[str, Any]:
+    """Run a trial together with all other ranks and return what this rank saw.
+
+    Args:
+        request: the same on every rank.
+        rank: this rank.
+        report_step: called with the number of finished steps.
+
+    Returns:
+        JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` and
+        `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
+        `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
+        `verified_tensors`, `evaluation`.
+
+    Raises:
+        ArithmeticError: a parameter is not what the mean of the gradients makes of it.
+    """
+    strategy = parse_strategy(request.strategy)
+    random.seed(request.seed)
+    np.random.seed(request.seed % 2**32)
+    torch.manual_seed(request.seed)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        request.addresses[0],
+        request.store_port,
+        len(request.addresses),
+        is_master=rank == 0,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+    )
+    try:
+        return _run_connected(request, strategy, rank, store, report_step)
+    finally:
+        gc.collect()
+        _return_free_memory()
+
+
+def _run_connected(
+    request: TrialRequest,
+    strategy: Strategy,
+    rank: int,
+    store: Store,
+    report_step: Callable[[int], None],
+) -> dict[str, Any]:
+    world_size = len(request.addresses)
+    workload = build(
+        request.workload,
+        rank=rank,
+        world_size=world_size,
+        seed=request.seed,
+        dilation=request.dilation,
+        profile_path=request.profile_path,
+        batch_time_s=request.batch_time_s,
+        paced=request.paced,
+    )
+    optimizer = workload.make_optimizer(workload.model)
+    if isinstance(optimizer, ReplayOptimizer):
+        # It updates each parameter by itself, which is known of torch's own classes only.
+        optimizer.__dict__["steps_per_parameter"] = True
+    communication = connect(
+        strategy,
+        Place(
+            rank=rank,
+            world_size=world_size,
+            address=request.addresses[rank],
+            interface=INTERFACE,
+            slice_elems=request.slice_elems,
+            job=request.job,
+        ),
+        store,
+    )
+    try:
+        model, optimizer = communication.attach(workload.model, optimizer)
+        _meet(store, request.job, "start", world_size)
+        result = _train(request, workload, model, optimizer, report_step)
+        communication.settle()
+        result["param_digest"] = digest_parameters(workload.model)
+        result["metrics"] = communication.metrics()
+        result["verified_tensors"] = _verify(request, strategy, workload)
+        _meet(store, request.job, "end", world_size)
+    finally:
+        model = optimizer = None  # type: ignore[assignment]
+        communication.close()
+    # The server side of the store is rank 0's: it stays until nobody needs it any more.
+    _meet(store, request.job, "closed", world_size, waits=rank == 0)
+    result["evaluation"] = None
+    if isinstance(workload, RealWorkload) and rank == 0:
+        result["evaluation"] = asdict(workload.evaluate(workload.model))
+    result["batch_size"] = workload.batch_size
+    result["compute_s"] = workload.compute_s
+    result["wall_lag_s"] = workload.clock.wall_lag_s
+    result["timings"] = [asdict(timing) for timing in workload.timings] if rank == 0 else []
+    return result
+
+
+def _train(
+    request: TrialRequest,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    report_step: Callable[[int], None],
+) -> dict[str, Any]:
+    """Train all steps; returns losses, boundaries, processor time and bytes sent."""
+    boundaries_s: list[float] = []
+    losses: list[torch.Tensor] = []
+    cpu_start_s, sent_start_bytes = 0.0, 0
+    for step in range(request.warmup + request.steps):
+        if step == request.warmup:
+            cpu_start_s, sent_start_bytes = _cpu_s(), _sent_bytes()
+        boundaries_s.append(time.monotonic())
+        workload.begin_step(step)
+        loss = workload.loss(model, workload.batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        report_step(step + 1)
+    boundaries_s.append(time.monotonic())
+    return {
+        "boundaries_s": boundaries_s,
+        "cpu_s": _cpu_s() - cpu_start_s,
+        "sent_bytes": _sent_bytes() - sent_start_bytes,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+def _verify(request: TrialRequest, strategy: Strategy, workload: Workload) -> int:
+    """Compare the final parameters of a replay with what the averaged gradients make of them.
+
+    Returns:
+        How many tensors were compared: 0 where nothing is known in advance.
+    """
+    if not isinstance(workload, ReplayWorkload) or not strategy.communicates:
+        return 0
+    wrong = workload.verify(
+        workload.model, request.warmup + request.steps, exact=strategy.sums_in_rank_order
+    )
+    if wrong:
+        raise ArithmeticError(
+            f"{strategy.text}: {len(wrong)} tensors are not what the mean over ranks makes of "
+            f"them, the first: {wrong[0]}"
+        )
+    return len(workload.timings)
+
+
+def _meet(store: Store, job: str, place: str, world_size: int, *, waits: bool = True) -> None:
+    """Count this rank in at a place, and wait until all ranks are there."""
+    arrived = store.add(f"{job}/{place}/arrived", 1)
+    if arrived == world_size:
+        store.set(f"{job}/{place}/complete", "1")
+    if waits:
+        store.wait([f"{job}/{place}/complete"], _STORE_TIMEOUT)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _sent_bytes() -> int:
+    """Return what this rank's node has sent since its interface was made."""
+    descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
+    try:
+        return read_port_bytes(descriptor)[1]
+    finally:
+        os.close(descriptor)
+
+
+def _return_free_memory() -> None:
+    """Give freed pages back, so that one run's model does not weigh on the next one."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,0 +1,96 @@
+"""The ends that a program can come to, and what they mean for open sessions.
+
+A normal end closes sessions in order; an uncaught exception and SIGTERM give them up with the
+reason, so that every other rank names it; a forked child drops them at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import weakref
+from types import FrameType, TracebackType
+from typing import Protocol
+
+
+class Endable(Protocol):
+    """A session as this file sees it."""
+
+    def abort(self, reason: str) -> None:
+        """Give up."""
+
+    def close_at_exit(self) -> None:
+        """Close in order while the interpreter ends; must not raise."""
+
+    def forget_in_child(self) -> None:
+        """Drop everything in a forked child."""
+
+
+_open: weakref.WeakSet[Endable] = weakref.WeakSet()
+_installed = False
+
+
+def watch(session: Endable) -> None:
+    """End a session properly when the program ends in whatever way."""
+    global _installed
+    _open.add(session)
+    if not _installed:
+        _installed = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_child)
+        _wrap_excepthook()
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def unwatch(session: Endable) -> None:
+    """Forget a session that has ended."""
+    _open.discard(session)
+
+
+def _at_exit() -> None:
+    for session in list(_open):
+        session.close_at_exit()
+
+
+def _in_child() -> None:
+    for session in list(_open):
+        session.forget_in_child()
+    _open.clear()
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    for session in list(_open):
+        session.abort("received SIGTERM")
+    # The default action ends the program with the status that a launcher expects.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wrap_excepthook() -> None:
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        # Peers learn the reason first: printing may take a while.
+        for session in list(_open):
+            session.abort(describe_exception(error))
+        previous(kind, error, traceback)
+
+    sys.excepthook = excepthook
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return an exception's type and first line for a message to other ranks."""
+    lines = str(error).splitlines()
+    name = type(error).__name__
+    return f"{name}: {lines[0][:300]}" if lines and lines[0] else name

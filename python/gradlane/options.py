@@ -1,0 +1,83 @@
+"""The options of a session, checked where they are given, not where they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+UPDATES = ("worker", "server")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `gradlane.init` was given.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        slice_elems: elements in a slice at most; None is the strategy's own choice.
+        seed: places whole tensors on servers where the strategy draws them.
+        update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD on the owner.
+        interface: network interface to use, or None.
+        advertise: address or name that other ranks reach this one at, or None.
+        ports: lowest and highest port to listen on, or None for any.
+        silence_timeout_s: a rank that sends nothing for so long is lost.
+        progress_timeout_s: how long to wait for ranks that are alive but do not take part.
+        connect_timeout_s: how long to wait for all ranks to appear.
+        frame_bytes: largest payload of a frame; what an urgent slice waits for at most, a peer.
+        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0 leaves the kernel's choice.
+        work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
+        check_every: compare all ranks' parameters every so many steps; 0 is never.
+        trace: keep a trace of frames for `Session.take_trace`.
+    """
+
+    strategy: str = "p3"
+    slice_elems: int | None = None
+    seed: int = 0
+    update: str = "worker"
+    interface: str | None = None
+    advertise: str | None = None
+    ports: tuple[int, int] | None = None
+    silence_timeout_s: float = 30.0
+    progress_timeout_s: float = 1800.0
+    connect_timeout_s: float = 300.0
+    frame_bytes: int = 65536
+    low_water_bytes: int = 65536
+    send_buffer_bytes: int = 0
+    work_threads: int = 1
+    check_every: int = 0
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("update", self.update, UPDATES)
+        if self.slice_elems is not None and self.slice_elems < 1:
+            raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
+        for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
+        for name in ("frame_bytes", "low_water_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("send_buffer_bytes", "work_threads", "check_every", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.ports is not None:
+            low, high = self.ports
+            if not 1 <= low <= high <= 65535:
+                raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+
+    def agreed(self) -> dict[str, object]:
+        """Return the options that must be the same on every rank."""
+        names = ("strategy", "slice_elems", "seed", "update", "frame_bytes", "check_every")
+        return {name: getattr(self, name) for name in names}
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")

@@ -1,0 +1,320 @@
+"""Sessions: how a training program gets its ranks connected and its model hooked.
+
+The loop stays the user's own::
+
+    session = gradlane.init()
+    model, optimizer = session.prepare(model, optimizer)
+    for x, y in loader:
+        loss_fn(model(x), y).backward()     # gradients leave as soon as they are ready
+        optimizer.step()                    # returns at once
+        optimizer.zero_grad()
+    session.close()
+
+`optimizer.step()` records the hyper-parameters of the moment; each parameter is updated when its
+averaged gradient has arrived, at the latest when something reads it. References to parameters that
+the program already holds (a list made before `step()`, `optimizer.param_groups`) are not guarded:
+call `session.synchronize()` before reading through them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch._C._distributed_c10d import Store
+from torch.optim import Optimizer
+
+from gradlane import lifecycle
+from gradlane.core import CoreModule, load_core
+from gradlane.environment import Place, find_place
+from gradlane.errors import GradlaneError, SessionClosed
+from gradlane.optimizers import steps_per_parameter
+from gradlane.options import Options
+from gradlane.prepared import Prepared, Surroundings, describe
+from gradlane.rendezvous import Meeting, open_store, store_address
+
+ModelType = TypeVar("ModelType", bound=nn.Module)
+OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
+
+_CLOSE_TIMEOUT_S = 60.0
+_channels: dict[tuple[str, int, int], int] = {}
+"""Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
+
+
+def init(
+    *,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    strategy: str = "p3",
+    slice_elems: int | None = None,
+    seed: int = 0,
+    update: str = "worker",
+    interface: str | None = None,
+    advertise: str | None = None,
+    ports: tuple[int, int] | None = None,
+    secret: str | None = None,
+    job: str | None = None,
+    silence_timeout_s: float = 30.0,
+    progress_timeout_s: float = 1800.0,
+    connect_timeout_s: float = 300.0,
+    frame_bytes: int = 65536,
+    low_water_bytes: int = 65536,
+    send_buffer_bytes: int = 0,
+    work_threads: int = 1,
+    check_every: int = 0,
+    trace: bool = False,
+    core: CoreModule | None = None,
+) -> Session:
+    """Open a session on this rank; every rank calls it with the same options.
+
+    Rank, world size and job come from torchrun, Slurm or MPI where they are not given; without
+    any of them the program is a world of one. Ranks meet in a c10d store: the one that is given,
+    else torch.distributed's if it is initialized, else one at `MASTER_ADDR:MASTER_PORT`.
+
+    Args:
+        store: the rendezvous store.
+        rank: this rank.
+        world_size: number of ranks.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
+        slice_elems: elements in a slice at most; None: what suits the strategy.
+        seed: places whole tensors where a strategy draws their server.
+        update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, on each slice's owner.
+        interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
+            the store.
+        advertise: address or name that other ranks reach this one at, where it is another.
+        ports: lowest and highest port to listen on.
+        secret: what connections are keyed with; else `GRADLANE_SECRET`; else rank 0 draws one and
+            leaves it in the store.
+        job: name of the job; else the launcher's.
+        silence_timeout_s: a rank that sends nothing for so many seconds is lost.
+        progress_timeout_s: seconds to wait for ranks that are alive but do not take part.
+        connect_timeout_s: seconds to wait for ranks to appear.
+        frame_bytes: largest payload of a frame.
+        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: the kernel's choice. On long paths
+            it must cover bandwidth times delay.
+        work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
+        check_every: compare all ranks' parameters every so many steps; 0: never.
+        trace: keep a trace of frames, for `Session.take_trace`.
+        core: in place of the compiled core; for tests.
+
+    Returns:
+        The session. It is also a context manager: an exception inside tells the other ranks.
+
+    Raises:
+        ValueError: an option or the launcher's environment makes no sense.
+        RendezvousError: the store cannot be reached.
+        GradlaneError: the compiled core is missing.
+    """
+    options = Options(
+        strategy=strategy,
+        slice_elems=slice_elems,
+        seed=seed,
+        update=update,
+        interface=interface,
+        advertise=advertise,
+        ports=ports,
+        silence_timeout_s=silence_timeout_s,
+        progress_timeout_s=progress_timeout_s,
+        connect_timeout_s=connect_timeout_s,
+        frame_bytes=frame_bytes,
+        low_water_bytes=low_water_bytes,
+        send_buffer_bytes=send_buffer_bytes,
+        work_threads=work_threads,
+        check_every=check_every,
+        trace=trace,
+    )
+    core = core if core is not None else load_core()
+    place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
+    if store is None:
+        store = open_store(place, os.environ, connect_timeout_s)
+    return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
+
+
+class Session:
+    """A rank's part in a training job; made by `init`."""
+
+    def __init__(
+        self, core: CoreModule, options: Options, place: Place, store: Store, secret: str | None
+    ) -> None:
+        """Open a session; use `init` instead."""
+        host, port = store_address(store, os.environ)
+        self._around = Surroundings(core, options, place, host, port, secret)
+        self._store = store
+        self._prepared: list[Prepared] = []
+        self._ended: str | None = None
+        lifecycle.watch(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._around.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._around.place.world_size
+
+    def prepare(
+        self, model: ModelType, optimizer: OptimizerType, *, defer: bool | None = None
+    ) -> tuple[ModelType, OptimizerType]:
+        """Connect a model and its optimizer to all ranks; a collective call.
+
+        Afterwards every rank has rank 0's parameters and buffers. Gradients of trained parameters
+        are averaged over all ranks, summed in rank order. The optimizer must hold exactly the
+        trained parameters. Its state is not sent: load checkpoints on every rank, before or after.
+
+        Between `backward()` and `optimizer.step()`, `.grad` is None, except that
+        `model.parameters()` waits for the averaged gradients and puts them there, so that
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` is right; the update then waits
+        for all gradients. After `step()` whatever reads a parameter waits for its update.
+
+        Args:
+            model: on CPU or CUDA; parameters f32, f16, bf16 or f64. Frozen parameters and buffers
+                are sent once, as they are.
+            optimizer: any of `torch.optim` except LBFGS and SparseAdam; others step whole, see
+                `defer`.
+            defer: True: update parameters as their gradients arrive, which asks for an optimizer
+                that treats each parameter by itself; False: `step()` waits for all gradients and
+                updates there; None: True for optimizers that are known to allow it (those of
+                `torch.optim`, and classes with an attribute `steps_per_parameter = True`).
+
+        Returns:
+            The same two objects.
+
+        Raises:
+            ValueError: the model or the optimizer cannot take part; the message names the tensor.
+            RanksDiffer: the ranks' models or options differ; raised on every rank.
+            RendezvousError: a rank did not appear or cannot be reached.
+        """
+        self._check_open()
+        if any(prepared.model is model for prepared in self._prepared):
+            raise ValueError("this model is already prepared in this session")
+        place = self._around.place
+        key = (place.job, place.restart, place.rank)
+        number = _channels.get(key, 0)
+        _channels[key] = number + 1
+        deferred = steps_per_parameter(optimizer) if defer is None else defer
+        meeting = Meeting(self._store, place, number, self._around.options.connect_timeout_s)
+        self._prepared.append(Prepared(self._around, meeting, model, optimizer, deferred))
+        if defer is None and not deferred and self._around.options.update == "worker":
+            warnings.warn(
+                f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
+                "so step() waits for all gradients; pass defer=True to prepare(), or give the "
+                "class an attribute steps_per_parameter = True, if it does",
+                UserWarning,
+                stacklevel=2,
+            )
+        return model, optimizer
+
+    def synchronize(self) -> None:
+        """Wait until every parameter of every model has its update.
+
+        Raises:
+            GradlaneError: the session has failed or was closed.
+        """
+        self._check_open()
+        for prepared in self._prepared:
+            prepared.steps.raise_failure()
+            prepared.steps.settle()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return counters since the start, such as `tx_bytes`, `rx_bytes` and `wait_s`.
+
+        Numbers are sums over all prepared models; `channels` has them one by one.
+        """
+        channels = [describe(prepared) for prepared in self._prepared]
+        total: dict[str, Any] = {"tx_bytes": 0, "rx_bytes": 0}
+        for counters in channels:
+            for name, value in counters.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    total[name] = total.get(name, 0) + value
+        total["channels"] = channels
+        return total
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return and forget the trace of frames, one list for all models.
+
+        Returns:
+            Rows (time in ns, "tx" or "rx", kind, peer, step, tensor, slice, priority), empty
+            unless the session was opened with `trace=True`.
+        """
+        return [row for prepared in self._prepared for row in prepared.channel.take_trace()]
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Bring the last step to an end, unhook the models and part from the other ranks.
+
+        Gradients without an `optimizer.step()` are forgotten. Closing twice is allowed.
+
+        Args:
+            timeout_s: how long to wait for the other ranks to close, in seconds.
+
+        Raises:
+            GradlaneError: the session has failed, or the last step could not be finished.
+        """
+        if self._ended is not None:
+            return
+        self._ended = "closed"
+        lifecycle.unwatch(self)
+        errors: list[GradlaneError] = []
+        for prepared in self._prepared:
+            try:
+                prepared.close(timeout_s)
+            except GradlaneError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abort(self, reason: str) -> None:
+        """Give up at once and tell every other rank why; their next call raises it.
+
+        Args:
+            reason: one line.
+        """
+        if self._ended is not None:
+            return
+        self._ended = f"given up: {reason}"
+        lifecycle.unwatch(self)
+        for prepared in self._prepared:
+            prepared.abort(reason)
+
+    def __enter__(self) -> Session:
+        """Return the session itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close, or, if an exception comes through, give up with its text."""
+        if error is None:
+            self.close()
+        else:
+            self.abort(lifecycle.describe_exception(error))
+
+    def close_at_exit(self) -> None:
+        """Close while the interpreter ends: what goes wrong is printed, not raised."""
+        try:
+            if any(prepared.in_step for prepared in self._prepared):
+                self.abort("the program ended between backward() and optimizer.step()")
+            else:
+                self.close()
+        except GradlaneError as error:
+            print(f"gradlane: rank {self.rank}: {error}", file=sys.stderr)
+
+    def forget_in_child(self) -> None:
+        """Drop the session in a forked child, where it cannot be used."""
+        self._ended = "left behind in the parent of this forked child"
+        for prepared in self._prepared:
+            prepared.forget_in_child()
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")

@@ -1,0 +1,60 @@
+"""A training program, one rank of it, that comes to the end that it is told to.
+
+Environment as torchrun sets it. Prints `step N` lines; what gradlane raises goes to stderr as any
+uncaught exception does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import gradlane
+
+
+def main(ending: str) -> None:
+    """Train for ever; the last rank ends in step 4 in the given way."""
+    torch.set_num_threads(1)
+    session = gradlane.init(silence_timeout_s=1.5, connect_timeout_s=60.0, advertise="127.0.0.1")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session.prepare(model, optimizer)
+    last = session.rank == session.world_size - 1
+    steps = 6 if ending in ("normal", "sys-exit") else 1_000_000
+    for step in range(1, steps + 1):
+        if last and step == 4:
+            end(ending)
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+        if step <= 6:
+            print(f"step {step}", flush=True)
+    if ending == "sys-exit":
+        sys.exit(3)
+
+
+def end(ending: str) -> None:
+    """Come to an end, or wait for the one that the test brings."""
+    if ending == "exception":
+        raise ArithmeticError("the loss is not a number")
+    if ending == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "sigstop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if ending == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if ending == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    if ending == "finish-early":
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,171 @@
+"""Training over real connections between real processes, held against torch's own DDP."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapter import scenarios
+from tests.adapter.pool import RankPool
+from tests.adapter.reference import train_reference
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+
+STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("model", ["cnn", "transformer"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_200_steps_equal_ddp_with_a_rank_order_hook(
+    pool: RankPool, model: str, world_size: int
+) -> None:
+    optimizer = "sgd" if model == "cnn" else "adamw"
+    results = pool.run(
+        "compare_with_ddp",
+        ranks=world_size,
+        runs=[{}],
+        model_name=model,
+        steps=200,
+        optimizer_name=optimizer,
+        cosine=model == "transformer",
+    )
+    assert len({digest for result in results for digest in result}) == 1
+
+
+def test_two_ranks_equal_stock_ddp(pool: RankPool) -> None:
+    results = pool.run(
+        "compare_with_ddp", ranks=2, runs=[{}], model_name="cnn", steps=50, gather=False
+    )
+    assert len({digest for result in results for digest in result}) == 1
+
+
+def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool) -> None:
+    ddp = pool.run("train_ddp", model_name="transformer", steps=10, gather=False)
+    ours = pool.run("train", model_name="transformer", steps=10)
+    for one, other in zip(ddp, ours, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], abs=1e-5)
+
+
+def test_strategies_and_slice_sizes_give_the_same_bits(pool: RankPool) -> None:
+    runs: list[dict[str, Any]] = [{"strategy": strategy} for strategy in STRATEGIES]
+    runs += [{"slice_elems": elems} for elems in (1_000, 50_000, 1_000_000)]
+    runs += [{"strategy": "wfbp", "slice_elems": 1_000}, {"defer": False}, {"frame_bytes": 4096}]
+    runs += [{"strategy": "kvstore", "seed": 5}, {"work_threads": 2}, {"work_threads": 0}]
+    results = pool.run("compare_with_ddp", ranks=3, runs=runs, model_name="wide", steps=5)
+    assert len({digest for result in results for digest in result}) == 1
+
+
+def test_all_ranks_are_identical_after_each_step(pool: RankPool) -> None:
+    results = pool.run("train", model_name="cnn", steps=20, digest_every=1)
+    assert len(results[0]["digests"]) == 21
+    assert len(set(results[0]["digests"])) >= 20
+    for result in results[1:]:
+        assert result["digests"] == results[0]["digests"]
+    for result in results:
+        assert result["metrics"]["tx_bytes"] > 0
+
+
+@pytest.mark.parametrize("model", ["awkward", "attention", "bf16", "f16"])
+@pytest.mark.parametrize("strategy", ["p3", "deferred-pull"])
+def test_models_equal_the_reference(pool: RankPool, model: str, strategy: str) -> None:
+    results = pool.run(
+        "train", ranks=3, model_name=model, steps=12, optimizer_name="adamw", strategy=strategy
+    )
+    reference = train_reference(
+        3,
+        12,
+        scenarios.MODELS[model],
+        lambda one: scenarios.optimizer_of("adamw", one),
+        lambda one, rank, step: scenarios.loss_of(model, one, rank, step),
+    )
+    for result in results:
+        assert result["digests"][-1] == scenarios.digest(reference[0])
+
+
+def test_clipping_equals_ddp(pool: RankPool) -> None:
+    results = pool.run(
+        "compare_with_ddp",
+        ranks=3,
+        runs=[{}, {"defer": False}],
+        model_name="transformer",
+        steps=20,
+        clip_norm=0.1,
+    )
+    assert len({digest for result in results for digest in result}) == 1
+
+
+def test_one_rank_alone(pool: RankPool) -> None:
+    results = pool.run("train", ranks=1, model_name="cnn", steps=5)
+    reference = train_reference(
+        1,
+        5,
+        scenarios.MODELS["cnn"],
+        lambda one: scenarios.optimizer_of("sgd", one),
+        lambda one, rank, step: scenarios.loss_of("cnn", one, rank, step),
+    )
+    assert results[0]["digests"][-1] == scenarios.digest(reference[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("shape", "'1.weight'"),
+        ("extra", "4 tensors on rank 0 and 6 on rank 2; the first that only one of them has is"),
+        ("dtype", "dtype 'float32' on rank 0"),
+        ("strategy", "rank 0 has strategy='p3', rank 2 has 'slicing'"),
+        ("refused", "complex64"),
+    ],
+)
+def test_mismatches_are_named_on_every_rank(pool: RankPool, how: str, words: str) -> None:
+    for error in pool.run("mismatch", ranks=3, how=how):
+        assert words in error
+
+
+def test_forked_loader_workers(pool: RankPool) -> None:
+    results = pool.run("forked_workers", ranks=2)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 2
+
+
+def test_evaluation_on_rank_0_only(pool: RankPool) -> None:
+    assert len(set(pool.run("evaluate_on_one_rank", ranks=3))) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-2},
+        {"momentum": 0.5, "dampening": 0.1, "maximize": True},
+    ],
+)
+def test_updates_on_the_server(pool: RankPool, settings: dict[str, Any]) -> None:
+    results = pool.run("server_update", ranks=3, settings=settings, steps=15)
+    assert len({result["digest"] for result in results}) == 1
+    (reference, *_) = train_reference(
+        3,
+        15,
+        scenarios.MODELS["attention"],
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.05, **settings),
+        lambda model, rank, step: scenarios.loss_of("attention", model, rank, step),
+        make_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    )
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(results[0]["state"][name], value, rtol=1e-6, atol=1e-6)
+    start = nn.ModuleList([scenarios.MODELS["attention"]()])
+    assert results[0]["digest"] != scenarios.digest(start)

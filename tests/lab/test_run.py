@@ -1,0 +1,276 @@
+"""Lab runs: what is accepted, what is measured, and what is computed from it.
+
+The runs under namespaces use replays of a few kilobytes, so they take seconds; no measured time
+decides a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlane.lab.errors import RankError
+from gradlane.lab.privilege import why_no_namespaces
+from gradlane.lab.rates import format_rate, parse_rate
+from gradlane.lab.results import Row, save_rows, summarize
+from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.strategy import parse_strategies, parse_strategy
+
+REASON = why_no_namespaces()
+needs_namespaces = pytest.mark.skipif(
+    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bps"),
+    [
+        ("4gbit", 4_000_000_000),
+        ("500mbit", 500_000_000),
+        ("10g", 10_000_000_000),
+        ("2.5Gbps", 2_500_000_000),
+        ("800 Mbit/s", 800_000_000),
+        ("56kbit", 56_000),
+        ("1000000", 1_000_000),
+        ("1e9", 1_000_000_000),
+    ],
+)
+def test_rates_are_read_as_people_write_them(text: str, rate_bps: int) -> None:
+    """Prefixes are decimal."""
+    assert parse_rate(text) == rate_bps
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1gbit", "0", "4 gigabytes", "4gbit,5gbit", "nan"])
+def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
+    """The message shows how to write one."""
+    with pytest.raises(ValueError, match="4gbit"):
+        parse_rate(text)
+
+
+def test_rates_are_printed_shortly() -> None:
+    """Four digits are enough for a table."""
+    assert format_rate(3_822_471_000) == "3.822 Gbit/s"
+    assert format_rate(400e6) == "400 Mbit/s"
+
+
+def test_strategies_are_parsed() -> None:
+    """Bucket sizes belong to DDP; the written name is kept for the results."""
+    strategies = parse_strategies("none, ddp-gloo,ddp-gloo:1,ddp-gather:4,p3,deferred-pull")
+    assert [strategy.text for strategy in strategies] == [
+        "none",
+        "ddp-gloo",
+        "ddp-gloo:1",
+        "ddp-gather:4",
+        "p3",
+        "deferred-pull",
+    ]
+    assert [strategy.bucket_mb for strategy in strategies] == [0, 25, 1, 4, 0, 0]
+    assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0]
+    assert [strategy.slice_elems(None) for strategy in strategies] == [None] * 4 + [50_000, None]
+    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None]
+    assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "at least one"),
+        ("p4", "p3"),
+        ("p3:1", "ddp-gloo"),
+        ("ddp-gloo:", "bucket"),
+        ("ddp-gloo:-1", "bucket"),
+        ("ddp-gloo:nan", "bucket"),
+        ("p3,p3", "once"),
+    ],
+)
+def test_wrong_strategies_are_refused(text: str, message: str) -> None:
+    """The message says what there is."""
+    with pytest.raises(ValueError, match=message):
+        parse_strategies(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workload": "alexnet"}, "resnet50"),
+        ({"workers": 1}, "workers is 1"),
+        ({"rates_bps": []}, "rate"),
+        ({"dilation": 0.0}, "dilation"),
+        ({"dilation": float("nan")}, "dilation"),
+        ({"steps": 0}, "steps"),
+        ({"warmup": -1}, "warmup"),
+        ({"repeat": 0}, "repeat"),
+        ({"slice_elems": 0}, "slice-elems"),
+        ({"codec": "zip"}, "raw"),
+        ({"batch_time_s": 0.0}, "batch-time-s"),
+        ({"profile_path": "/nowhere/profile.json"}, "/nowhere"),
+        ({"strategies": []}, "strategy"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    """Nothing is started for options that cannot work."""
+    good: dict[str, Any] = {"workload": "resnet50", "strategies": parse_strategies("none")}
+    LabOptions(**good)
+    with pytest.raises(ValueError, match=message):
+        LabOptions(**{**good, **change})
+
+
+def row(strategy: str, repeat: int, step_s: float, **change: Any) -> Row:
+    """Return a row with this step time, and a bound of 1 s."""
+    values: dict[str, Any] = {field.name: None for field in dataclasses.fields(Row)}
+    values.update(
+        workload="resnet50",
+        strategy=strategy,
+        rate_bps=10**9,
+        repeat=repeat,
+        step_s_median=step_s,
+        samples_per_s=1 / step_s,
+        bound_step_s=1.0,
+        link_utilization=0.5,
+        cpu_share=0.25,
+    )
+    return Row(**{**values, **change})
+
+
+def test_ratios_are_taken_within_a_repeat_against_the_best_ddp() -> None:
+    """The machine was slower in the second repeat, and for all strategies alike."""
+    rows = [
+        row("none", 0, 0.9),
+        row("ddp-gloo:25", 0, 1.5),
+        row("ddp-gloo:1", 0, 1.4),
+        row("ddp-gather", 0, 1.2),
+        row("p3", 0, 1.0),
+        row("ddp-gloo:25", 1, 2.8),
+        row("ddp-gloo:1", 1, 3.0),
+        row("p3", 1, 2.0),
+        row("ddp-gloo:25", 2, 1.5),
+        row("p3", 2, 1.25),
+    ]
+    summarize(rows)
+    p3 = [one for one in rows if one.strategy == "p3"]
+    assert [one.speedup_over_ddp for one in p3] == pytest.approx([1.4, 1.4, 1.2])
+    assert [one.step_over_bound for one in p3] == pytest.approx([1.0, 2.0, 1.25])
+    over = p3[0].over_repeats
+    assert over is not None
+    assert (over.repeats, over.step_s) == (3, 1.25)
+    assert over.speedup_over_ddp == pytest.approx(1.4)
+    assert over.step_over_bound == pytest.approx(1.25)
+    assert rows[0].step_over_bound is None
+
+
+def test_ratios_do_not_cross_rates_or_workloads() -> None:
+    """A row without a DDP of its own has no ratio."""
+    rows = [
+        row("ddp-gloo", 0, 2.0),
+        row("p3", 0, 1.0, rate_bps=2 * 10**9),
+        row("p3", 0, 1.0, workload="vgg19"),
+        row("p3", 0, 1.0, bound_step_s=None),
+    ]
+    summarize(rows)
+    assert [one.speedup_over_ddp for one in rows] == [1.0, None, None, 2.0]
+    assert rows[3].step_over_bound is None
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A model of 24,600 parameters in three layers."""
+    sizes = {"head.weight": [10, 200], "middle.weight": [100, 200], "first.weight": [26, 100]}
+    path = tmp_path / "profile.json"
+    params = [
+        {
+            "name": name,
+            "shape": shape,
+            "numel": shape[0] * shape[1],
+            "grad_ready_s": 0.004 * (index + 1),
+        }
+        for index, (name, shape) in enumerate(sizes.items())
+    ]
+    content = {"batch_time_s": 0.02, "backward_time_s": 0.012, "params": params}
+    path.write_text(json.dumps(content))
+    return path
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) -> None:
+    """Two ranks, three strategies, two repeats: bytes, sums, equality and interleaving."""
+    options = LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies("none,ddp-gloo:25,ddp-gather"),
+        workers=2,
+        rates_bps=[100_000_000],
+        repeat=2,
+        steps=6,
+        warmup=1,
+        profile_path=str(profile),
+    )
+    saved = tmp_path / "rows.json"
+    rows = run_lab(options, on_rows=lambda finished: save_rows(finished, saved))
+    assert [(one.repeat, one.strategy) for one in rows] == [
+        (0, "none"),
+        (0, "ddp-gloo:25"),
+        (0, "ddp-gather"),
+        (1, "ddp-gloo:25"),
+        (1, "ddp-gather"),
+        (1, "none"),
+    ]
+    # Either scheme moves one model's worth of bytes a step between two ranks, and headers.
+    model_bytes = 4 * (10 * 200 + 100 * 200 + 26 * 100)
+    for one in rows:
+        assert len(one.step_s) == 6
+        assert one.bound_step_s is not None
+        if one.strategy == "none":
+            assert one.tx_bytes_per_step < 0.05 * model_bytes
+            assert not one.params_equal
+        else:
+            assert model_bytes <= one.tx_bytes_per_step < 1.2 * model_bytes
+            assert one.params_equal
+            assert one.verified_tensors == 2 * 3
+    # Sums of two are the same in any order, and repeats are the same runs.
+    assert len({one.param_digest for one in rows if one.strategy != "none"}) == 1
+    assert json.loads(saved.read_text()) == [dataclasses.asdict(one) for one in rows]
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile: Path) -> None:
+    """Three ranks: bit-identical to DDP with a gather-and-sum hook, whatever the slice size."""
+    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
+    digests = set()
+    for slice_elems in (None, 777):
+        options = LabOptions(
+            workload="resnet50",
+            strategies=parse_strategies("ddp-gather,p3,slicing,wfbp,kvstore,deferred-pull"),
+            workers=3,
+            rates_bps=[100_000_000],
+            steps=3,
+            warmup=1,
+            slice_elems=slice_elems,
+            profile_path=str(profile),
+        )
+        rows = run_lab(options)
+        assert all(one.params_equal for one in rows)
+        assert all(one.verified_tensors == 3 * 3 for one in rows)
+        digests |= {one.param_digest for one in rows}
+    assert len(digests) == 1
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_rank_that_cannot_build_its_workload_fails_the_run(tmp_path: Path) -> None:
+    """The run ends with the rank's own words."""
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"params": []}')
+    options = LabOptions(
+        workload="resnet50",
+        strategies=[parse_strategy("none")],
+        workers=2,
+        rates_bps=[100_000_000],
+        profile_path=str(profile),
+    )
+    with pytest.raises(RankError, match="params"):
+        run_lab(options)
