@@ -11,7 +11,7 @@ class ChannelError(Exception):
     `args` are the message, the last complete step or None, and the rank at fault or None.
     """
 
-class ChannelTimeout(ChannelError):
+class ChannelTimeout(ChannelError):  # noqa: N818
     """Nothing happened in time; `args` as for `ChannelError`."""
 
 class Listener:

@@ -135,12 +135,13 @@ class Installation:
         optimizer.__dict__["step"] = self._own_step
         optimizer.__dict__["zero_grad"] = self._own_zero_grad
 
-        def settle(*_: Any) -> None:
-            steps.raise_failure()
-            steps.settle()
+        def before_state(*_: Any) -> None:
+            steps.before_optimizer_state(optimizer)
 
-        self._handles.append(optimizer.register_state_dict_pre_hook(settle, prepend=True))
-        self._handles.append(optimizer.register_load_state_dict_pre_hook(settle, prepend=True))
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(before_state, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
+        ]
 
     def remove(self) -> None:
         """Take everything off again; the model and the optimizer are plain ones afterwards."""

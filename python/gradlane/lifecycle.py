@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from types import FrameType, TracebackType
 from typing import Protocol
 
@@ -30,7 +29,9 @@ class Endable(Protocol):
         """Drop everything in a forked child."""
 
 
-_open: weakref.WeakSet[Endable] = weakref.WeakSet()
+_open: set[Endable] = set()
+"""Sessions that are not closed. They stay alive, since the core's threads use their memory."""
+
 _installed = False
 
 

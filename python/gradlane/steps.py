@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradlane.carrier import Carrier
 from gradlane.core import Channel, CoreModule, translate_error
@@ -308,6 +309,22 @@ class Steps:
         elif self._pending:
             found = (self._index_of.get(id(parameter)) for parameter in parameters)
             self._settle_some([index for index in found if index is not None])
+
+    def before_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's state right before it is read or replaced.
+
+        Raises:
+            UsageError: the state is on the servers.
+        """
+        self.raise_failure()
+        if self._server_rows is not None and any(
+            group.get("momentum") for group in optimizer.param_groups
+        ):
+            raise UsageError(
+                'with update="server" momentum is kept on the servers and cannot be read or '
+                'replaced yet; use update="worker" for checkpoints of the optimizer'
+            )
+        self.settle()
 
     # ---- the end
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -16,11 +17,14 @@ from torch import nn
 
 import gradlane
 
+WAITING = {"sigterm-waiting": signal.SIGTERM, "interrupt-waiting": signal.SIGINT}
+"""Endings of rank 0 by a signal while it waits for the last rank."""
+
 
 def main(ending: str) -> None:
-    """Train for ever; the last rank ends in step 4 in the given way."""
+    """Train for ever; the last rank, or rank 0, ends in step 4 in the given way."""
     torch.set_num_threads(1)
-    session = gradlane.init(silence_timeout_s=1.5, connect_timeout_s=60.0, advertise="127.0.0.1")
+    session = gradlane.init(silence_timeout_s=3.0, connect_timeout_s=60.0, advertise="127.0.0.1")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     session.prepare(model, optimizer)
@@ -28,7 +32,12 @@ def main(ending: str) -> None:
     steps = 6 if ending in ("normal", "sys-exit") else 1_000_000
     for step in range(1, steps + 1):
         if last and step == 4:
+            # All ranks are in step 3 at least once it is complete here.
+            session.synchronize()
             end(ending)
+        if session.rank == 0 and step == 4 and ending in WAITING:
+            # By then this rank waits for the last one.
+            threading.Timer(0.5, os.kill, (os.getpid(), WAITING[ending])).start()
         model(torch.ones(4, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -52,6 +61,8 @@ def end(ending: str) -> None:
     if ending == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
+    if ending in WAITING:
+        time.sleep(60)
     if ending == "finish-early":
         sys.exit(0)
 

@@ -323,7 +323,7 @@ class FakeChannel:
 class FakeCore:
     """Stands in for the module `gradlane._core`; shared by the threads of one test."""
 
-    Listener = FakeListener
+    Listener: Any = FakeListener
     ChannelError = ChannelError
     ChannelTimeout = ChannelTimeout
 

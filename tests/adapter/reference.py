@@ -78,9 +78,11 @@ def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(
         first.dtype is second.dtype
         and first.shape == second.shape
-        and first.detach().contiguous().view(-1).view(torch.uint8).equal(
-            second.detach().contiguous().view(-1).view(torch.uint8)
-        )
+        and first.detach()
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .equal(second.detach().contiguous().view(-1).view(torch.uint8))
         for first, second in zip(one, other, strict=True)
     )
 

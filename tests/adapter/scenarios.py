@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradlane
@@ -43,7 +43,7 @@ class Wide(nn.Module):
         return self.last(self.first(values))  # type: ignore[no-any-return]
 
 
-def loss_of(name: str, model: nn.Module, rank: int, step: int) -> Tensor:
+def loss_of(name: str, model: Any, rank: int, step: int) -> Tensor:
     """The loss of a rank's own batch; the same numbers in every process."""
     generator = torch.Generator().manual_seed(10_000 * step + rank)
     if name == "cnn":
@@ -142,9 +142,7 @@ def train_ddp(
 ) -> dict[str, Any]:
     """Train with torch's DDP: stock, or with a hook that gathers and sums in rank order."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(job, store), rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     try:
         model = MODELS[model_name]()
         wrapped = nn.parallel.DistributedDataParallel(
@@ -153,9 +151,7 @@ def train_ddp(
         if gather:
             wrapped.register_comm_hook(dist.group.WORLD, _mean_in_rank_order)
         optimizer = optimizer_of(optimizer_name, model)
-        losses, digests = _loop(
-            wrapped, optimizer, model_name, rank, steps, cosine, clip_norm, 0
-        )
+        losses, digests = _loop(wrapped, optimizer, model_name, rank, steps, cosine, clip_norm, 0)
         digests.append(digest(model))
         return {"digests": digests, "losses": losses}
     finally:
@@ -190,7 +186,7 @@ def _loop(
     return losses, digests
 
 
-def _mean_in_rank_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _mean_in_rank_order(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     own = bucket.buffer()
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     future = dist.all_gather(gathered, own, group=group, async_op=True).get_future()
@@ -207,7 +203,7 @@ def _mean_in_rank_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Fu
 
 # DDP compares annotations with types, and deferred ones are strings.
 _mean_in_rank_order.__annotations__.update(
-    {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 )
 
 
@@ -230,7 +226,7 @@ def mismatch(store: Store, rank: int, world_size: int, job: str, how: str) -> st
     last = rank == world_size - 1
     options = {"strategy": "slicing"} if how == "strategy" and last else {}
     session = open_session(store, rank, world_size, job, **options)
-    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     if last and how == "shape":
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     if last and how == "extra":
@@ -270,7 +266,7 @@ def forked_workers(store: Store, rank: int, world_size: int, job: str) -> list[s
 
 def evaluate_on_one_rank(store: Store, rank: int, world_size: int, job: str) -> str:
     """Rank 0 evaluates and saves for a while between steps; nobody else does."""
-    with open_session(store, rank, world_size, job, silence_timeout_s=1.0) as session:
+    with open_session(store, rank, world_size, job, silence_timeout_s=2.0) as session:
         model = seeded(CharTransformer)
         optimizer = optimizer_of("adamw", model)
         session.prepare(model, optimizer)
@@ -285,7 +281,7 @@ def evaluate_on_one_rank(store: Store, rank: int, world_size: int, job: str) -> 
                 model.state_dict()
                 optimizer.state_dict()
                 model.train()
-                time.sleep(2.5)
+                time.sleep(4.5)
         return digest(model)
 
 
@@ -307,3 +303,37 @@ def server_update(
             "digest": digest(model),
             "state": {name: value.clone() for name, value in model.state_dict().items()},
         }
+
+
+def default_store(store: Store, rank: int, world_size: int, job: str) -> str:
+    """Open a session without a store while torch.distributed is initialized."""
+    dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
+    try:
+        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+            model = seeded(SmallCnn)
+            optimizer = optimizer_of("sgd", model)
+            session.prepare(model, optimizer)
+            loss_of("cnn", model, rank, 1).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return digest(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def two_models_and_trace(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
+    """Train two models in one session with a trace; the bias of the last layer is needed first."""
+    with open_session(store, rank, world_size, job, trace=True, check_every=2) as session:
+        models = [seeded(SmallCnn), seeded(Attention)]
+        optimizers = [optimizer_of("sgd", model) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            session.prepare(model, optimizer)
+        for step in range(1, 6):
+            for name, model, optimizer in zip(
+                ("cnn", "attention"), models, optimizers, strict=True
+            ):
+                loss_of(name, model, rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        session.synchronize()
+        trace = session.take_trace()
+        return {"digests": [digest(model) for model in models], "trace": trace}

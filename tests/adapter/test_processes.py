@@ -145,6 +145,27 @@ def test_evaluation_on_rank_0_only(pool: RankPool) -> None:
     assert len(set(pool.run("evaluate_on_one_rank", ranks=3))) == 1
 
 
+def test_the_default_store_of_torch_distributed(pool: RankPool) -> None:
+    assert len(set(pool.run("default_store", ranks=2))) == 1
+
+
+def test_observed_order_becomes_the_priority_of_frames(pool: RankPool) -> None:
+    results = pool.run("two_models_and_trace", ranks=2)
+    assert results[0]["digests"] == results[1]["digests"]
+    names = [name for name, _ in scenarios.MODELS["attention"]().named_parameters()]
+    assert names == [
+        "attention.in_proj_weight",
+        "attention.in_proj_bias",
+        "attention.out_proj.weight",
+        "attention.out_proj.bias",
+        "norm.weight",
+        "norm.bias",
+    ]
+    for result in results:
+        priorities = {row[5]: row[7] for row in result["trace"] if row[4] == 5 and row[2] == 1}
+        assert priorities and all(value <= 0 for value in priorities.values())
+
+
 @pytest.mark.parametrize(
     "settings",
     [

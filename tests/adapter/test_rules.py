@@ -1,4 +1,4 @@
-"""Misuse is an error that names what is wrong and what to do; nothing is silently other than DDP."""
+"""Misuse is an error that says what is wrong and what to do; nothing silently differs from DDP."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.adapter.fake_core import FakeCore
 from tests.adapter.ranks import run_ranks
 
 
-def prepared(session: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+def prepared(session: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer, **options)
     return model, optimizer
@@ -150,16 +150,10 @@ def test_optimizers_that_cannot_take_part() -> None:
             session.prepare(model, torch.optim.SGD([model.weight], lr=0.1))
         stranger = nn.Parameter(torch.ones(7))
         with pytest.raises(ValueError, match=r"group 1 of the optimizer holds .* \(7,\)"):
-            session.prepare(
-                model,
-                torch.optim.SGD(
-                    [{"params": model.parameters()}, {"params": [stranger]}], lr=0.1
-                ),
-            )
+            groups: list[Any] = [{"params": model.parameters()}, {"params": [stranger]}]
+            session.prepare(model, torch.optim.SGD(groups, lr=0.1))
         with pytest.raises(ValueError, match="differentiable"):
-            session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
-            )
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True))
 
     run_alone(body)
 
@@ -177,11 +171,11 @@ def test_sparse_gradient_and_converted_model() -> None:
     def body(session: Any) -> None:
         model = nn.Embedding(4, 2, sparse=True)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(gradlane.UsageError, match="'weight' is torch.sparse_coo"):
+        with pytest.raises(gradlane.UsageError, match=r"'weight' is torch\.sparse_coo"):
             model(torch.tensor([1])).sum().backward()
         other, _ = prepared(session)
         other.double()
-        with pytest.raises(gradlane.UsageError, match="was prepared as .* torch.float32"):
+        with pytest.raises(gradlane.UsageError, match=r"was prepared as .* torch\.float32"):
             other(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
 
     run_alone(body)
@@ -277,7 +271,7 @@ def test_unknown_optimizer_steps_whole_and_says_so() -> None:
     calls: list[int] = []
 
     class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             calls.append(sum(p.grad is not None for g in self.param_groups for p in g["params"]))
             return super().step(closure)
 
@@ -344,4 +338,4 @@ def test_options_are_checked() -> None:
     ]:
         settings: dict[str, Any] = options  # type: ignore[assignment]
         with pytest.raises(ValueError, match=words):
-            gradlane.init(core=core, **settings)  # type: ignore[arg-type]
+            gradlane.init(core=core, **settings)

@@ -186,7 +186,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert same_bits(parameters, snapshot(expected[0]))
 
 
-def awkward_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+def awkward_loss(model: Any, rank: int, step: int) -> Tensor:
     # Used on all ranks, on some, on none, in turns.
     model.uses_sometimes = step % 4 == 0 or (step % 4 == 1 and rank == 1)
     value: Tensor = model(batch((3, 6), rank, step)).square().mean()
@@ -199,7 +199,7 @@ def test_tied_reused_frozen_unused_and_sometimes_used(defer: bool | None) -> Non
         return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
     def body(session: Any) -> list[Tensor]:
-        model = seeded(Awkward)
+        model: Any = seeded(Awkward)
         if session.rank:
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
@@ -225,16 +225,12 @@ def test_tied_reused_frozen_unused_and_sometimes_used(defer: bool | None) -> Non
 @pytest.mark.parametrize("defer", [None, False])
 def test_clipping_with_torchs_own_function(defer: bool | None) -> None:
     def body(session: Any) -> list[Tensor]:
-        return train(
-            session, lambda: seeded(SmallCnn), sgd, cnn_loss, clip_norm=0.1, defer=defer
-        )
+        return train(session, lambda: seeded(SmallCnn), sgd, cnn_loss, clip_norm=0.1, defer=defer)
 
     def clip(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    expected = train_reference(
-        2, STEPS, lambda: seeded(SmallCnn), sgd, cnn_loss, before_step=clip
-    )
+    expected = train_reference(2, STEPS, lambda: seeded(SmallCnn), sgd, cnn_loss, before_step=clip)
     plain = train_reference(2, STEPS, lambda: seeded(SmallCnn), sgd, cnn_loss)
     assert not same_bits(snapshot(expected[0]), snapshot(plain[0])), "the norm clips nothing"
     for parameters in run_ranks(2, body):
@@ -249,9 +245,7 @@ def test_clipping_with_parameters_used_on_one_rank_only() -> None:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def body(session: Any) -> list[Tensor]:
-        return train(
-            session, lambda: seeded(Awkward), make_optimizer, awkward_loss, clip_norm=0.05
-        )
+        return train(session, lambda: seeded(Awkward), make_optimizer, awkward_loss, clip_norm=0.05)
 
     expected = train_reference(
         3, STEPS, lambda: seeded(Awkward), make_optimizer, awkward_loss, before_step=clip
@@ -292,8 +286,9 @@ def test_channels_last_and_non_contiguous_parameters() -> None:
         return model
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-        extra: Tensor = model.extra
-        return cnn_loss(model, rank, step) + (extra * batch((4, 3), rank, step)).sum()
+        extra: Any = model.extra
+        value: Tensor = cnn_loss(model, rank, step) + (extra * batch((4, 3), rank, step)).sum()
+        return value
 
     def body(session: Any) -> list[Tensor]:
         return train(session, make_model, sgd, loss, steps=4)
@@ -369,7 +364,7 @@ def test_forward_order_is_observed_on_rank_0() -> None:
     core = FakeCore()
 
     def body(session: Any) -> None:
-        model = seeded(Backwards)
+        model: Any = seeded(Backwards)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session.prepare(model, optimizer)
         with torch.no_grad():

@@ -204,7 +204,7 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         workers=2,
         rates_bps=[100_000_000],
         repeat=2,
-        steps=6,
+        steps=20,
         warmup=1,
         profile_path=str(profile),
     )
@@ -218,16 +218,17 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         (1, "ddp-gather"),
         (1, "none"),
     ]
-    # Either scheme moves one model's worth of bytes a step between two ranks, and headers.
+    # Either scheme moves one model's worth of bytes a step between two ranks, and headers. What
+    # is still queued when a rank reads its counters can be a step's worth, of twenty.
     model_bytes = 4 * (10 * 200 + 100 * 200 + 26 * 100)
     for one in rows:
-        assert len(one.step_s) == 6
+        assert len(one.step_s) == 20
         assert one.bound_step_s is not None
         if one.strategy == "none":
-            assert one.tx_bytes_per_step < 0.05 * model_bytes
+            assert one.tx_bytes_per_step < 0.1 * model_bytes
             assert not one.params_equal
         else:
-            assert model_bytes <= one.tx_bytes_per_step < 1.2 * model_bytes
+            assert 0.9 * model_bytes < one.tx_bytes_per_step < 1.2 * model_bytes
             assert one.params_equal
             assert one.verified_tensors == 2 * 3
     # Sums of two are the same in any order, and repeats are the same runs.

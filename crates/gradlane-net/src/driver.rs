@@ -134,8 +134,6 @@ impl Driver {
         let mut reports = Vec::new();
         let mut hurry = false;
         loop {
-            self.read_clock();
-            self.handle_commands();
             self.watch_silence();
             hurry |= self.pump();
             if let Some(ending) = self.ending.take() {
@@ -148,6 +146,8 @@ impl Driver {
                 self.engine.abort(&format!("cannot wait for sockets: {error}"));
             }
             self.read_clock();
+            // What the application said before a peer's frame came is heard before it.
+            self.handle_commands();
             hurry = false;
             for report in &reports {
                 let rank = Rank(report.key as u32);

@@ -230,13 +230,15 @@ fn a_rank_that_is_dropped_in_a_step_is_named_by_all_others() {
         for step in 0..3 {
             run_step(&channel, step).expect("a step");
         }
-        barrier.wait();
         if channel.rank().0 == 2 {
             channel.step_begin(Step(3)).expect("a step");
+            barrier.wait();
             drop(channel);
             return;
         }
-        let failure = failure_of(run_step(&channel, 3));
+        let _gradients = contribute(&channel, 3).expect("gradients");
+        barrier.wait();
+        let failure = failure_of(channel.wait_step(Step(3), &mut deadline()));
         assert_eq!(failure.peer, Some(Rank(2)), "{failure}");
         assert_eq!(failure.last_complete, Some(Step(2)), "{failure}");
         assert!(failure.message.contains("rank 2"), "{failure}");
@@ -317,12 +319,12 @@ fn a_corrupted_payload_fails_the_session_and_is_not_released() {
 fn a_silent_peer_is_lost_after_the_timeout() {
     let (listeners, addresses) = listeners("127.0.0.1", 2);
     let proxy = Proxy::start(&addresses[0]);
-    let mut seen = addresses.clone();
-    seen[0] = proxy.address.clone();
+    let mut seen = addresses;
+    seen[0] = proxy.address;
     let channels = world_at(listeners, &seen, &plan(model(), "p3", 1_000, 2), |options| {
         options.silence_timeout_s = 0.6;
     });
-    let stalled = std::sync::Arc::clone(&proxy.stalled);
+    let stalled = proxy.stalled;
     let barrier = Barrier::new(2);
     each_rank(channels, move |channel| {
         for step in 0..3 {
@@ -409,13 +411,15 @@ fn memory_is_let_go_of_before_the_failure_is_told() {
     let plan = plan(vec![tensor("weight", 3_000_000, Dtype::F32)], "p3", 50_000, 2);
     let (listeners, addresses) = listeners("127.0.0.1", 2);
     let proxy = Proxy::start(&addresses[0]);
-    let mut seen = addresses.clone();
-    seen[0] = proxy.address.clone();
+    let mut seen = addresses;
+    seen[0] = proxy.address;
     let channels = world_at(listeners, &seen, &plan, |_| {});
-    let stalled = std::sync::Arc::clone(&proxy.stalled);
+    let stalled = proxy.stalled;
+    let barrier = Barrier::new(2);
     each_rank(channels, move |channel| {
         run_step(&channel, 0).expect("step 0");
         let mut tensors = contribute(&channel, 1).expect("gradients");
+        barrier.wait();
         if channel.rank().0 == 0 {
             stalled.store(true, Ordering::SeqCst);
             std::thread::sleep(Duration::from_millis(200));

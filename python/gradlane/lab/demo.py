@@ -25,7 +25,7 @@ REAL = LabOptions(
     # A step moves 6.1 MB through each port, both ways at once: about the compute's 0.36 s.
     rates_bps=[150_000_000],
     dilation=1.0,
-    steps=60,
+    steps=50,
     warmup=3,
 )
 """A transformer of a million parameters that learns to write Python."""

@@ -154,18 +154,18 @@ def _run_connected(
         ),
         store,
     )
-    try:
-        model, optimizer = communication.attach(workload.model, optimizer)
-        _meet(store, request.job, "start", world_size)
-        result = _train(request, workload, model, optimizer, report_step)
-        communication.settle()
-        result["param_digest"] = digest_parameters(workload.model)
-        result["metrics"] = communication.metrics()
-        result["verified_tensors"] = _verify(request, strategy, workload)
-        _meet(store, request.job, "end", world_size)
-    finally:
-        model = optimizer = None  # type: ignore[assignment]
-        communication.close()
+    # A failure below closes nothing: the ranks are killed after it, and the first error that is
+    # heard shall be the first that happened, not the echo of a connection that was closed.
+    model, optimizer = communication.attach(workload.model, optimizer)
+    _meet(store, request.job, "start", world_size)
+    result = _train(request, workload, model, optimizer, report_step)
+    communication.settle()
+    result["param_digest"] = digest_parameters(workload.model)
+    result["metrics"] = communication.metrics()
+    result["verified_tensors"] = _verify(request, strategy, workload)
+    _meet(store, request.job, "end", world_size)
+    del model, optimizer
+    communication.close()
     # The server side of the store is rank 0's: it stays until nobody needs it any more.
     _meet(store, request.job, "closed", world_size, waits=rank == 0)
     result["evaluation"] = None

@@ -1,0 +1,369 @@
+"""The rank program of the transport measurements: exchanges of gradients without any compute.
+
+It speaks the lab's line protocol: JSON requests on standard input, JSON answers on what was
+standard output. gradlane's channel is the one that a session makes for a model, with a session's
+own options; times are `time.monotonic`, which all ranks of the emulated cluster share.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradlane
+from gradlane.core import Channel, CoreModule, Listener, ListenerType, PlanBuilder, load_core
+from gradlane.lab.counters import read_port_bytes
+from gradlane.lab.namespaces import INTERFACE
+from gradlane.lab.stream import run_stream
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+BUCKET_BYTES = 25 << 20
+"""Size of the flat buckets that Gloo gets: the default of DDP's `bucket_cap_mb`."""
+
+_STORE_TIMEOUT = datetime.timedelta(seconds=120)
+_FLOAT_BYTES = 4
+_VALUE = 2.0**-60
+"""Unit of the gradients' values: small, since sums of sums grow with every step of Gloo."""
+
+
+class _KeepingCore:
+    """The compiled core, which also remembers the channel that a session makes."""
+
+    def __init__(self, core: CoreModule) -> None:
+        self._core = core
+        self.channel: Channel | None = None
+
+    @property
+    def Listener(self) -> ListenerType:  # noqa: N802
+        return self._core.Listener
+
+    @property
+    def ChannelError(self) -> type[Exception]:  # noqa: N802
+        return self._core.ChannelError
+
+    @property
+    def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
+        return self._core.ChannelTimeout
+
+    @property
+    def plan_json(self) -> PlanBuilder:
+        return self._core.plan_json
+
+    def Channel(  # noqa: N802
+        self,
+        listener: Listener,
+        options_json: str,
+        plan_json: str,
+        peers: list[str],
+        secret: bytes,
+    ) -> Channel:
+        self.channel = self._core.Channel(listener, options_json, plan_json, peers, secret)
+        return self.channel
+
+
+def _model(tensor_elems: Sequence[int]) -> nn.Module:
+    """Return a module with one f32 parameter of each size, in this forward order."""
+    model = nn.Module()
+    for index, elems in enumerate(tensor_elems):
+        model.register_parameter(f"tensor{index}", nn.Parameter(torch.zeros(elems)))
+    return model
+
+
+class Exchange:
+    """One rank's connections, gradlane's and Gloo's, and the gradients that both exchange."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        job: str,
+        addresses: list[str],
+        store_port: int,
+        tensor_elems: list[int],
+        gloo: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        """Connect to all ranks; every rank calls it together.
+
+        Args:
+            rank: this rank.
+            job: a name that no other exchange has.
+            addresses: every rank's address, rank 0 first.
+            store_port: TCP port of the rendezvous store on rank 0.
+            tensor_elems: f32 elements of each tensor, the most urgent first.
+            gloo: whether to connect a Gloo group beside gradlane.
+            settings: further options of `gradlane.init`.
+        """
+        self.rank = rank
+        self.world_size = len(addresses)
+        self._job = job
+        self._meetings = 0
+        self._store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            addresses[0],
+            store_port,
+            self.world_size,
+            is_master=rank == 0,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+        )
+        self._storage = torch.zeros(sum(tensor_elems))
+        self.gradients = list(self._storage.split(tensor_elems))
+        self._buckets = list(self._storage.split(BUCKET_BYTES // _FLOAT_BYTES))
+        self._gloo = gloo
+        if gloo:
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", self._store),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=self.world_size,
+                timeout=_STORE_TIMEOUT,
+            )
+        core = _KeepingCore(load_core())
+        self.session = gradlane.init(
+            store=self._store,
+            rank=rank,
+            world_size=self.world_size,
+            strategy="p3",
+            advertise=addresses[rank],
+            job=job,
+            core=core,
+            **settings,
+        )
+        model = _model(tensor_elems)
+        self.session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        assert core.channel is not None
+        self.channel: Channel = core.channel
+        self._step = 0
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._meetings += 1
+        place = f"meet/{self._meetings}"
+        if self._store.add(f"{place}/arrived", 1) == self.world_size:
+            self._store.set(f"{place}/complete", "1")
+        self._store.wait([f"{place}/complete"], _STORE_TIMEOUT)
+
+    def close(self) -> None:
+        """Part from all ranks."""
+        self.meet()
+        self.session.close()
+        if self._gloo:
+            dist.destroy_process_group()
+
+    def next_step(self) -> int:
+        """Begin the channel's next step and return its number."""
+        self._step += 1
+        self.channel.step_begin(self._step)
+        return self._step
+
+    def give(self, tensor: int, step: int) -> None:
+        """Hand a tensor's gradient over to gradlane."""
+        gradient = self.gradients[tensor]
+        nbytes = gradient.numel() * _FLOAT_BYTES
+        self.channel.gradient_ready(tensor, step, gradient.data_ptr(), nbytes)
+
+    def run(self, implementation: str, steps: int, warmup: int) -> dict[str, Any]:
+        """Exchange the whole model step after step, and count what it costs this rank.
+
+        Returns:
+            `boundaries_s` (steps + 1 times), `user_s` and `system_s` of this process,
+            `sent_bytes` and `received_bytes` of this node's port, `metrics` (growth of the
+            session's counters), `machine` (growth of the whole machine's processor seconds).
+
+        Raises:
+            ArithmeticError: a result is not the sum or the mean over the ranks.
+        """
+        step_once = self._gradlane_step if implementation == "gradlane" else self._gloo_step
+        self._storage.fill_(_VALUE * (self.rank + 1))
+        self.meet()
+        for _ in range(warmup):
+            step_once()
+        self.meet()
+        before = self._counters()
+        boundaries_s = [time.monotonic()]
+        for _ in range(steps):
+            step_once()
+            boundaries_s.append(time.monotonic())
+        # What this rank owes others it sends after its own step is complete.
+        self.meet()
+        after = self._counters()
+        self._verify(implementation, warmup + steps)
+        grown = {name: after[name] - before[name] for name in after}
+        return {"boundaries_s": boundaries_s, **grown}
+
+    def _gradlane_step(self) -> None:
+        step = self.next_step()
+        # Backward makes the last layers' gradients first.
+        for tensor in reversed(range(len(self.gradients))):
+            self.give(tensor, step)
+        self.channel.step_end(step)
+        self.channel.wait_step(step)
+
+    def _gloo_step(self) -> None:
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in reversed(self._buckets)]
+        for work in works:
+            work.wait()
+
+    def _verify(self, implementation: str, steps: int) -> None:
+        """Compare every element with what exact arithmetic gives."""
+        total = _VALUE * self.world_size * (self.world_size + 1) / 2
+        if implementation == "gradlane":
+            # From the second step on all ranks hand over the mean itself.
+            wanted = total / self.world_size
+        else:
+            wanted = total * float(self.world_size) ** (steps - 1)
+        tolerance = 1e-5 * wanted
+        low, high = (float(end) for end in self._storage.aminmax())
+        if not wanted - tolerance <= low <= high <= wanted + tolerance:
+            raise ArithmeticError(
+                f"{implementation} left {low:g} to {high:g} in the gradients of rank {self.rank} "
+                f"after {steps} steps, where all must be {wanted:g}"
+            )
+
+    def _counters(self) -> dict[str, float]:
+        """Return everything that grows, one number a name."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
+        try:
+            received_bytes, sent_bytes = read_port_bytes(descriptor)
+        finally:
+            os.close(descriptor)
+        metrics = self.session.metrics()
+        names = ("tx_bytes", "rx_bytes", "tx_frames", "io_cpu_s", "work_cpu_s", "turns")
+        return {
+            "user_s": usage.ru_utime,
+            "system_s": usage.ru_stime,
+            "sent_bytes": sent_bytes,
+            "received_bytes": received_bytes,
+            **{f"gradlane_{name}": metrics[name] for name in names},
+            **machine_seconds(),
+        }
+
+    def run_urgency(
+        self, steps: int, busy_s: float, ready_shares: list[float], stagger_s: float
+    ) -> dict[str, Any]:
+        """Saturate the ports with the last tensor; hand over the others meanwhile, last first.
+
+        Args:
+            steps: how often.
+            busy_s: how long the last tensor keeps the ports busy.
+            ready_shares: when each urgent tensor is handed over, as a share of `busy_s`; the
+                first entry belongs to the first tensor.
+            stagger_s: how much later than the rank before it each rank hands a tensor over.
+
+        Returns:
+            `ready_ns` (rows of step, tensor, time before the call, time after it) and `trace`.
+        """
+        ready_ns: list[tuple[int, int, int, int]] = []
+        self.channel.take_trace()
+        trace: list[tuple[int, str, int, int, int, int, int, int]] = []
+        for _ in range(steps):
+            self.meet()
+            step = self.next_step()
+            start_s = time.monotonic()
+            self.give(len(self.gradients) - 1, step)
+            for tensor in sorted(range(len(ready_shares)), key=ready_shares.__getitem__):
+                at_s = start_s + ready_shares[tensor] * busy_s + self.rank * stagger_s
+                time.sleep(max(0.0, at_s - time.monotonic()))
+                before_ns = time.monotonic_ns()
+                self.give(tensor, step)
+                ready_ns.append((step, tensor, before_ns, time.monotonic_ns()))
+            self.channel.step_end(step)
+            self.channel.wait_step(step)
+            trace += self.channel.take_trace()
+        self.meet()
+        return {"ready_ns": ready_ns, "trace": [*trace, *self.channel.take_trace()]}
+
+
+def machine_seconds() -> dict[str, float]:
+    """Return the whole machine's busy, softirq and total processor seconds since it started."""
+    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    ticks = [int(field) for field in first.split()[1:9]]
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks) - ticks[3] - ticks[4]
+    return {
+        "machine_busy_s": busy * tick_s,
+        "machine_softirq_s": ticks[6] * tick_s,
+        "machine_total_s": sum(ticks) * tick_s,
+    }
+
+
+class _Node:
+    """What this program does for each kind of request."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._exchange: Exchange | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for."""
+        kinds: dict[str, Callable[..., dict[str, Any]]] = {
+            "open": self._open,
+            "stream": self._stream,
+            "run": lambda **named: self._opened().run(**named),
+            "urgency": lambda **named: self._opened().run_urgency(**named),
+            "close": self._close,
+        }
+        return kinds[request.pop("kind")](**request)
+
+    def _opened(self) -> Exchange:
+        if self._exchange is None:
+            raise ValueError("no exchange is open")
+        return self._exchange
+
+    def _open(self, **named: Any) -> dict[str, Any]:
+        self._exchange = Exchange(self._rank, **named)
+        return {}
+
+    def _close(self) -> dict[str, Any]:
+        self._opened().close()
+        self._exchange = None
+        return {}
+
+    def _stream(self, **named: Any) -> dict[str, Any]:
+        result = run_stream(node=self._rank, **named)
+        return {"goodput_bps": result.goodput_bps, "mean_bps": result.mean_bps}
+
+
+def main() -> None:
+    """Answer requests for the rank in argument one until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    node = _Node(int(sys.argv[1]))
+
+    def send(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    send({"kind": "ready"})
+    for line in sys.stdin:
+        try:
+            send({"kind": "result", "result": node.answer(json.loads(line))})
+        except Exception as failure:
+            message = f"{type(failure).__name__}: {failure}"
+            send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()
