@@ -22,6 +22,7 @@ from gradlane.lab.namespaces import NODES_MAX, Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE
 from gradlane.lab.transport_trace import TraceRow, UrgentSlice, urgent_slices
+from gradlane.options import Options
 
 GOODPUT_SHARE_TARGET = 0.97
 CPU_RATIO_TARGET = 1.25
@@ -34,6 +35,7 @@ _PROGRAM = ("-m", "gradlane.lab.transport_node")
 _FIRST_PORT = 21_000
 _FLOAT_BYTES = 4
 _GB = 1e9
+_SETTINGS = ("frame_bytes", "low_water_bytes", "send_buffer_bytes", "work_threads")
 _PAYLOAD_SHARE = 1448 / 1514
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
 _STREAM_LEAD_S = 0.5
@@ -90,6 +92,12 @@ class TransportOptions:
         for name, value, least, most in ranges:
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}, but must be {least} to {most}")
+
+    @property
+    def effective_settings(self) -> dict[str, Any]:
+        """The session's options that matter on the wire, defaults included."""
+        chosen = asdict(Options(**(self.settings or {})))
+        return {name: chosen[name] for name in _SETTINGS}
 
     @property
     def tensor_elems(self) -> list[int]:
@@ -235,7 +243,7 @@ class _Measurement:
             "measurement": measurement,
             "workers": options.workers,
             "rate_bps": options.rate_bps,
-            "settings": options.settings or {},
+            "settings": options.effective_settings,
             "load_average": os.getloadavg()[0],
         }
 
@@ -359,6 +367,7 @@ def summarize_slices(slices: Sequence[UrgentSlice]) -> Row:
         "less_urgent_same_peer",
         "less_urgent_any_peer",
         "less_urgent_within",
+        "less_urgent_until_last",
     ):
         values = [value for item in saturated if (value := getattr(item, name)) is not None]
         row[f"{name}_median"] = statistics.median(values) if values else None

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import gradlane
-from gradlane.core import Channel, CoreModule, Listener, ListenerType, PlanBuilder, load_core
+from gradlane import core as loaded_core
+from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
 from gradlane.lab.counters import read_port_bytes
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.stream import run_stream
@@ -67,7 +68,7 @@ class _KeepingCore:
 
     def Channel(  # noqa: N802
         self,
-        listener: Listener,
+        listener: loaded_core.Listener,
         options_json: str,
         plan_json: str,
         peers: list[str],
@@ -123,8 +124,8 @@ class Exchange:
             wait_for_workers=False,
         )
         self._storage = torch.zeros(sum(tensor_elems))
-        self.gradients = list(self._storage.split(tensor_elems))
-        self._buckets = list(self._storage.split(BUCKET_BYTES // _FLOAT_BYTES))
+        self.gradients = list(torch.split(self._storage, tensor_elems))
+        self._buckets = list(torch.split(self._storage, BUCKET_BYTES // _FLOAT_BYTES))
         self._gloo = gloo
         if gloo:
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -135,7 +136,7 @@ class Exchange:
                 world_size=self.world_size,
                 timeout=_STORE_TIMEOUT,
             )
-        core = _KeepingCore(load_core())
+        core = _KeepingCore(loaded_core.load_core())
         self.session = gradlane.init(
             store=self._store,
             rank=rank,

@@ -36,6 +36,8 @@ class UrgentSlice:
         less_urgent_same_peer: less urgent frames to the same rank between ready and first frame.
         less_urgent_any_peer: the same for frames to any rank.
         less_urgent_within: less urgent frames to the same rank between first and last frame.
+        less_urgent_until_last: less urgent frames to any rank between ready and last frame; those
+            to other ranks may go while the urgent one's own connection takes no more.
         saturated: whether less urgent frames left shortly before ready and after the last frame.
     """
 
@@ -51,6 +53,7 @@ class UrgentSlice:
     less_urgent_same_peer: int
     less_urgent_any_peer: int
     less_urgent_within: int
+    less_urgent_until_last: int
     saturated: bool
 
 
@@ -93,7 +96,13 @@ def urgent_slices(
             complete_ns = max([before_ns, *(times[-1] for times in gathered.values())])
             ways = [
                 ("push", PUSH, pushed, before_ns, after_ns),
-                ("reply", BROADCAST, _frames(own, "tx", BROADCAST, tensor), complete_ns, complete_ns),
+                (
+                    "reply",
+                    BROADCAST,
+                    _frames(own, "tx", BROADCAST, tensor),
+                    complete_ns,
+                    complete_ns,
+                ),
             ]
             for direction, kind, frames, start_ns, ordered_ns in ways:
                 for peer in frames:
@@ -111,9 +120,7 @@ def urgent_slices(
     return found
 
 
-def _frames(
-    trace: Sequence[TraceRow], way: str, kind: int, tensor: int
-) -> dict[int, list[int]]:
+def _frames(trace: Sequence[TraceRow], way: str, kind: int, tensor: int) -> dict[int, list[int]]:
     """Return the times of a tensor's frames by peer."""
     times_ns: dict[int, list[int]] = {}
     for row in trace:
@@ -151,7 +158,9 @@ def _slice(
     first, last = own[0], own[-1]
     first_ns, last_ns = sent[first][0], sent[last][0]
     others = [(row[0], row[3], index) for index, row in enumerate(sent) if row[7] < sent[first][7]]
-    ahead = [to for time_ns, to, index in others if time_ns > ordered_from_ns and index < first]
+    since = [(to, index) for time_ns, to, index in others if time_ns > ordered_from_ns]
+    ahead = [to for to, index in since if index < first]
+    until_last = [to for to, index in since if index < last]
     within = [to for _, to, index in others if first < index < last and to == peer]
     busy_before = any(ready_ns - _SATURATED_NS <= time_ns <= ready_ns for time_ns, *_ in others)
     busy_after = any(last_ns < time_ns <= last_ns + _SATURATED_NS for time_ns, *_ in others)
@@ -168,5 +177,6 @@ def _slice(
         less_urgent_same_peer=ahead.count(peer),
         less_urgent_any_peer=len(ahead),
         less_urgent_within=len(within),
+        less_urgent_until_last=len(until_last),
         saturated=busy_before and busy_after,
     )
