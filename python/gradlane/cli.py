@@ -145,6 +145,43 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
         console.print(f"wrote {json_path}", highlight=False)
 
 
+@lab.command("transport")
+def lab_transport(
+    workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of every port in each direction.")] = "500mbit",
+    megabytes: Annotated[
+        float, typer.Option(help="Gradients that each rank hands over at once, in 10^6 bytes.")
+    ] = 100.0,
+    repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
+    steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
+    trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure goodput, processor time and urgency of exchanges without any compute."""
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.privilege import ensure_namespaces
+    from gradlane.lab.rates import parse_rate
+    from gradlane.lab.transport import TransportOptions, run_transport, save
+    from gradlane.lab.transport_tables import print_transport
+
+    options = TransportOptions(
+        workers=workers,
+        rate_bps=parse_rate(rate),
+        megabytes=megabytes,
+        repeat=repeat,
+        steps=steps,
+        urgent_trials=trials,
+    )
+    _require_writable(json_path)
+    ensure_namespaces(sys.argv[1:])
+    console = wide_console()
+    rows = run_transport(options, lambda text: console.print(text, style="dim", highlight=False))
+    print_transport(console, rows)
+    if json_path is not None:
+        save(rows, json_path)
+        console.print(f"wrote {json_path}", highlight=False)
+
+
 @app.command()
 def demo(
     html_path: HtmlPath = Path("demo.html"),

@@ -25,7 +25,7 @@ class Options:
         connect_timeout_s: how long to wait for all ranks to appear.
         frame_bytes: largest payload of a frame; what an urgent slice waits for at most, a peer.
         low_water_bytes: bytes that may wait unsent in the kernel, a peer.
-        send_buffer_bytes: the kernel's send buffer, a peer; 0 leaves the kernel's choice.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0 is never.
         trace: keep a trace of frames for `Session.take_trace`.
@@ -41,7 +41,7 @@ class Options:
     silence_timeout_s: float = 30.0
     progress_timeout_s: float = 1800.0
     connect_timeout_s: float = 300.0
-    frame_bytes: int = 65536
+    frame_bytes: int = 50_000
     low_water_bytes: int = 65536
     send_buffer_bytes: int = 0
     work_threads: int = 1

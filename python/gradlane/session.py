@@ -62,7 +62,7 @@ def init(
     silence_timeout_s: float = 30.0,
     progress_timeout_s: float = 1800.0,
     connect_timeout_s: float = 300.0,
-    frame_bytes: int = 65536,
+    frame_bytes: int = 50_000,
     low_water_bytes: int = 65536,
     send_buffer_bytes: int = 0,
     work_threads: int = 1,
@@ -96,8 +96,8 @@ def init(
         connect_timeout_s: seconds to wait for ranks to appear.
         frame_bytes: largest payload of a frame.
         low_water_bytes: bytes that may wait unsent in the kernel, a peer.
-        send_buffer_bytes: the kernel's send buffer, a peer; 0: the kernel's choice. On long paths
-            it must cover bandwidth times delay.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
+            A fixed one must cover bandwidth times delay.
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0: never.
         trace: keep a trace of frames, for `Session.take_trace`.

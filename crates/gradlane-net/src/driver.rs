@@ -12,6 +12,7 @@ use crate::memory::MemoryTable;
 use crate::metrics::count;
 use crate::options::ChannelOptions;
 use crate::ready::lock;
+use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
@@ -41,6 +42,7 @@ pub(crate) enum Ending {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) connection: Connection,
+    send_buffer: SendBuffer,
     /// Whether bytes can still come.
     pub(crate) open: bool,
     /// Whether the engine was told that it can take frames.
@@ -98,6 +100,7 @@ impl Driver {
                     shared.poller.add(socket.as_fd(), rank as u64, false)?;
                     engine.handle_writable(Rank(rank as u32), true);
                     Some(Link {
+                        send_buffer: SendBuffer::new(socket.as_fd(), options.send_buffer_bytes)?,
                         connection: Connection::new(socket),
                         open: true,
                         writable: true,
@@ -323,6 +326,8 @@ impl Driver {
                 if bytes > 0 {
                     link.last_sent = self.now;
                     count(&counters.sent_bytes, bytes as u64);
+                    // A size that the kernel refuses leaves the last one in force.
+                    let _ = link.send_buffer.sent(link.connection.socket.as_fd(), bytes);
                 }
                 let low_water = u64::from(self.options.low_water_bytes);
                 let full = |socket| {

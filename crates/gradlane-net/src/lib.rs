@@ -37,6 +37,7 @@ mod metrics;
 mod options;
 mod poller;
 mod ready;
+mod send_buffer;
 mod shared;
 mod syscall;
 mod trace;

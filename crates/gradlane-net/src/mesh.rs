@@ -209,12 +209,8 @@ fn set_options(stream: &TcpStream, options: &ChannelOptions) -> io::Result<()> {
     if options.low_water_bytes > 0 {
         syscall::set_not_sent_low_water(stream.as_fd(), options.low_water_bytes)?;
     }
-    let socket = SockRef::from(stream);
-    if options.send_buffer_bytes > 0 {
-        socket.set_send_buffer_size(options.send_buffer_bytes as usize)?;
-    }
     if options.receive_buffer_bytes > 0 {
-        socket.set_recv_buffer_size(options.receive_buffer_bytes as usize)?;
+        SockRef::from(stream).set_recv_buffer_size(options.receive_buffer_bytes as usize)?;
     }
     Ok(())
 }

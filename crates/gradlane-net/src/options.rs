@@ -31,10 +31,11 @@ pub struct ChannelOptions {
     /// Most bytes that wait in the kernel, not yet sent, before a peer counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u32,
-    /// Send buffer of a connection; 0 leaves it to the kernel.
+    /// Send buffer of a connection; 0 fits it to the path while sending.
     #[serde(default)]
     pub send_buffer_bytes: u32,
-    /// Receive buffer of a connection; 0 leaves it to the kernel.
+    /// Receive buffer of a connection. 0 bounds it where several peers are near, so that they cannot
+    /// overrun the port together, and leaves it to the kernel elsewhere.
     #[serde(default)]
     pub receive_buffer_bytes: u32,
     /// Works (reductions, copies) handed out at once.

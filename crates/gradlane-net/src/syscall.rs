@@ -158,6 +158,88 @@ pub(crate) fn set_not_sent_low_water(socket: BorrowedFd<'_>, bytes: u32) -> io::
     Ok(())
 }
 
+/// Sets the size of the kernel's send buffer (`SO_SNDBUF`), which ends its own sizing of it. The
+/// kernel caps it at `net.core.wmem_max`.
+pub(crate) fn set_send_buffer(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    let size = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option is an int, and `size` is the size of `value`.
+    check(unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUF,
+            (&raw const value).cast(),
+            size,
+        )
+    })?;
+    Ok(())
+}
+
+/// What the kernel has measured of a connection's path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PathEstimate {
+    /// Rate at which the peer has acknowledged lately.
+    pub(crate) delivery_bytes_per_s: u64,
+    /// Smallest round-trip time of the last minutes: the path without queues.
+    pub(crate) min_rtt_us: u32,
+}
+
+/// Offsets in the kernel's `struct tcp_info` (linux/tcp.h), which only ever grows.
+const TCP_INFO_MIN_RTT: usize = 148;
+const TCP_INFO_DELIVERY_RATE: usize = 160;
+const TCP_INFO_BYTES: usize = 168;
+
+/// Asks the kernel for its estimate of a connection's path (`TCP_INFO`). A kernel that is too old to
+/// know gives zeros.
+pub(crate) fn path_estimate(socket: BorrowedFd<'_>) -> io::Result<PathEstimate> {
+    let mut bytes = [0_u8; TCP_INFO_BYTES];
+    let mut size = TCP_INFO_BYTES as libc::socklen_t;
+    // SAFETY: the kernel writes at most `size` bytes to `bytes`, which is that long.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            bytes.as_mut_ptr().cast(),
+            &mut size,
+        )
+    })?;
+    let mut rtt = [0; 4];
+    rtt.copy_from_slice(&bytes[TCP_INFO_MIN_RTT..TCP_INFO_MIN_RTT + 4]);
+    let mut rate = [0; 8];
+    rate.copy_from_slice(&bytes[TCP_INFO_DELIVERY_RATE..TCP_INFO_DELIVERY_RATE + 8]);
+    Ok(PathEstimate {
+        delivery_bytes_per_s: u64::from_ne_bytes(rate),
+        min_rtt_us: u32::from_ne_bytes(rtt),
+    })
+}
+
+/// The shortest round trip that the kernel has seen on a TCP connection; `None` when it has seen
+/// none or does not tell.
+pub(crate) fn round_trip_min(socket: BorrowedFd<'_>) -> Option<Duration> {
+    /// Where `tcpi_min_rtt`, a `u32` in microseconds, is in `tcp_info` (`linux/tcp.h`).
+    const OFFSET: usize = 148;
+    let mut answer = [0_u8; 256];
+    let mut size = answer.len() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `size` bytes to the array and says how many.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            answer.as_mut_ptr().cast(),
+            &raw mut size,
+        )
+    })
+    .ok()?;
+    let field: [u8; 4] = answer.get(OFFSET..(size as usize))?.first_chunk().copied()?;
+    match u32::from_ne_bytes(field) {
+        0 | u32::MAX => None,
+        micros => Some(Duration::from_micros(micros.into())),
+    }
+}
+
 /// Fills `bytes` with random bytes fit for secrets.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradlane
-from gradlane import core as loaded_core
+from gradlane import core as core_module
 from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
 from gradlane.lab.counters import read_port_bytes
 from gradlane.lab.namespaces import INTERFACE
@@ -68,7 +68,7 @@ class _KeepingCore:
 
     def Channel(  # noqa: N802
         self,
-        listener: loaded_core.Listener,
+        listener: core_module.Listener,
         options_json: str,
         plan_json: str,
         peers: list[str],
@@ -136,7 +136,7 @@ class Exchange:
                 world_size=self.world_size,
                 timeout=_STORE_TIMEOUT,
             )
-        core = _KeepingCore(loaded_core.load_core())
+        core = _KeepingCore(core_module.load_core())
         self.session = gradlane.init(
             store=self._store,
             rank=rank,
