@@ -81,10 +81,10 @@ class Channel:
         Args:
             listener: this rank's; it belongs to the channel from now on.
             options_json: an object with `rank` and `world_size` and any of `job`, `generation`,
-                `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: the
-                kernel's choice), `receive_buffer_bytes` (0: the core's choice), `work_depth`, `work_threads` (0: on
-                the I/O thread), `io_threads` (1), `silence_timeout_s`, `progress_timeout_s`,
-                `connect_timeout_s`, `trace`.
+                `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: fitted to
+                the path), `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
+                `work_threads` (0: on the I/O thread), `io_threads` (1), `silence_timeout_s`,
+                `progress_timeout_s`, `connect_timeout_s`, `trace`.
             plan_json: what `plan_json` returned, the same on every rank.
             peers: `host:port` (`[v6]:port`) of every rank.
             secret: what all ranks of the job know.

@@ -34,8 +34,8 @@ pub struct ChannelOptions {
     /// Send buffer of a connection; 0 fits it to the path while sending.
     #[serde(default)]
     pub send_buffer_bytes: u32,
-    /// Receive buffer of a connection. 0 bounds it where several peers are near, so that they cannot
-    /// overrun the port together, and leaves it to the kernel elsewhere.
+    /// Receive buffer of a connection; 0 leaves it to the kernel. Where several peers send at once
+    /// through a port with a short queue, 131,072 keeps them from overrunning it.
     #[serde(default)]
     pub receive_buffer_bytes: u32,
     /// Works (reductions, copies) handed out at once.

@@ -215,31 +215,6 @@ pub(crate) fn path_estimate(socket: BorrowedFd<'_>) -> io::Result<PathEstimate> 
     })
 }
 
-/// The shortest round trip that the kernel has seen on a TCP connection; `None` when it has seen
-/// none or does not tell.
-pub(crate) fn round_trip_min(socket: BorrowedFd<'_>) -> Option<Duration> {
-    /// Where `tcpi_min_rtt`, a `u32` in microseconds, is in `tcp_info` (`linux/tcp.h`).
-    const OFFSET: usize = 148;
-    let mut answer = [0_u8; 256];
-    let mut size = answer.len() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `size` bytes to the array and says how many.
-    check(unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            answer.as_mut_ptr().cast(),
-            &raw mut size,
-        )
-    })
-    .ok()?;
-    let field: [u8; 4] = answer.get(OFFSET..(size as usize))?.first_chunk().copied()?;
-    match u32::from_ne_bytes(field) {
-        0 | u32::MAX => None,
-        micros => Some(Duration::from_micros(micros.into())),
-    }
-}
-
 /// Fills `bytes` with random bytes fit for secrets.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
