@@ -62,7 +62,7 @@ def init(
     silence_timeout_s: float = 30.0,
     progress_timeout_s: float = 1800.0,
     connect_timeout_s: float = 300.0,
-    frame_bytes: int = 50_000,
+    frame_bytes: int = 65_536,
     low_water_bytes: int = 65536,
     send_buffer_bytes: int = 0,
     work_threads: int = 1,

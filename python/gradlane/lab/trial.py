@@ -29,7 +29,7 @@ from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
-from gradlane.lab.workloads.replay import ReplayOptimizer, ReplayWorkload
+from gradlane.lab.workloads.replay import ReplayWorkload
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -139,9 +139,6 @@ def _run_connected(
         paced=request.paced,
     )
     optimizer = workload.make_optimizer(workload.model)
-    if isinstance(optimizer, ReplayOptimizer):
-        # It updates each parameter by itself, which is known of torch's own classes only.
-        optimizer.__dict__["steps_per_parameter"] = True
     communication = connect(
         strategy,
         Place(

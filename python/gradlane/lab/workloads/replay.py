@@ -47,6 +47,9 @@ class ReplayOptimizer(torch.optim.Optimizer):
     fusing, so that NumPy can repeat it. Parameters whose `.grad` is None are left alone.
     """
 
+    steps_per_parameter = True
+    """Each parameter is updated by itself: gradlane may step them as their gradients arrive."""
+
     def __init__(self, params: Iterable[Any], lr: float = LEARNING_RATE) -> None:
         """Create the optimizer over parameters or parameter groups.
 

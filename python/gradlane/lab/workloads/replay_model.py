@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradlane.lab.workloads.gradients import PATTERN_ELEMENTS, GradientPattern, hash_of
+from gradlane.lab.workloads.gradients import (
+    PATTERN_ELEMENTS,
+    Float32Array,
+    GradientPattern,
+    hash_of,
+)
 from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.lab.workloads.schedule import ReplayLayer
 
@@ -99,14 +104,16 @@ class SleepingLayer(nn.Module):
         self.backward_s = layer.backward_s
         self._accelerator = accelerator
         self._first_index = first_index
-        self._memory: list[torch.Tensor] = []
+        self._memory: list[Float32Array] = []
         self._fills: list[GradientFill | None] | None = None
         for index, shape in enumerate(layer.parameters, start=first_index):
             values = torch.zeros(shape.shape)
             bits = hash_of(accelerator.pattern.seed, index) >> 41
             values.view(-1)[-1] = bits * 2.0**-23
-            # Touched here, because the kernel maps new memory as slowly as a step may last.
-            self._memory.append(torch.empty(shape.numel).fill_(0.0))
+            # Touched here, because the kernel maps new memory as slowly as a step may last. The
+            # memory is NumPy's, so that each gradient is a tensor with a storage of its own, as a
+            # computed one is: nobody has to copy it for fear of another reader.
+            self._memory.append(np.full(shape.numel, 0.0, dtype=np.float32))
             self.register_parameter(shape.name.rpartition(".")[2], nn.Parameter(values))
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
@@ -136,7 +143,7 @@ class SleepingLayer(nn.Module):
             while fill is not None and not fill.done:
                 fill.advance()
         gradients = [
-            None if fill is None else self._memory[index].view(parameter.shape)
+            None if fill is None else torch.from_numpy(self._memory[index]).view(parameter.shape)
             for index, (parameter, fill) in enumerate(
                 zip(self._own_parameters(), pieces, strict=True)
             )
@@ -170,19 +177,17 @@ class SleepingLayer(nn.Module):
                     self._fills.append(None)
                     continue
                 if _shares_memory(parameter.grad, self._memory[offset]):
-                    self._memory[offset] = torch.empty(parameter.numel())
+                    self._memory[offset] = np.empty(parameter.numel(), dtype=np.float32)
                 shift, scale = accelerator.pattern.shift_and_scale(
                     self._first_index + offset, accelerator.rank, accelerator.step
                 )
-                target = self._memory[offset]
+                target = torch.from_numpy(self._memory[offset])
                 self._fills.append(GradientFill(target, accelerator.pattern_tensor, shift, scale))
         return self._fills
 
 
-def _shares_memory(gradient: torch.Tensor | None, memory: torch.Tensor) -> bool:
-    if gradient is None:
-        return False
-    return gradient.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+def _shares_memory(gradient: torch.Tensor | None, memory: Float32Array) -> bool:
+    return gradient is not None and gradient.data_ptr() == memory.ctypes.data
 
 
 class _Sleep(torch.autograd.Function):
