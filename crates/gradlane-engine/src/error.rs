@@ -129,9 +129,10 @@ impl fmt::Display for Outstanding {
             write!(f, ", …")?;
         }
         if !self.ranks.is_empty() {
-            write!(f, "; waiting for")?;
+            let mut separator = "; waiting for ";
             for rank in &self.ranks {
-                write!(f, " {rank}")?;
+                write!(f, "{separator}{rank}")?;
+                separator = ", ";
             }
         }
         Ok(())
