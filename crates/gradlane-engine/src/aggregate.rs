@@ -27,7 +27,6 @@ impl Engine {
             return;
         };
         owned.reducing = true;
-        let priority = owned.priority;
         let parts = owned.take_parts();
         if parts.iter().all(|&(_, part)| part == Part::Absent) {
             self.deliver(slice, step, None, false);
