@@ -12,7 +12,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use gradlane_codec::{
-    reduce_mean_with, reduce_sgd_with, Dtype, Mean, SgdMemory, SgdOptions, SgdStep, Variant,
+    reduce_adam_with, reduce_mean_with, reduce_sgd_with, AdamMemory, AdamOptions, AdamStep, Dtype,
+    Mean, SgdMemory, SgdOptions, SgdStep, Variant,
 };
 use serde_json::json;
 
@@ -210,6 +211,41 @@ fn bench_sgd(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
     row("sgd", mean.dtype, variant, &places, speed)
 }
 
+fn bench_adam(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
+    let slice_bytes = SLICE_ELEMENTS * mean.dtype.element_bytes();
+    let state_bytes = SLICE_ELEMENTS * mean.dtype.accumulator().element_bytes();
+    // Gradients, parameters, new parameters and the two means, which are read and written.
+    let place_bytes = (INPUTS + 2) * slice_bytes + 2 * state_bytes;
+    let kernel_bytes = place_bytes + 2 * state_bytes;
+    let mut places = Places::new(place_bytes, working_set_bytes, Some(mean.dtype));
+    let options = AdamOptions {
+        weight_decay: 1e-2,
+        decoupled_weight_decay: true,
+        ..AdamOptions::with_lr(1e-3)
+    };
+    for turn in 0..places.count {
+        let state = places.place(turn).wrapping_add((INPUTS + 2) * slice_bytes);
+        // SAFETY: the two means are the last part of the place.
+        unsafe { std::ptr::write_bytes(state, 0, 2 * state_bytes) };
+    }
+    let speed = places.race(kernel_bytes, |place| {
+        let inputs = inputs_at(place, slice_bytes);
+        let memory = AdamMemory {
+            parameters: place.wrapping_add(INPUTS * slice_bytes),
+            output: place.wrapping_add((INPUTS + 1) * slice_bytes),
+            exp_avg: place.wrapping_add((INPUTS + 2) * slice_bytes),
+            exp_avg_sq: place.wrapping_add((INPUTS + 2) * slice_bytes + state_bytes),
+            copy_to: None,
+        };
+        let step = AdamStep { options, number: 100 };
+        // SAFETY: all buffers are parts of the place that do not overlap.
+        let done =
+            unsafe { reduce_adam_with(variant, mean, step, &inputs, memory, SLICE_ELEMENTS) };
+        done.expect("steps count from 1");
+    });
+    row("adam", mean.dtype, variant, &places, speed)
+}
+
 fn row(kernel: &'static str, dtype: Dtype, variant: Variant, places: &Places, speed: Speed) -> Row {
     Row {
         kernel,
@@ -261,6 +297,7 @@ fn bench_all() -> Vec<Row> {
                 keep(bench_mean("mean", variant, mean, working_set_bytes));
                 keep(bench_mean("mean_absent", variant, absent, working_set_bytes));
                 keep(bench_sgd(variant, mean, working_set_bytes));
+                keep(bench_adam(variant, mean, working_set_bytes));
             }
         }
         keep(bench_checksum("crc32", "crc32fast", crc32fast::hash, working_set_bytes));

@@ -6,7 +6,8 @@
 
 use half::{bf16, f16};
 
-/// Lanes of one floating-point type, with the four operations, each rounded on its own.
+/// Lanes of one floating-point type, with the four operations and the square root, each rounded on
+/// its own.
 ///
 /// The methods are unsafe because a register may need instructions that only some machines have:
 /// they are called inside a function that enables them. Pointers may be unaligned.
@@ -30,6 +31,8 @@ pub(crate) trait Register: Copy {
     unsafe fn multiply(self, other: Self) -> Self;
     /// `self / other`.
     unsafe fn divide(self, other: Self) -> Self;
+    /// The square root, correctly rounded; NaN below zero.
+    unsafe fn square_root(self) -> Self;
 }
 
 /// A type in which sums are formed: f32 or f64.
@@ -45,6 +48,8 @@ pub(crate) trait Accumulator:
     const ZERO: Self;
     /// The nearest value to `value`.
     fn from_f64(value: f64) -> Self;
+    /// The square root, correctly rounded.
+    fn root(self) -> Self;
 }
 
 /// A type that tensors are made of; one element can be held in a register of one lane.
@@ -185,6 +190,10 @@ macro_rules! one_lane {
             unsafe fn divide(self, other: $float) -> $float {
                 self / other
             }
+            #[inline(always)]
+            unsafe fn square_root(self) -> $float {
+                self.sqrt()
+            }
         }
 
         impl Accumulator for $float {
@@ -193,6 +202,10 @@ macro_rules! one_lane {
             #[inline(always)]
             fn from_f64(value: f64) -> $float {
                 $from_f64(value)
+            }
+            #[inline(always)]
+            fn root(self) -> $float {
+                self.sqrt()
             }
         }
     };

@@ -19,17 +19,23 @@
 //! # Structure
 //!
 //! [`Dtype`] names what the bytes are; [`Variant`] names the instruction set, chosen once at run
-//! time. [`reduce_mean`] and [`reduce_sgd`] are the kernels: one generic loop, instantiated for
-//! each register type, beside a scalar oracle that shares none of it. A further optimizer is one
-//! more update of that loop, as in `sgd.rs`. Lossy encodings get a module of their own, `encode`,
-//! with a trait of encode and decode-and-add over the same [`Dtype`] and [`Variant`].
+//! time. [`reduce_mean`], [`reduce_sgd`] and [`reduce_adam`] are the kernels: one generic loop,
+//! instantiated for each register type, beside a scalar oracle that shares none of it. A further
+//! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Lossy encodings get a
+//! module of their own, `encode`, with a trait of encode and decode-and-add over the same [`Dtype`]
+//! and [`Variant`].
 
+mod adam;
 mod dtype;
 mod element;
 mod reduce;
 mod sgd;
 mod variant;
 
+pub use adam::{
+    reduce_adam, reduce_adam_slices, reduce_adam_with, AdamError, AdamMemory, AdamOptions,
+    AdamSlices, AdamStep,
+};
 pub use dtype::Dtype;
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{

@@ -192,6 +192,10 @@ pub enum Buffer {
     Parameters,
     /// The momentum of every element.
     Momentum,
+    /// Adam's mean of the gradients of every element.
+    ExpAvg,
+    /// Adam's mean of the squared gradients of every element.
+    ExpAvgSq,
 }
 
 impl std::fmt::Display for Buffer {
@@ -201,6 +205,8 @@ impl std::fmt::Display for Buffer {
             Buffer::Copy => formatter.write_str("the second output"),
             Buffer::Parameters => formatter.write_str("the parameters"),
             Buffer::Momentum => formatter.write_str("the momentum buffer"),
+            Buffer::ExpAvg => formatter.write_str("exp_avg"),
+            Buffer::ExpAvgSq => formatter.write_str("exp_avg_sq"),
         }
     }
 }

@@ -30,7 +30,7 @@ pub(crate) unsafe fn run_neon<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) 
 /// Makes a vector type a register; bytes are loaded as such, since that asks for no alignment.
 macro_rules! register {
     ($vector:ty, $lane:ty, $splat:ident, $from_bytes:ident, $to_bytes:ident,
-     $add:ident, $subtract:ident, $multiply:ident, $divide:ident) => {
+     $add:ident, $subtract:ident, $multiply:ident, $divide:ident, $square_root:ident) => {
         impl Register for $vector {
             type Lane = $lane;
             const LANES: usize = size_of::<$vector>() / size_of::<$lane>();
@@ -70,6 +70,11 @@ macro_rules! register {
                 // SAFETY: the caller enables the instructions.
                 unsafe { $divide(self, other) }
             }
+            #[inline(always)]
+            unsafe fn square_root(self) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $square_root(self) }
+            }
         }
     };
 }
@@ -83,7 +88,8 @@ register!(
     vaddq_f32,
     vsubq_f32,
     vmulq_f32,
-    vdivq_f32
+    vdivq_f32,
+    vsqrtq_f32
 );
 register!(
     float64x2_t,
@@ -94,7 +100,8 @@ register!(
     vaddq_f64,
     vsubq_f64,
     vmulq_f64,
-    vdivq_f64
+    vdivq_f64,
+    vsqrtq_f64
 );
 
 impl Storage<float32x4_t> for F16 {

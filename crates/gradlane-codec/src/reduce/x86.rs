@@ -69,7 +69,7 @@ pub(crate) unsafe fn run_avx512<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U
 /// Makes a vector type a register, from the intrinsics that do each operation.
 macro_rules! register {
     ($vector:ty, $lane:ty, $splat:ident, $load:ident, $store:ident,
-     $add:ident, $subtract:ident, $multiply:ident, $divide:ident) => {
+     $add:ident, $subtract:ident, $multiply:ident, $divide:ident, $square_root:ident) => {
         impl Register for $vector {
             type Lane = $lane;
             const LANES: usize = size_of::<$vector>() / size_of::<$lane>();
@@ -108,6 +108,11 @@ macro_rules! register {
             unsafe fn divide(self, other: $vector) -> $vector {
                 // SAFETY: the caller enables the instructions.
                 unsafe { $divide(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn square_root(self) -> $vector {
+                // SAFETY: the caller enables the instructions.
+                unsafe { $square_root(self) }
             }
         }
     };

@@ -16,7 +16,8 @@ register!(
     _mm256_add_ps,
     _mm256_sub_ps,
     _mm256_mul_ps,
-    _mm256_div_ps
+    _mm256_div_ps,
+    _mm256_sqrt_ps
 );
 register!(
     __m256d,
@@ -27,7 +28,8 @@ register!(
     _mm256_add_pd,
     _mm256_sub_pd,
     _mm256_mul_pd,
-    _mm256_div_pd
+    _mm256_div_pd,
+    _mm256_sqrt_pd
 );
 
 impl Storage<__m256> for F16 {

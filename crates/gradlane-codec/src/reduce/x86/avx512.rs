@@ -17,7 +17,8 @@ register!(
     _mm512_add_ps,
     _mm512_sub_ps,
     _mm512_mul_ps,
-    _mm512_div_ps
+    _mm512_div_ps,
+    _mm512_sqrt_ps
 );
 register!(
     __m512d,
@@ -28,7 +29,8 @@ register!(
     _mm512_add_pd,
     _mm512_sub_pd,
     _mm512_mul_pd,
-    _mm512_div_pd
+    _mm512_div_pd,
+    _mm512_sqrt_pd
 );
 
 impl Storage<__m512> for F16 {

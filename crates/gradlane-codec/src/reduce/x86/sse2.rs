@@ -17,7 +17,8 @@ register!(
     _mm_add_ps,
     _mm_sub_ps,
     _mm_mul_ps,
-    _mm_div_ps
+    _mm_div_ps,
+    _mm_sqrt_ps
 );
 register!(
     __m128d,
@@ -28,7 +29,8 @@ register!(
     _mm_add_pd,
     _mm_sub_pd,
     _mm_mul_pd,
-    _mm_div_pd
+    _mm_div_pd,
+    _mm_sqrt_pd
 );
 
 impl Storage<__m128> for F16 {
