@@ -1,6 +1,7 @@
 //! Scratch buffers by number. The engine decides when one is needed and when it is free; the driver
 //! owns the bytes. A buffer lives as long as something refers to it: a transmission, a pending
-//! installation, a piece of work.
+//! installation, a piece of work. Its number is used again only after the driver has heard that it
+//! is free: the driver would otherwise free the bytes of the next buffer of that number.
 
 use crate::io::{BufferRef, Event};
 use alloc::collections::VecDeque;
@@ -35,13 +36,37 @@ impl BufferTable {
         assert!(*count > 0, "buffer {} was released twice", buffer.id);
         *count -= 1;
         if *count == 0 {
-            self.free.push(buffer.id);
             events.push_back(Event::BufferFree(buffer));
         }
     }
 
-    /// Number of buffers in use.
+    /// The driver has heard that a buffer is free.
+    pub(crate) fn recycle(&mut self, buffer: BufferRef) {
+        debug_assert_eq!(self.references[buffer.id as usize], 0, "a buffer in use is recycled");
+        self.free.push(buffer.id);
+    }
+
+    /// Number of buffers in use, those included of which the driver has not heard that they are
+    /// free.
     pub(crate) fn in_use(&self) -> usize {
         self.references.len() - self.free.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_used_again_only_after_the_driver_has_heard_of_it() {
+        let (mut table, mut events) = (BufferTable::default(), VecDeque::new());
+        let first = table.acquire(10);
+        table.release(first, &mut events);
+        let second = table.acquire(20);
+        assert_ne!(first.id, second.id);
+        assert_eq!(events, [Event::BufferFree(first)]);
+        table.recycle(first);
+        assert_eq!(table.acquire(30).id, first.id);
+        assert_eq!(table.in_use(), 2);
     }
 }

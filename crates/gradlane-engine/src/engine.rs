@@ -103,6 +103,31 @@ impl Engine {
         }
     }
 
+    /// An engine after step 0, with a priority vector in force from the beginning: for clusters in
+    /// virtual time, whose ranks have no values to spread.
+    ///
+    /// # Panics
+    /// When the rank is outside the plan's world, or the vector has not one entry a tensor.
+    #[must_use]
+    pub fn after_initial(
+        options: EngineOptions,
+        plan: Arc<Plan>,
+        priorities: Vec<Priority>,
+    ) -> Engine {
+        assert_eq!(
+            priorities.len(),
+            plan.tensors.len(),
+            "a priority vector has one entry a tensor"
+        );
+        let mut engine = Engine::new(options, plan);
+        engine.priorities = PriorityTable::with(priorities);
+        engine.worker.begun = true;
+        engine.worker.incomplete = 0;
+        engine.worker.uncontributed = 0;
+        engine.server.skip_initial();
+        engine
+    }
+
     /// The plan.
     #[must_use]
     pub fn plan(&self) -> &Plan {
@@ -384,7 +409,11 @@ impl Engine {
 
     /// The next event.
     pub fn poll_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        let event = self.events.pop_front()?;
+        if let Event::BufferFree(buffer) = event {
+            self.buffers.recycle(buffer);
+        }
+        Some(event)
     }
 
     /// When [`Engine::handle_time`] wants to be called at the latest.

@@ -5,6 +5,7 @@
 use crate::engine::Engine;
 use crate::error::ProtocolError;
 use crate::io::{Landing, Memory, Region};
+use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::server::{Arriving, Part};
 use crate::strategy::PullRule;
@@ -177,16 +178,17 @@ impl Engine {
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
-        let what = self.describe(header);
         let bytes = self.plan.slice_bytes(header.slice);
+        let plan = &self.plan;
+        let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
         if owned.step != header.step || owned.reducing || !contributes {
             let state = if owned.reducing { "reduces" } else { "collects for" };
-            return Err(format!("{what}, but this rank {state} {}", owned.step));
+            return Err(format!("{}, but this rank {state} {}", what(), owned.step));
         }
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
-            return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
+            return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
         if header.length == 0 {
             return Ok(Landing::Nothing);
@@ -217,24 +219,24 @@ impl Engine {
     }
 
     fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
-        let what = self.describe(header);
+        let what = || self.describe(header);
         if header.step != self.worker.step {
-            return Err(format!("{what}, but this rank is in {}", self.worker.step));
+            return Err(format!("{}, but this rank is in {}", what(), self.worker.step));
         }
         let tensor = self.worker.tensor(header.tensor);
         let owes = self.contributes(self.rank(), header.step);
         if owes && tensor.contribution == Contribution::Missing {
-            return Err(format!("{what} without a contribution of this rank"));
+            return Err(format!("{} without a contribution of this rank", what()));
         }
         if self.plan.strategy.pull != PullRule::Broadcast && header.step.0 > 0 && !tensor.pulled {
-            return Err(format!("{what} unasked"));
+            return Err(format!("{} unasked", what()));
         }
         let state = *self.worker.slice(header.slice);
         let arriving = matches!(state.phase, Phase::Landing | Phase::Buffering(_));
         let fresh = state.phase == Phase::Waiting;
         if state.received_bytes != header.offset || !(arriving || fresh) || from == self.rank() {
             let arrived = state.received_bytes;
-            return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
+            return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
         if header.length == 0 {
             return Ok(Landing::Nothing);
@@ -283,7 +285,6 @@ impl Engine {
     }
 
     fn check_notify(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let what = self.describe(header);
         let tensor = self.worker.tensor(header.tensor);
         let slices = self.plan.tensor(header.tensor).slices.len() as u32;
         let expected = self.plan.strategy.pull == PullRule::AfterNotice
@@ -292,12 +293,15 @@ impl Engine {
             && tensor.contribution != Contribution::Missing
             && tensor.announced < slices;
         expected.then_some(()).ok_or_else(|| {
-            format!("{what}, which this rank does not expect in {}", self.worker.step)
+            format!(
+                "{}, which this rank does not expect in {}",
+                self.describe(header),
+                self.worker.step
+            )
         })
     }
 
     fn check_pull(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let what = self.describe(header);
         let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
         let kept = self.server.owed.get(&(header.slice, header.step));
         let ready = kept.is_some_and(|owed| owed.to_pull.contains(from));
@@ -306,7 +310,7 @@ impl Engine {
             && !owned.early_pulls.contains(&from);
         (ready || early)
             .then_some(())
-            .ok_or_else(|| format!("{what}, which is not to be pulled (again)"))
+            .ok_or_else(|| format!("{}, which is not to be pulled (again)", self.describe(header)))
     }
 
     fn take_pull(&mut self, from: Rank, header: &FrameHeader) {
@@ -366,11 +370,15 @@ impl Engine {
 
     /// "Push of slice 7 of "fc.weight" in step 3".
     fn describe(&self, header: &FrameHeader) -> String {
-        let name = self.plan.tensors.get(header.tensor.index()).map(|it| it.spec.name.as_str());
-        let SliceId(slice) = header.slice;
-        let name = name.unwrap_or("an unknown tensor");
-        format!("{:?} of slice {slice} of {name:?} in {}", header.kind, header.step)
+        describe(&self.plan, header)
     }
+}
+
+fn describe(plan: &Plan, header: &FrameHeader) -> String {
+    let name = plan.tensors.get(header.tensor.index()).map(|it| it.spec.name.as_str());
+    let SliceId(slice) = header.slice;
+    let name = name.unwrap_or("an unknown tensor");
+    format!("{:?} of slice {slice} of {name:?} in {}", header.kind, header.step)
 }
 
 fn range(memory: Memory, offset: u64, length: u32) -> Region {

@@ -21,9 +21,11 @@ mod engine;
 mod error;
 mod inbound;
 mod io;
+mod journal;
 mod lifecycle;
 mod plan;
 mod priority;
+mod queue;
 mod rank_set;
 mod scheduler;
 mod server;
@@ -36,6 +38,7 @@ pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
+pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
 pub use plan::{Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,

@@ -24,7 +24,11 @@ pub(crate) struct PriorityTable {
 impl PriorityTable {
     /// Version 0: the order of registration, which is the forward order of most models.
     pub(crate) fn new(tensors: usize) -> PriorityTable {
-        let priorities = (0..tensors).map(|index| Priority(-(index as i32))).collect();
+        PriorityTable::with((0..tensors).map(|index| Priority(-(index as i32))).collect())
+    }
+
+    /// Version 0 with other priorities.
+    pub(crate) fn with(priorities: Vec<Priority>) -> PriorityTable {
         PriorityTable { versions: alloc::vec![Version { version: 0, from: Step(0), priorities }] }
     }
 

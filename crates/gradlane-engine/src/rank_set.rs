@@ -20,9 +20,12 @@ impl RankSet {
     /// All ranks below `world_size` but one.
     pub(crate) fn all_but(world_size: u32, rank: Rank) -> RankSet {
         let mut set = RankSet::empty(world_size);
-        for other in (0..world_size).map(Rank).filter(|&other| other != rank) {
-            set.insert(other);
+        set.words.fill(u64::MAX);
+        if let Some(last) = set.words.last_mut().filter(|_| !world_size.is_multiple_of(64)) {
+            *last = (1 << (world_size % 64)) - 1;
         }
+        set.count = world_size;
+        set.remove(rank);
         set
     }
 
@@ -56,19 +59,27 @@ impl RankSet {
 
     /// The ranks in ascending order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Rank> + '_ {
-        self.words.iter().enumerate().flat_map(|(index, &word)| {
+        self.iter_from(Rank(0))
+    }
+
+    /// The ranks in ascending order, starting after `rank` and going round.
+    pub(crate) fn iter_after(&self, rank: Rank) -> impl Iterator<Item = Rank> + '_ {
+        let later = self.iter_from(Rank(rank.0 + 1));
+        later.chain(self.iter().take_while(move |&other| other <= rank))
+    }
+
+    /// The ranks from `first` on; words before it are not looked at.
+    fn iter_from(&self, first: Rank) -> impl Iterator<Item = Rank> + '_ {
+        let begin = first.index() / 64;
+        self.words.iter().enumerate().skip(begin).flat_map(move |(index, &word)| {
+            let wanted = if index == begin { u64::MAX << (first.0 % 64) } else { u64::MAX };
+            let word = word & wanted;
             core::iter::successors((word != 0).then_some(word), |&rest| {
                 let rest = rest & (rest - 1);
                 (rest != 0).then_some(rest)
             })
             .map(move |rest| Rank(index as u32 * 64 + rest.trailing_zeros()))
         })
-    }
-
-    /// The ranks in ascending order, starting after `rank` and going round.
-    pub(crate) fn iter_after(&self, rank: Rank) -> impl Iterator<Item = Rank> + '_ {
-        let later = self.iter().filter(move |&other| other > rank);
-        later.chain(self.iter().take_while(move |&other| other <= rank))
     }
 }
 
@@ -93,6 +104,29 @@ mod tests {
             }
             let ranks: Vec<u32> = set.iter().map(|rank| rank.0).collect();
             prop_assert_eq!(ranks, model.iter().copied().collect::<Vec<_>>());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn all_but_one_is_every_other_rank(world_size in 1..200_u32, rank in 0..200_u32) {
+            let ranks: Vec<u32> =
+                RankSet::all_but(world_size, Rank(rank)).iter().map(|it| it.0).collect();
+            let others: Vec<u32> = (0..world_size).filter(|&other| other != rank).collect();
+            prop_assert_eq!(ranks, others);
+        }
+
+        #[test]
+        fn going_round_is_the_order_turned(
+            members in proptest::collection::btree_set(0..150_u32, 0..150), rank in 0..150_u32,
+        ) {
+            let mut set = RankSet::empty(150);
+            members.iter().for_each(|&member| { set.insert(Rank(member)); });
+            let round: Vec<u32> = set.iter_after(Rank(rank)).map(|it| it.0).collect();
+            let later = members.iter().filter(|&&member| member > rank);
+            let turned: Vec<u32> =
+                later.chain(members.iter().filter(|&&member| member <= rank)).copied().collect();
+            prop_assert_eq!(round, turned);
         }
     }
 

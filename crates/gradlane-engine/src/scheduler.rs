@@ -6,9 +6,11 @@
 //! reported as sent; one frame always goes, so a slice larger than the credit never starves.
 
 use crate::io::{Payload, Region, Transmit};
+use crate::queue::{Queue, Unicast};
 use crate::rank_set::RankSet;
 use crate::strategy::Order;
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, HEADER_BYTES};
@@ -115,15 +117,9 @@ impl Message {
     }
 }
 
-#[derive(Debug)]
-struct Unicast {
-    message: Message,
-    offset: u64,
-}
-
 #[derive(Debug, Default)]
 struct Peer {
-    queue: BTreeMap<Key, Unicast>,
+    queue: Queue,
     in_flight_bytes: u64,
     writable: bool,
     /// The entry of this peer in `Scheduler::heads`.
@@ -132,7 +128,7 @@ struct Peer {
 
 #[derive(Debug)]
 struct Shared {
-    message: Message,
+    message: Arc<Message>,
     owed: RankSet,
 }
 
@@ -141,7 +137,8 @@ pub(crate) struct Scheduler {
     rank: Rank,
     frame_bytes: u32,
     credit_bytes: u64,
-    peers: BTreeMap<Rank, Peer>,
+    /// By rank.
+    peers: Vec<Peer>,
     /// Head of each peer's queue, for the peers that can take it now.
     heads: BTreeSet<(Key, Rank)>,
     shared: BTreeMap<Key, Shared>,
@@ -160,7 +157,7 @@ impl Scheduler {
             rank,
             frame_bytes,
             credit_bytes,
-            peers: BTreeMap::new(),
+            peers: (0..world_size).map(|_| Peer::default()).collect(),
             heads: BTreeSet::new(),
             shared: BTreeMap::new(),
             open: RankSet::empty(world_size),
@@ -169,35 +166,37 @@ impl Scheduler {
 
     /// Queues a message to one peer.
     pub(crate) fn push(&mut self, peer: Rank, key: Key, message: Message) {
-        self.insert(peer, key, Unicast { message, offset: 0 });
+        self.insert(peer, key, Unicast { message: Arc::new(message), offset: 0 });
     }
 
     /// Queues a message to several peers as one entry.
     pub(crate) fn push_shared(&mut self, owed: RankSet, key: Key, message: Message) {
         if !owed.is_empty() {
-            self.shared.insert(key, Shared { message, owed });
+            self.shared.insert(key, Shared { message: Arc::new(message), owed });
         }
     }
 
     pub(crate) fn set_writable(&mut self, peer: Rank, writable: bool) {
-        self.peers.entry(peer).or_default().writable = writable;
-        self.reindex(peer);
+        let state = &mut self.peers[peer.index()];
+        if state.writable != writable {
+            state.writable = writable;
+            self.reindex(peer);
+        }
     }
 
     /// A frame handed out by `poll` is with the kernel.
     pub(crate) fn sent(&mut self, transmit: &Transmit) {
         let bytes = frame_cost(transmit.header.length);
-        if let Some(peer) = self.peers.get_mut(&transmit.peer) {
-            assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
-            peer.in_flight_bytes -= bytes;
-        }
+        let peer = &mut self.peers[transmit.peer.index()];
+        assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
+        peer.in_flight_bytes -= bytes;
         self.reindex(transmit.peer);
     }
 
     /// Drops everything queued; what was handed out stays accounted for.
     pub(crate) fn clear(&mut self) {
         self.shared.clear();
-        for peer in self.peers.values_mut() {
+        for peer in &mut self.peers {
             peer.queue.clear();
             peer.indexed = None;
         }
@@ -207,7 +206,7 @@ impl Scheduler {
     /// Whether nothing is queued and nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.shared.is_empty()
-            && self.peers.values().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
+            && self.peers.iter().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
     }
 
     /// The most urgent frame that may go now.
@@ -242,15 +241,17 @@ impl Scheduler {
             }
             let entry = self.shared.remove(&key)?;
             for peer in entry.owed.iter() {
-                self.insert(peer, key, Unicast { message: entry.message.clone(), offset: 0 });
+                let message = Arc::clone(&entry.message);
+                self.insert(peer, key, Unicast { message, offset: 0 });
             }
         }
     }
 
     fn emit_unicast(&mut self, key: Key, rank: Rank) -> Transmit {
         let frame_bytes = self.frame_bytes;
-        let peer = self.peers.entry(rank).or_default();
-        let mut entry = peer.queue.remove(&key).expect("an indexed head is in its queue");
+        let peer = &mut self.peers[rank.index()];
+        let (first, mut entry) = peer.queue.pop_first().expect("an indexed head is in its queue");
+        debug_assert_eq!(first, key, "the indexed entry is the head");
         let length = entry.message.frame_length(entry.offset, frame_bytes);
         let transmit = entry.message.frame(rank, entry.offset, length);
         peer.in_flight_bytes += frame_cost(length);
@@ -268,37 +269,34 @@ impl Scheduler {
         let message = if entry.owed.is_empty() {
             self.shared.remove(&key)?.message
         } else {
-            entry.message.clone()
+            Arc::clone(&entry.message)
         };
         self.insert(rank, key, Unicast { message, offset: 0 });
         Some(self.emit_unicast(key, rank))
     }
 
     fn insert(&mut self, peer: Rank, key: Key, entry: Unicast) {
-        self.peers.entry(peer).or_default().queue.insert(key, entry);
+        self.peers[peer.index()].queue.insert(key, entry);
         self.reindex(peer);
     }
 
     /// Whether a peer can take a frame with this key now: it has room, and nothing more urgent of
     /// its own queue waits for more room than there is.
     fn can_take(&self, peer: Rank, key: Key, length: u32) -> bool {
-        self.peers.get(&peer).is_some_and(|it| {
-            let passes_over = it.queue.first_key_value().is_some_and(|(&head, _)| head < key);
-            it.can_take(length, self.credit_bytes) && !passes_over
-        })
+        let peer = &self.peers[peer.index()];
+        let passes_over = peer.queue.first().is_some_and(|(head, _)| head < key);
+        peer.can_take(length, self.credit_bytes) && !passes_over
     }
 
     /// Brings `heads` and `open` up to date for one peer.
     fn reindex(&mut self, rank: Rank) {
-        let Some(peer) = self.peers.get_mut(&rank) else {
-            return;
-        };
+        let peer = &mut self.peers[rank.index()];
         if peer.can_take(0, self.credit_bytes) {
             self.open.insert(rank);
         } else {
             self.open.remove(rank);
         }
-        let head = peer.queue.first_key_value().and_then(|(&key, entry)| {
+        let head = peer.queue.first().and_then(|(key, entry)| {
             let length = entry.message.frame_length(entry.offset, self.frame_bytes);
             peer.can_take(length, self.credit_bytes).then_some(key)
         });
