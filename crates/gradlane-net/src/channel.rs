@@ -15,14 +15,14 @@ use crate::listener::Listener;
 use crate::memory::UserMemory;
 use crate::mesh::{self, INTERRUPT_EVERY};
 use crate::metrics::{count, Metrics, MetricsReading};
+use crate::optimizer::{Rule, StateKind, StateRead};
 use crate::options::ChannelOptions;
 use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::{Trace, TraceEntry};
-use gradlane_codec::SgdOptions;
-use gradlane_engine::{Plan, UsageError};
-use gradlane_units::{Priority, Rank, Step, TensorId};
+use gradlane_engine::{Journal, Plan, UsageError};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -91,6 +91,7 @@ impl Channel {
             ready: ReadyBoard::new(plan.tensors.len()),
             metrics,
             trace: Trace::new(options.trace),
+            journal: Mutex::new(None),
             ended: OnceLock::new(),
             usage: Mutex::new(None),
         });
@@ -208,16 +209,75 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses too.
-    pub fn set_optimizer(&self, rows: Vec<(TensorId, SgdOptions)>) -> Result<(), ChannelError> {
+    pub fn set_optimizer(&self, rows: Vec<(TensorId, Rule)>) -> Result<(), ChannelError> {
         self.check()?;
-        for (tensor, options) in &rows {
+        for (tensor, rule) in &rows {
             Ledger::check_tensor(&self.plan, *tensor)?;
-            options.validate().map_err(|error| {
+            rule.validate().map_err(|error| {
                 let name = &self.plan.tensor(*tensor).spec.name;
                 UsageError::Argument(format!("optimizer settings of tensor {name:?}: {error}"))
             })?;
         }
         self.shared.command(Command::SetOptimizer(rows));
+        Ok(())
+    }
+
+    /// In the step that has just begun, and until settings are given again, slices with a gradient
+    /// are not updated: their owners broadcast optimizer state in place of parameters. Every rank
+    /// has to ask for the same. Where it lands is told by `set_parameter`.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`].
+    pub fn read_state(&self, read: StateRead) -> Result<(), ChannelError> {
+        self.check()?;
+        self.shared.command(Command::ReadState(read));
+        Ok(())
+    }
+
+    /// Forgets all optimizer state on this rank; between steps.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`].
+    pub fn clear_state(&self) -> Result<(), ChannelError> {
+        self.check()?;
+        self.shared.command(Command::ClearState);
+        Ok(())
+    }
+
+    /// Puts a tensor's optimizer state in place, between steps: `values` are those of the whole
+    /// tensor in the order of its storage, of which this rank keeps what it owns.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or another number of values.
+    pub fn load_state(
+        &self,
+        tensor: TensorId,
+        kind: StateKind,
+        values: &[f32],
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        let spec = &self.plan.tensor(tensor).spec;
+        if values.len() as u64 != spec.numel {
+            return Err(ChannelError::Usage(UsageError::Argument(format!(
+                "{} of tensor {:?} has {} elements, the tensor {}",
+                kind.name(),
+                spec.name,
+                values.len(),
+                spec.numel
+            ))));
+        }
+        let owned: Vec<(SliceId, Vec<f32>)> = self
+            .plan
+            .slices_of(tensor)
+            .filter(|&slice| self.plan.slice(slice).owner == self.rank)
+            .map(|id| {
+                let slice = self.plan.slice(id);
+                let start = slice.start as usize;
+                (id, values[start..start + slice.length as usize].to_vec())
+            })
+            .collect();
+        self.shared.command(Command::LoadState(kind, owned));
         Ok(())
     }
 
@@ -374,6 +434,11 @@ impl Channel {
     #[must_use]
     pub fn take_trace(&self) -> Vec<TraceEntry> {
         self.shared.trace.take()
+    }
+
+    /// After the end of a session with the option `journal`: what the engine heard and decided, once.
+    pub fn take_journal(&self) -> Option<Journal> {
+        lock(&self.shared.journal).take()
     }
 
     /// Why the session has failed, if it has.

@@ -16,7 +16,7 @@ use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
-use gradlane_engine::{Engine, EngineOptions, Event, Failure, Payload, Plan, Transmit};
+use gradlane_engine::{EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Transmit};
 use gradlane_units::{Rank, Step, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::io;
@@ -59,7 +59,7 @@ pub(crate) struct Link {
 /// Everything that the I/O thread owns.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    pub(crate) engine: Engine,
+    pub(crate) engine: JournaledEngine,
     /// By rank; none for this rank itself.
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) memory: MemoryTable,
@@ -91,7 +91,7 @@ impl Driver {
             progress_timeout: options.progress_timeout(),
             generation: options.generation,
         };
-        let mut engine = Engine::new(engine_options, Arc::clone(plan));
+        let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
         let mut links = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
             links.push(match stream {
@@ -199,6 +199,18 @@ impl Driver {
                     self.works.set_optimizer(rows);
                     Ok(())
                 }
+                Command::ReadState(read) => {
+                    self.works.read_state(read);
+                    Ok(())
+                }
+                Command::ClearState => {
+                    self.works.clear_state();
+                    Ok(())
+                }
+                Command::LoadState(kind, slices) => {
+                    self.works.load_state(kind, slices);
+                    Ok(())
+                }
                 Command::StepEnd(step) => self.engine.step_end(step),
                 Command::Needed(tensors, step) => {
                     // Need is a wish: what became ready in the meantime needs nothing.
@@ -233,7 +245,8 @@ impl Driver {
             while let Some(transmit) = self.engine.poll_transmit() {
                 self.stage(transmit);
             }
-            while let Some(rank) = self.dirty.pop() {
+            // In the order of choice: the most urgent frame reaches its socket first.
+            for rank in std::mem::take(&mut self.dirty) {
                 progressed = true;
                 sent_bytes += self.flush(rank);
             }

@@ -5,6 +5,7 @@
 
 use crate::driver::{Driver, Ending};
 use crate::error::ChannelFailure;
+use crate::ready::lock;
 use crate::shared::Ended;
 use crate::syscall::{EpollEvents, Scatter};
 use gradlane_engine::Failure;
@@ -21,6 +22,7 @@ impl Driver {
     /// Ends the session. Afterwards the driver is of no further use.
     pub(crate) fn conclude(&mut self, ending: Ending) {
         self.works.stop();
+        *lock(&self.shared.journal) = self.engine.take_journal();
         match ending {
             Ending::Closed => {
                 for link in self.links.iter().flatten().filter(|link| link.open) {

@@ -110,6 +110,6 @@ fn run_guarded(job: Job) -> Done {
     let (id, slice) = (job.id, job.slice);
     catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
         let text = crate::shared::panic_text(&*panic);
-        Done { id, slice, momentum: None, result: Err(format!("a kernel panicked: {text}")) }
+        Done { id, slice, state: None, result: Err(format!("a kernel panicked: {text}")) }
     })
 }

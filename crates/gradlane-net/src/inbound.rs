@@ -5,13 +5,13 @@ use crate::memory::{MemoryTable, Span};
 use crate::metrics::count;
 use crate::shared::Shared;
 use crate::trace::Direction;
-use gradlane_engine::{Engine, Landing, ProtocolError};
+use gradlane_engine::{JournaledEngine, Landing, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
 
 /// What receiving needs of the driver.
 pub(crate) struct Inbound<'a> {
-    pub(crate) engine: &'a mut Engine,
+    pub(crate) engine: &'a mut JournaledEngine,
     pub(crate) memory: &'a mut MemoryTable,
     pub(crate) shared: &'a Shared,
     pub(crate) peer: Rank,

@@ -1,19 +1,17 @@
 //! Works as the engine describes them, turned into calls of the kernels in `gradlane-codec`.
 //!
-//! A job owns everything that it needs: checked spans, settings, the momentum of its slice. It can
+//! A job owns everything that it needs: checked spans, settings, the optimizer state of its slice. It can
 //! run on any thread, and runs once.
 
 use crate::memory::Span;
-use gradlane_codec::{reduce_mean, reduce_sgd, Mean, SgdMemory, SgdOptions, SgdStep};
+use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
+use gradlane_codec::{
+    reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, Mean, SgdMemory,
+    SgdOptions, SgdStep,
+};
 use gradlane_engine::WorkId;
 use gradlane_units::{Dtype, SliceId};
 use std::num::NonZeroU32;
-
-/// Momentum of one slice, in f32, and whether it was set before.
-#[derive(Debug, Default)]
-pub(crate) struct Momentum {
-    values: Vec<f32>,
-}
 
 /// Inputs in rank order and how they are averaged.
 #[derive(Debug)]
@@ -36,8 +34,15 @@ pub(crate) enum Kernel {
         from: Contributions,
         parameters: Span,
         output: Span,
-        options: SgdOptions,
-        momentum: Momentum,
+        rule: Rule,
+        state: SliceState,
+    },
+    /// Optimizer state goes where parameters go otherwise.
+    ReadState {
+        read: StateRead,
+        dtype: Dtype,
+        output: Span,
+        state: SliceState,
     },
     Copy {
         from: Span,
@@ -58,7 +63,7 @@ pub(crate) struct Job {
 pub(crate) struct Done {
     pub(crate) id: WorkId,
     pub(crate) slice: SliceId,
-    pub(crate) momentum: Option<Momentum>,
+    pub(crate) state: Option<SliceState>,
     pub(crate) result: Result<(), String>,
 }
 
@@ -68,6 +73,7 @@ impl Job {
         match &self.kernel {
             Kernel::Reduce { from, output, .. } => (from.inputs.len() + 1) * output.length(),
             Kernel::Apply { from, output, .. } => (from.inputs.len() + 3) * output.length(),
+            Kernel::ReadState { output, .. } => 3 * output.length(),
             Kernel::Copy { from, .. } => 2 * from.length(),
         }
     }
@@ -75,18 +81,22 @@ impl Job {
     /// Runs the job.
     pub(crate) fn run(self) -> Done {
         let Job { id, slice, kernel } = self;
-        let (result, momentum) = match kernel {
+        let (result, state) = match kernel {
             Kernel::Copy { from, to } => {
                 from.copy_to(to);
                 (Ok(()), None)
             }
             Kernel::Reduce { from, output, copy_to } => (reduce(&from, output, copy_to), None),
-            Kernel::Apply { from, parameters, output, options, mut momentum } => {
-                let result = apply(&from, parameters, output, options, &mut momentum);
-                (result, Some(momentum))
+            Kernel::Apply { from, parameters, output, rule, mut state } => {
+                let result = apply(&from, parameters, output, rule, &mut state);
+                (result, Some(state))
+            }
+            Kernel::ReadState { read, dtype, output, mut state } => {
+                let result = read_state(read, dtype, output, &mut state);
+                (result, Some(state))
             }
         };
-        Done { id, slice, momentum, result }
+        Done { id, slice, state, result }
     }
 }
 
@@ -102,7 +112,7 @@ fn reduce(from: &Contributions, output: Span, copy_to: Option<Span>) -> Result<(
         return Ok(());
     }
     let mean = mean_of(from)?;
-    let inputs: Vec<*const u8> = from.inputs.iter().map(|it| it.pointer().cast_const()).collect();
+    let inputs = pointers(from);
     let elements = output.length() / mean.dtype.element_bytes();
     // SAFETY: all spans are registered and have `elements` elements (checked above); the engine
     // gives an output to one work at a time, and it is an input exactly or not at all.
@@ -116,32 +126,97 @@ fn apply(
     from: &Contributions,
     parameters: Span,
     output: Span,
-    options: SgdOptions,
-    momentum: &mut Momentum,
+    rule: Rule,
+    state: &mut SliceState,
 ) -> Result<(), String> {
     let lengths = from.inputs.iter().chain([&parameters]).map(|span| span.length());
     same_length(lengths, output.length())?;
+    match rule {
+        Rule::Sgd(options) => apply_sgd(from, parameters, output, options, state),
+        Rule::Adam { options, steps } => {
+            apply_adam(from, parameters, output, options, steps, state)
+        }
+    }
+}
+
+/// The spans are equally long.
+fn apply_sgd(
+    from: &Contributions,
+    parameters: Span,
+    output: Span,
+    options: SgdOptions,
+    state: &mut SliceState,
+) -> Result<(), String> {
     let mean = mean_of(from)?;
     let elements = output.length() / mean.dtype.element_bytes();
-    let first = momentum.values.is_empty();
+    let momentum = state.values(StateKind::MomentumBuffer);
+    let first = momentum.is_empty();
     if options.has_momentum() && first {
-        momentum.values.resize(elements, 0.0);
+        momentum.resize(elements, 0.0);
     }
-    let buffer = options.has_momentum().then(|| momentum.values.as_mut_ptr().cast::<u8>());
-    if buffer.is_some() && momentum.values.len() != elements {
-        return Err(format!("momentum of {} elements for {elements}", momentum.values.len()));
+    if options.has_momentum() {
+        same_elements(StateKind::MomentumBuffer, momentum.len(), elements)?;
     }
-    let inputs: Vec<*const u8> = from.inputs.iter().map(|it| it.pointer().cast_const()).collect();
     let memory = SgdMemory {
         parameters: parameters.pointer().cast_const(),
-        momentum_buffer: buffer,
+        momentum_buffer: options.has_momentum().then(|| momentum.as_mut_ptr().cast::<u8>()),
         output: output.pointer(),
         copy_to: None,
     };
+    let inputs = pointers(from);
     // SAFETY: all spans are registered and have `elements` elements, like the momentum (checked
     // above); the engine gives an output to one work at a time.
     unsafe { reduce_sgd(mean, SgdStep { options, first }, &inputs, memory, elements) }
         .map_err(|error| error.to_string())
+}
+
+/// The spans are equally long.
+fn apply_adam(
+    from: &Contributions,
+    parameters: Span,
+    output: Span,
+    options: AdamOptions,
+    steps: u64,
+    state: &mut SliceState,
+) -> Result<(), String> {
+    let mean = mean_of(from)?;
+    let elements = output.length() / mean.dtype.element_bytes();
+    for kind in [StateKind::ExpAvg, StateKind::ExpAvgSq] {
+        let values = state.values(kind);
+        if steps == 0 {
+            values.clear();
+            values.resize(elements, 0.0);
+        }
+        same_elements(kind, values.len(), elements)?;
+    }
+    let memory = AdamMemory {
+        parameters: parameters.pointer().cast_const(),
+        exp_avg: state.values(StateKind::ExpAvg).as_mut_ptr().cast(),
+        exp_avg_sq: state.values(StateKind::ExpAvgSq).as_mut_ptr().cast(),
+        output: output.pointer(),
+        copy_to: None,
+    };
+    let step = AdamStep { options, number: steps + 1 };
+    let inputs = pointers(from);
+    // SAFETY: all spans are registered and have `elements` elements, like both means (checked
+    // above); the engine gives an output to one work at a time.
+    unsafe { reduce_adam(mean, step, &inputs, memory, elements) }.map_err(|error| error.to_string())
+}
+
+fn read_state(
+    read: StateRead,
+    dtype: Dtype,
+    output: Span,
+    state: &mut SliceState,
+) -> Result<(), String> {
+    let element_bytes = dtype.bytes() as usize;
+    let bytes = state.bytes(read, element_bytes, output.length() / element_bytes)?;
+    output.write(&bytes);
+    Ok(())
+}
+
+fn pointers(from: &Contributions) -> Vec<*const u8> {
+    from.inputs.iter().map(|it| it.pointer().cast_const()).collect()
 }
 
 fn mean_of(from: &Contributions) -> Result<Mean, String> {
@@ -163,4 +238,11 @@ fn same_length(lengths: impl Iterator<Item = usize>, expected: usize) -> Result<
         }
     }
     Ok(())
+}
+
+fn same_elements(kind: StateKind, found: usize, expected: usize) -> Result<(), String> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(format!("{} has {found} elements where the slice has {expected}", kind.name()))
 }

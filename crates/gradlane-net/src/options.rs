@@ -59,13 +59,16 @@ pub struct ChannelOptions {
     /// Whether every frame is recorded (see `Channel::take_trace`).
     #[serde(default)]
     pub trace: bool,
+    /// Whether all that the engine hears and decides is kept (see `Channel::take_journal`). It grows
+    /// without limit.
+    #[serde(default)]
+    pub journal: bool,
 }
 
-/// A frame with its header fits one buffer of the kernel's segmentation offload (64 kB with all
-/// headers). Frames of 65,536 bytes leave a second, tiny packet each: over loopback this costs half
-/// as much CPU time again. A default slice of f32 is four such frames without a rest.
+/// What fills a short send buffer. Smaller frames leave shaped ports idle more often, at less CPU
+/// time over loopback (decision 5).
 const fn default_frame_bytes() -> u32 {
-    50_000
+    65_536
 }
 fn default_credit_bytes() -> u64 {
     default_frame_bytes().into()
@@ -113,6 +116,7 @@ impl ChannelOptions {
             progress_timeout_s: default_progress_timeout_s(),
             connect_timeout_s: default_connect_timeout_s(),
             trace: false,
+            journal: false,
         }
     }
 

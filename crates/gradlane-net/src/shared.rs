@@ -3,12 +3,12 @@
 use crate::error::{ChannelError, ChannelFailure};
 use crate::memory::UserMemory;
 use crate::metrics::Metrics;
+use crate::optimizer::{Rule, StateKind, StateRead};
 use crate::poller::Poller;
 use crate::ready::{lock, ReadyBoard};
 use crate::trace::Trace;
-use gradlane_codec::SgdOptions;
-use gradlane_engine::UsageError;
-use gradlane_units::{Priority, Step, TensorId};
+use gradlane_engine::{Journal, UsageError};
+use gradlane_units::{Priority, SliceId, Step, TensorId};
 use std::any::Any;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -19,7 +19,10 @@ pub(crate) enum Command {
     GradientReady(TensorId, Step, UserMemory),
     TensorAbsent(TensorId, Step, UserMemory),
     SetParameter(TensorId, UserMemory),
-    SetOptimizer(Vec<(TensorId, SgdOptions)>),
+    SetOptimizer(Vec<(TensorId, Rule)>),
+    ReadState(StateRead),
+    ClearState,
+    LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
     StepEnd(Step),
     Needed(Vec<TensorId>, Step),
     SwitchPriorities(Vec<Priority>),
@@ -44,6 +47,8 @@ pub(crate) struct Shared {
     pub(crate) ready: ReadyBoard,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) trace: Trace,
+    /// What the engine heard and decided, once the session has ended.
+    pub(crate) journal: Mutex<Option<Journal>>,
     pub(crate) ended: OnceLock<Ended>,
     /// The first misuse that only the engine has noticed; it is raised at the next call.
     pub(crate) usage: Mutex<Option<UsageError>>,

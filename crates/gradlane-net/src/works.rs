@@ -1,12 +1,12 @@
 //! Works between the engine and the kernels: regions become checked spans, slices keep their
-//! momentum, tensors their optimizer settings.
+//! optimizer state, tensors their optimizer settings.
 
 use crate::executor::Executor;
-use crate::kernels::{Contributions, Done, Job, Kernel, Momentum};
+use crate::kernels::{Contributions, Done, Job, Kernel};
 use crate::memory::MemoryTable;
-use gradlane_codec::SgdOptions;
-use gradlane_engine::{Engine, Operation, Plan, Region, Work};
-use gradlane_units::TensorId;
+use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
+use gradlane_engine::{JournaledEngine, Operation, Plan, Region, Work};
+use gradlane_units::{SliceId, TensorId};
 use std::sync::Arc;
 
 /// Works in flight and what lives between them.
@@ -15,9 +15,11 @@ pub(crate) struct Works {
     executor: Executor,
     plan: Arc<Plan>,
     /// Per tensor: settings in force from the last `set_optimizer` on.
-    optimizer: Vec<Option<SgdOptions>>,
-    /// Per slice: momentum of the slices that this rank updates.
-    momentum: Vec<Option<Momentum>>,
+    rules: Vec<Option<Rule>>,
+    /// Set in steps that broadcast state in place of parameters.
+    reading: Option<StateRead>,
+    /// Per slice: optimizer state of the slices that this rank updates.
+    states: Vec<Option<SliceState>>,
     done: Vec<Done>,
     in_flight: u64,
 }
@@ -28,17 +30,37 @@ impl Works {
         Works {
             executor,
             plan: Arc::clone(plan),
-            optimizer: vec![None; plan.tensors.len()],
-            momentum: (0..plan.slices.len()).map(|_| None).collect(),
+            rules: vec![None; plan.tensors.len()],
+            reading: None,
+            states: (0..plan.slices.len()).map(|_| None).collect(),
             done: Vec::new(),
             in_flight: 0,
         }
     }
 
     /// Settings in force from now on.
-    pub(crate) fn set_optimizer(&mut self, rows: Vec<(TensorId, SgdOptions)>) {
-        for (tensor, options) in rows {
-            self.optimizer[tensor.index()] = Some(options);
+    pub(crate) fn set_optimizer(&mut self, rows: Vec<(TensorId, Rule)>) {
+        self.reading = None;
+        for (tensor, rule) in rows {
+            self.rules[tensor.index()] = Some(rule);
+        }
+    }
+
+    /// From now on slices are not updated: their state is broadcast.
+    pub(crate) fn read_state(&mut self, read: StateRead) {
+        self.reading = Some(read);
+    }
+
+    /// Forgets all optimizer state.
+    pub(crate) fn clear_state(&mut self) {
+        self.states.fill_with(|| None);
+    }
+
+    /// Puts optimizer state of slices that this rank owns in place.
+    pub(crate) fn load_state(&mut self, kind: StateKind, slices: Vec<(SliceId, Vec<f32>)>) {
+        for (slice, values) in slices {
+            let state = self.states[slice.index()].get_or_insert_default();
+            *state.values(kind) = values;
         }
     }
 
@@ -56,7 +78,7 @@ impl Works {
     /// any.
     pub(crate) fn advance(
         &mut self,
-        engine: &mut Engine,
+        engine: &mut JournaledEngine,
         memory: &mut MemoryTable,
     ) -> Result<bool, String> {
         let mut progressed = false;
@@ -81,10 +103,10 @@ impl Works {
         Ok(progressed)
     }
 
-    fn report(&mut self, done: Done, engine: &mut Engine) -> Result<(), String> {
+    fn report(&mut self, done: Done, engine: &mut JournaledEngine) -> Result<(), String> {
         self.in_flight = self.in_flight.saturating_sub(1);
-        if done.momentum.is_some() {
-            self.momentum[done.slice.index()] = done.momentum;
+        if done.state.is_some() {
+            self.states[done.slice.index()] = done.state;
         }
         if let Err(reason) = done.result {
             let tensor = self.plan.slice(done.slice).tensor;
@@ -98,14 +120,14 @@ impl Works {
     fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
         let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
-        let kernel = match &work.operation {
-            Operation::Copy { from, to } => {
+        let kernel = match (&work.operation, self.reading) {
+            (Operation::Copy { from, to }, _) => {
                 if from.length != to.length {
                     return Err(format!("a copy of {} to {} bytes", from.length, to.length));
                 }
                 Kernel::Copy { from: locate(from)?, to: locate(to)? }
             }
-            Operation::Reduce { inputs, absent, divisor, output, copy_to } => Kernel::Reduce {
+            (Operation::Reduce { inputs, absent, divisor, output, copy_to }, _) => Kernel::Reduce {
                 from: Contributions {
                     inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
                     absent: *absent,
@@ -115,7 +137,13 @@ impl Works {
                 output: locate(output)?,
                 copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
             },
-            Operation::ReduceApply { inputs, absent, divisor, parameters, output } => {
+            (Operation::ReduceApply { output, .. }, Some(read)) => Kernel::ReadState {
+                read,
+                dtype,
+                output: locate(output)?,
+                state: self.states[work.slice.index()].take().unwrap_or_default(),
+            },
+            (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
                 Kernel::Apply {
                     from: Contributions {
                         inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
@@ -125,9 +153,9 @@ impl Works {
                     },
                     parameters: locate(parameters)?,
                     output: locate(output)?,
-                    options: self.optimizer[work.tensor.index()]
+                    rule: self.rules[work.tensor.index()]
                         .ok_or("no optimizer settings: call set_optimizer before gradients")?,
-                    momentum: self.momentum[work.slice.index()].take().unwrap_or_default(),
+                    state: self.states[work.slice.index()].take().unwrap_or_default(),
                 }
             }
         };

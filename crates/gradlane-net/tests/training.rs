@@ -4,7 +4,7 @@
 mod support;
 
 use gradlane_engine::{Role, Update};
-use gradlane_net::{ChannelError, SgdOptions, UserMemory};
+use gradlane_net::{AdamOptions, ChannelError, Rule, SgdOptions, StateKind, StateRead, UserMemory};
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 use support::{
     check_means, contribute, deadline, each_rank, never, plan, plan_for, run_step, specs, tensor,
@@ -257,7 +257,7 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
             channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
         }
         for step in 1..5 {
-            let rows = (0..2).map(|it| (TensorId(it), sgd_options)).collect();
+            let rows = (0..2).map(|it| (TensorId(it), Rule::Sgd(sgd_options))).collect();
             channel.set_optimizer(rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
             for (index, elements) in expected.iter_mut().enumerate() {
@@ -270,6 +270,180 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
                     let found = &parameters[index].bytes[element * 4..][..4];
                     assert_eq!(found, parameter.to_le_bytes(), "step {step}, {index}, {element}");
                 }
+            }
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+    });
+}
+
+/// One step of AdamW as torch writes it, without fused operations, from the means before it.
+fn adamw(
+    options: AdamOptions,
+    parameter: f32,
+    gradient: f32,
+    (mean, square): &mut (f32, f32),
+    step: i32,
+) -> f32 {
+    let AdamOptions { lr, beta1, beta2, eps, weight_decay, .. } = options;
+    let parameter = parameter * (1.0 - lr * weight_decay) as f32;
+    *mean += (1.0 - beta1) as f32 * (gradient - *mean);
+    *square = *square * beta2 as f32 + (((1.0 - beta2) as f32) * gradient) * gradient;
+    let correction = (1.0 - beta2.powf(f64::from(step))).powf(0.5) as f32;
+    let rate = -(lr / (1.0 - beta1.powf(f64::from(step)))) as f32;
+    parameter + (rate * *mean) / (square.sqrt() / correction + eps as f32)
+}
+
+/// What a rank reads of a model's state, tensor by tensor, in a step of its own.
+fn read_state(channel: &gradlane_net::Channel, step: u64, kind: StateKind) -> Vec<Vec<f32>> {
+    let specs = specs(channel);
+    let room = || -> Vec<Tensor> {
+        specs.iter().map(|spec| Tensor { bytes: vec![0; 4 * spec.numel as usize] }).collect()
+    };
+    let (mut landings, mut dummies) = (room(), room());
+    channel.step_begin(Step(step)).expect("a step");
+    channel.read_state(StateRead { kind, part: 0 }).expect("a read");
+    for (index, (landing, dummy)) in landings.iter_mut().zip(&mut dummies).enumerate() {
+        let tensor = TensorId(index as u32);
+        channel.set_parameter(tensor, landing.memory()).expect("a landing");
+        let gives = index as u32 % channel.plan().world_size == channel.rank().0;
+        let memory = dummy.memory();
+        if gives {
+            channel.gradient_ready(tensor, Step(step), memory).expect("a gradient");
+        } else {
+            channel.tensor_absent(tensor, Step(step), memory).expect("no gradient");
+        }
+    }
+    channel.step_end(Step(step)).expect("the end of the step");
+    channel.wait_step(Step(step), &mut never).expect("the state");
+    let floats = |bytes: &[u8]| -> Vec<f32> {
+        bytes.chunks_exact(4).map(|it| f32::from_le_bytes(it.try_into().expect("4"))).collect()
+    };
+    landings.iter().map(|landing| floats(&landing.bytes)).collect()
+}
+
+#[test]
+fn adam_on_the_servers_with_state_that_goes_out_and_comes_in() {
+    let world_size = 3;
+    let model = vec![tensor("weight", 2_500, Dtype::F32), tensor("bias", 5, Dtype::F32)];
+    let plan = plan_for(model, "p3", 700, world_size, Update::Server);
+    let channels = world(world_size, &plan);
+    each_rank(channels, move |channel| {
+        let specs = specs(&channel);
+        let mut parameters = run_step(&channel, 0).expect("step 0");
+        let mut expected: Vec<Vec<(f32, (f32, f32))>> = specs
+            .iter()
+            .enumerate()
+            .map(|(index, spec)| {
+                (0..spec.numel).map(|it| (support::value(0, 0, index, it), (0.0, 0.0))).collect()
+            })
+            .collect();
+        let options = AdamOptions {
+            weight_decay: 0.1,
+            decoupled_weight_decay: true,
+            ..AdamOptions::with_lr(0.01)
+        };
+        let mut step = 0;
+        for taken in 0..4_u64 {
+            step += 1;
+            for (index, parameter) in parameters.iter_mut().enumerate() {
+                let memory = parameter.memory();
+                channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
+            }
+            let rule = Rule::Adam { options, steps: taken };
+            let rows = (0..2).map(|it| (TensorId(it), rule)).collect();
+            channel.set_optimizer(rows).expect("settings");
+            let _gradients = run_step(&channel, step).expect("a step");
+            for (index, elements) in expected.iter_mut().enumerate() {
+                for (element, (parameter, means)) in elements.iter_mut().enumerate() {
+                    let sum = (0..world_size)
+                        .map(|rank| support::value(rank, step, index, element as u64))
+                        .reduce(|sum, next| sum + next)
+                        .unwrap_or(0.0);
+                    let gradient = sum / world_size as f32;
+                    *parameter = adamw(options, *parameter, gradient, means, taken as i32 + 1);
+                    let found = &parameters[index].bytes[element * 4..][..4];
+                    assert_eq!(found, parameter.to_le_bytes(), "step {step}, {index}, {element}");
+                }
+            }
+            if taken != 1 {
+                continue;
+            }
+            // State goes out on every rank alike, is forgotten, and comes in again.
+            let mut states = Vec::new();
+            for kind in [StateKind::ExpAvg, StateKind::ExpAvgSq] {
+                step += 1;
+                states.push((kind, read_state(&channel, step, kind)));
+            }
+            channel.clear_state().expect("no state");
+            for (kind, tensors) in &states {
+                for (index, values) in tensors.iter().enumerate() {
+                    let wanted: Vec<f32> = expected[index]
+                        .iter()
+                        .map(|(_, means)| match kind {
+                            StateKind::ExpAvg => means.0,
+                            _ => means.1,
+                        })
+                        .collect();
+                    assert_eq!(values, &wanted, "{kind:?} of tensor {index}");
+                    let tensor = TensorId(index as u32);
+                    channel.load_state(tensor, *kind, values).expect("state");
+                    assert!(channel.load_state(tensor, *kind, &values[1..]).is_err());
+                }
+            }
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+    });
+}
+
+#[test]
+fn adam_without_its_state_fails_the_session() {
+    let plan = plan_for(vec![tensor("weight", 50, Dtype::F32)], "p3", 700, 1, Update::Server);
+    each_rank(world(1, &plan), move |channel| {
+        let mut parameters = run_step(&channel, 0).expect("step 0");
+        channel.set_parameter(TensorId(0), parameters[0].memory()).expect("a parameter");
+        let rule = Rule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
+        channel.set_optimizer(vec![(TensorId(0), rule)]).expect("settings");
+        let Err(error) = run_step(&channel, 1) else { panic!("a step without state") };
+        let error = error.to_string();
+        assert!(error.contains("exp_avg has 0 elements where the slice has 50"), "{error}");
+    });
+}
+
+/// Owners then take a new buffer for each mean, while others become free.
+#[test]
+fn gradients_that_one_rank_alone_has_keep_their_bytes() {
+    let world_size = 2;
+    let model: Vec<_> =
+        (0..6).map(|it| tensor(&format!("weight {it}"), 300_000, Dtype::F32)).collect();
+    let plan = plan(model, "p3", 50_000, world_size);
+    each_rank(world(world_size, &plan), move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        let specs = specs(&channel);
+        let gives = |index: usize, step: u64| (index as u64 + step) % u64::from(world_size);
+        for step in 1..8 {
+            let mut gradients: Vec<Tensor> = specs
+                .iter()
+                .enumerate()
+                .map(|(index, spec)| support::gradient(channel.rank().0, step, index, spec))
+                .collect();
+            channel.step_begin(Step(step)).expect("a step");
+            for (index, gradient) in gradients.iter_mut().enumerate() {
+                let tensor = TensorId(index as u32);
+                let memory = gradient.memory();
+                if gives(index, step) == u64::from(channel.rank().0) {
+                    channel.gradient_ready(tensor, Step(step), memory).expect("a gradient");
+                } else {
+                    channel.tensor_absent(tensor, Step(step), memory).expect("no gradient");
+                }
+            }
+            channel.step_end(Step(step)).expect("the end of the step");
+            channel.wait_step(Step(step), &mut never).expect("the means");
+            for (index, (spec, found)) in specs.iter().zip(&gradients).enumerate() {
+                let rank = gives(index, step) as u32;
+                let mean = |it| support::value(rank, step, index, it) / world_size as f32;
+                let expected: Vec<u8> =
+                    (0..spec.numel).flat_map(|it| mean(it).to_le_bytes()).collect();
+                assert!(found.bytes == expected, "tensor {index} in step {step}");
             }
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");

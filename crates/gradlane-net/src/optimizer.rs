@@ -1,0 +1,170 @@
+//! Optimizers on the servers: the rule that a tensor is updated by, and the state that a slice keeps.
+//!
+//! State is f32, one value an element of the slice, and stays on the rank that owns the slice. It
+//! comes in from tensors that lie whole on every rank, and goes out through a step in which the
+//! owners broadcast it in place of parameters.
+
+use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
+
+/// How a tensor is updated in a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Stochastic gradient descent.
+    Sgd(SgdOptions),
+    /// Adam or AdamW.
+    Adam {
+        /// Hyper-parameters.
+        options: AdamOptions,
+        /// Steps that the tensor has taken before.
+        steps: u64,
+    },
+}
+
+impl Rule {
+    /// Checks what torch checks when an optimizer is made.
+    ///
+    /// # Errors
+    /// [`RuleError`] with the setting that is wrong.
+    pub fn validate(&self) -> Result<(), RuleError> {
+        match self {
+            Rule::Sgd(options) => Ok(options.validate()?),
+            Rule::Adam { options, .. } => Ok(options.validate()?),
+        }
+    }
+}
+
+/// Settings that make no sense.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RuleError {
+    /// Of SGD.
+    #[error(transparent)]
+    Sgd(#[from] SgdError),
+    /// Of Adam.
+    #[error(transparent)]
+    Adam(#[from] AdamError),
+}
+
+/// One kind of state, by torch's name for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateKind {
+    /// `momentum_buffer` of SGD.
+    MomentumBuffer,
+    /// `exp_avg` of Adam.
+    ExpAvg,
+    /// `exp_avg_sq` of Adam.
+    ExpAvgSq,
+}
+
+impl StateKind {
+    /// The kind with a name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<StateKind> {
+        match name {
+            "momentum_buffer" => Some(StateKind::MomentumBuffer),
+            "exp_avg" => Some(StateKind::ExpAvg),
+            "exp_avg_sq" => Some(StateKind::ExpAvgSq),
+            _ => None,
+        }
+    }
+
+    /// Torch's name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            StateKind::MomentumBuffer => "momentum_buffer",
+            StateKind::ExpAvg => "exp_avg",
+            StateKind::ExpAvgSq => "exp_avg_sq",
+        }
+    }
+}
+
+/// What a step broadcasts in place of parameters.
+///
+/// State has four bytes an element. A tensor of four-byte elements takes them at once, one of
+/// two-byte elements the lower half in part 0 and the upper half in part 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateRead {
+    /// What is read.
+    pub kind: StateKind,
+    /// Which half, for tensors of two-byte elements.
+    pub part: u8,
+}
+
+/// State of one slice; empty where it has none.
+#[derive(Debug, Default)]
+pub(crate) struct SliceState {
+    momentum_buffer: Vec<f32>,
+    exp_avg: Vec<f32>,
+    exp_avg_sq: Vec<f32>,
+}
+
+impl SliceState {
+    /// The values of a kind.
+    pub(crate) fn values(&mut self, kind: StateKind) -> &mut Vec<f32> {
+        match kind {
+            StateKind::MomentumBuffer => &mut self.momentum_buffer,
+            StateKind::ExpAvg => &mut self.exp_avg,
+            StateKind::ExpAvgSq => &mut self.exp_avg_sq,
+        }
+    }
+
+    /// The bytes of a kind's values as they travel in elements of `element_bytes`.
+    ///
+    /// # Errors
+    /// When there is no such state for `elements` elements, or elements are not of 2 or 4 bytes.
+    pub(crate) fn bytes(
+        &mut self,
+        read: StateRead,
+        element_bytes: usize,
+        elements: usize,
+    ) -> Result<Vec<u8>, String> {
+        let values = self.values(read.kind);
+        if values.len() != elements {
+            let (found, name) = (values.len(), read.kind.name());
+            return Err(format!("{name} of {found} elements is asked for as {elements}"));
+        }
+        let words = values.iter().map(|value| value.to_bits());
+        match element_bytes {
+            4 => Ok(words.flat_map(u32::to_ne_bytes).collect()),
+            2 => {
+                let shift = 16 * u32::from(read.part.min(1));
+                Ok(words.flat_map(|word| ((word >> shift) as u16).to_ne_bytes()).collect())
+            }
+            other => Err(format!("state travels in elements of 2 or 4 bytes, not {other}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_travels_whole_or_in_halves() {
+        let mut state = SliceState::default();
+        state.values(StateKind::ExpAvg).extend([1.5_f32, -0.0, f32::MIN_POSITIVE]);
+        let read = |part| StateRead { kind: StateKind::ExpAvg, part };
+        let whole = state.bytes(read(0), 4, 3).expect("it is there");
+        let low = state.bytes(read(0), 2, 3).expect("it is there");
+        let high = state.bytes(read(1), 2, 3).expect("it is there");
+        for element in 0..3 {
+            let half = |bytes: &[u8]| {
+                u32::from(u16::from_ne_bytes([bytes[2 * element], bytes[2 * element + 1]]))
+            };
+            let word = u32::from_ne_bytes(whole[4 * element..][..4].try_into().expect("4 bytes"));
+            assert_eq!(half(&low) | half(&high) << 16, word);
+        }
+        assert!(state.bytes(read(0), 4, 2).is_err());
+        assert!(state.bytes(read(0), 8, 3).is_err());
+        let other = StateRead { kind: StateKind::MomentumBuffer, part: 0 };
+        assert!(state.bytes(other, 4, 3).is_err());
+    }
+
+    #[test]
+    fn names_are_torchs() {
+        for name in ["momentum_buffer", "exp_avg", "exp_avg_sq"] {
+            assert_eq!(StateKind::from_name(name).map(StateKind::name), Some(name));
+        }
+        assert_eq!(StateKind::from_name("max_exp_avg_sq"), None);
+    }
+}

@@ -1,0 +1,104 @@
+//! What the engine decided over real sockets follows from what it heard: the journal of a run on
+//! loopback, told to a new engine, gives the same landings, frames, works and events.
+
+mod support;
+
+use gradlane_engine::{Decision, Input, Journal};
+use gradlane_units::{Dtype, Priority, Step};
+use support::{
+    check_means, contribute, deadline, each_rank, never, plan, run_step, specs, tensor, world_with,
+    PATIENCE,
+};
+
+const WORLD: u32 = 3;
+
+fn journals(strategy: &'static str) -> Vec<Journal> {
+    let tensors = vec![
+        tensor("first", 40_000, Dtype::F32),
+        tensor("second", 25_000, Dtype::F32),
+        tensor("last", 90_000, Dtype::F32),
+    ];
+    let plan = plan(tensors, strategy, 10_000, WORLD);
+    let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
+        options.journal = true;
+        options.frame_bytes = 7_000;
+        options.credit_bytes = 7_000;
+    });
+    each_rank(channels, |channel| {
+        for step in 0..5 {
+            if step == 2 && channel.rank().0 == 0 {
+                let order = vec![Priority(-2), Priority(0), Priority(-1)];
+                channel.switch_priorities(order).expect("a switch");
+            }
+            let tensors = run_step(&channel, step).expect("a step");
+            check_means(WORLD, step, &specs(&channel), &tensors);
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.take_journal().expect("it was asked for")
+    })
+}
+
+fn conforms(strategy: &'static str) {
+    let journals = journals(strategy);
+    let count = |wanted: &dyn Fn(&Decision) -> bool| {
+        let entries = journals.iter().flat_map(Journal::entries);
+        entries.filter(|(_, decision)| wanted(decision)).count()
+    };
+    // Three tensors, five steps: each is reduced once and leaves its owner and its workers.
+    assert!(count(&|it| matches!(it, Decision::Work(Some(_)))) >= 15);
+    assert!(count(&|it| matches!(it, Decision::Transmit(Some(_)))) >= 15 * 4);
+    for journal in &journals {
+        journal.replay().unwrap_or_else(|divergence| panic!("{strategy}: {divergence}"));
+    }
+}
+
+#[test]
+fn a_replay_of_p3_decides_the_same() {
+    conforms("p3");
+}
+
+#[test]
+fn a_replay_of_slicing_decides_the_same() {
+    conforms("slicing");
+}
+
+#[test]
+fn a_replay_of_kvstore_decides_the_same() {
+    conforms("kvstore");
+}
+
+#[test]
+fn a_replay_of_deferred_pull_decides_the_same() {
+    conforms("deferred-pull");
+}
+
+#[test]
+fn a_replay_notices_an_input_that_is_missing() {
+    let journal = journals("p3").remove(1);
+    let mut decided = journal.entries().iter().enumerate().filter(|(_, (input, _))| {
+        matches!(input, Input::Frame(..) | Input::WorkDone(_) | Input::GradientReady(..))
+    });
+    let (entry, _) = decided.nth(20).expect("a run of many frames");
+    assert!(journal.without(entry).replay().is_err());
+}
+
+#[test]
+fn the_end_of_a_failed_session_is_replayed_too() {
+    let plan = plan(vec![tensor("only", 50_000, Dtype::F32)], "p3", 10_000, WORLD);
+    let channels = world_with("127.0.0.1", WORLD, &plan, |options| options.journal = true);
+    let journals = each_rank(channels, |channel| {
+        // Rank 2 may give up before another rank has all of its initial values.
+        let _values = run_step(&channel, 0);
+        if channel.rank().0 == 2 {
+            channel.abort("this rank has had enough");
+        } else if let Ok(_memory) = contribute(&channel, 1) {
+            let ended = channel.wait_step(Step(1), &mut deadline());
+            assert!(ended.is_err(), "rank 2 never contributed");
+        }
+        assert!(channel.failure().is_some());
+        channel.take_journal().expect("it was asked for")
+    });
+    for journal in journals {
+        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+    }
+}
