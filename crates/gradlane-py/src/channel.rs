@@ -3,8 +3,8 @@
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
 use gradlane_net::{
-    Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction, SgdOptions,
-    UserMemory,
+    AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
+    Rule, SgdOptions, StateKind, StateRead, UserMemory,
 };
 use gradlane_units::{Priority, Step, TensorId};
 use pyo3::exceptions::PyValueError;
@@ -12,22 +12,91 @@ use pyo3::prelude::*;
 use serde::Deserialize;
 use std::time::Duration;
 
-/// One row of `set_optimizer`.
+/// One row of `set_optimizer`: settings that some tensors share.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct OptimizerRow {
-    tensor: u32,
-    lr: f64,
-    #[serde(default)]
-    momentum: f64,
-    #[serde(default)]
-    dampening: f64,
-    #[serde(default)]
-    weight_decay: f64,
-    #[serde(default)]
-    nesterov: bool,
-    #[serde(default)]
-    maximize: bool,
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+enum OptimizerRow {
+    Sgd {
+        tensors: Vec<u32>,
+        lr: f64,
+        #[serde(default)]
+        momentum: f64,
+        #[serde(default)]
+        dampening: f64,
+        #[serde(default)]
+        weight_decay: f64,
+        #[serde(default)]
+        nesterov: bool,
+        #[serde(default)]
+        maximize: bool,
+    },
+    Adam {
+        tensors: Vec<u32>,
+        /// Steps that each of the tensors has taken.
+        steps: Vec<u64>,
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        eps: f64,
+        #[serde(default)]
+        weight_decay: f64,
+        #[serde(default)]
+        decoupled_weight_decay: bool,
+        #[serde(default)]
+        maximize: bool,
+    },
+}
+
+impl OptimizerRow {
+    /// The rule of each tensor; `None` when the row has not as many steps as tensors.
+    fn rules(self) -> Option<Vec<(TensorId, Rule)>> {
+        match self {
+            OptimizerRow::Sgd {
+                tensors,
+                lr,
+                momentum,
+                dampening,
+                weight_decay,
+                nesterov,
+                maximize,
+            } => {
+                let options =
+                    SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
+                let rule = Rule::Sgd(options);
+                Some(tensors.into_iter().map(|tensor| (TensorId(tensor), rule)).collect())
+            }
+            OptimizerRow::Adam {
+                tensors,
+                steps,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                decoupled_weight_decay,
+                maximize,
+            } => {
+                let options = AdamOptions {
+                    lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
+                    decoupled_weight_decay,
+                    maximize,
+                };
+                let rule = |(tensor, steps)| (TensorId(tensor), Rule::Adam { options, steps });
+                (tensors.len() == steps.len())
+                    .then(|| tensors.into_iter().zip(steps).map(rule).collect())
+            }
+        }
+    }
+}
+
+/// The kind of state with a name.
+fn state_kind(name: &str) -> PyResult<StateKind> {
+    StateKind::from_name(name)
+        .ok_or_else(|| PyValueError::new_err(format!("{name:?} is no state of an optimizer")))
 }
 
 /// A row of `take_trace`: time in nanoseconds of the monotonic clock, "tx" or "rx", kind of the
@@ -114,18 +183,43 @@ impl Channel {
         self.channel.set_parameter(TensorId(tensor), memory(pointer, nbytes)).map_err(translate)
     }
 
-    /// Give hyper-parameters of SGD, a row a tensor, before the first gradient of the step.
+    /// Give hyper-parameters, a row for tensors that share them, before the step's first gradient.
     fn set_optimizer(&self, step: u64, rows_json: &str) -> PyResult<()> {
-        let rows: Vec<OptimizerRow> = serde_json::from_str(rows_json).map_err(|error| {
-            PyValueError::new_err(format!("optimizer settings of step {step}: {error}"))
-        })?;
-        let rows = rows.into_iter().map(|row| {
-            let OptimizerRow { lr, momentum, dampening, weight_decay, nesterov, maximize, .. } =
-                row;
-            let options = SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-            (TensorId(row.tensor), options)
-        });
-        self.channel.set_optimizer(rows.collect()).map_err(translate)
+        let refuse = |text: String| {
+            PyValueError::new_err(format!("optimizer settings of step {step}: {text}"))
+        };
+        let rows: Vec<OptimizerRow> =
+            serde_json::from_str(rows_json).map_err(|error| refuse(error.to_string()))?;
+        let mut rules = Vec::new();
+        for row in rows {
+            let row = row.rules().ok_or_else(|| refuse("not as many steps as tensors".into()))?;
+            rules.extend(row);
+        }
+        self.channel.set_optimizer(rules).map_err(translate)
+    }
+
+    /// Make the step that has just begun one that broadcasts optimizer state.
+    fn read_state(&self, name: &str, part: u8) -> PyResult<()> {
+        let read = StateRead { kind: state_kind(name)?, part };
+        self.channel.read_state(read).map_err(translate)
+    }
+
+    /// Forget all optimizer state.
+    fn clear_state(&self) -> PyResult<()> {
+        self.channel.clear_state().map_err(translate)
+    }
+
+    /// Keep what this rank owns of a tensor's state: `count` f32 values at an address.
+    fn load_state(&self, tensor: u32, name: &str, pointer: usize, count: usize) -> PyResult<()> {
+        let kind = state_kind(name)?;
+        if pointer == 0 || !pointer.is_multiple_of(align_of::<f32>()) {
+            return Err(PyValueError::new_err(format!("{pointer:#x} is no address of f32 values")));
+        }
+        let values = std::ptr::with_exposed_provenance::<f32>(pointer);
+        // SAFETY: the adapter holds a contiguous f32 tensor of that many elements during the call;
+        // this is what the stub file asks of callers. The address is aligned and not null.
+        let values = unsafe { std::slice::from_raw_parts(values, count) };
+        self.channel.load_state(TensorId(tensor), kind, values).map_err(translate)
     }
 
     /// Say that the step's gradients are all given (`optimizer.step()` was called).

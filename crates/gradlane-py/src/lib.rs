@@ -8,6 +8,7 @@ mod channel;
 mod errors;
 mod listener;
 mod plan;
+mod simulate;
 
 /// The compiled core of gradlane.
 #[pyo3::pymodule]
@@ -20,4 +21,6 @@ mod _core {
     use crate::listener::Listener;
     #[pymodule_export]
     use crate::plan::plan_json;
+    #[pymodule_export]
+    use crate::simulate::simulate;
 }

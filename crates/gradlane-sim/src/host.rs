@@ -1,0 +1,175 @@
+//! The host of a rank: the I/O thread, which does one thing after another, and the work threads.
+
+use crate::calendar::Kind;
+use crate::node::Input;
+use crate::simulation::Run;
+use crate::trace::{Lane, Subject};
+use gradlane_engine::{Engine, Event, Operation, Work};
+use gradlane_units::Rank;
+use gradlane_wire::{FrameHeader, HEADER_BYTES};
+use std::cmp::Reverse;
+
+impl Run {
+    /// Something for the I/O thread: heard at once, or when it has done what it is doing.
+    pub(crate) fn hear(&mut self, rank: u32, input: Input) {
+        let now = self.now;
+        let node = &mut self.nodes[rank as usize];
+        if node.inbox.is_empty() && node.busy_until <= now {
+            self.handle(rank, input);
+            return;
+        }
+        node.inbox.push_back(input);
+        if !std::mem::replace(&mut node.will_listen, true) {
+            self.calendar.at(node.busy_until, Kind::Listen, rank);
+        }
+    }
+
+    pub(crate) fn listen(&mut self, rank: u32) {
+        let node = &mut self.nodes[rank as usize];
+        node.will_listen = false;
+        while let Some(input) = self.nodes[rank as usize].inbox.pop_front() {
+            self.handle(rank, input);
+            let node = &mut self.nodes[rank as usize];
+            if node.busy_until > self.now {
+                if !node.inbox.is_empty() {
+                    node.will_listen = true;
+                    self.calendar.at(node.busy_until, Kind::Listen, rank);
+                }
+                return;
+            }
+        }
+    }
+
+    /// The I/O thread hears something now, tells the engine and does what it asks for. What it does
+    /// to the outside happens when its time has passed.
+    fn handle(&mut self, rank: u32, input: Input) {
+        let begin = self.now;
+        let charges = self.charges;
+        let frames = &mut self.frames;
+        let node = &mut self.nodes[rank as usize];
+        let engine = &mut node.engine;
+        let mut time = begin;
+        let result = match input {
+            Input::Header(number) => {
+                let header = frames.get(number);
+                engine
+                    .handle_header(header.sender, &header)
+                    .map(|_| ())
+                    .map_err(|it| it.to_string())
+            }
+            Input::Frame(number, is_new) => {
+                let header = frames.remove(number);
+                let weight = f64::from(self.fold.weights[header.sender.index()]);
+                let bytes = f64::from(header.length) + HEADER_BYTES as f64;
+                let cost = charges.receive_frame + charges.receive_byte * bytes;
+                time += (cost * weight) as u64;
+                receive(engine, &header, is_new)
+            }
+            Input::Writable(peer) => {
+                engine.handle_writable(Rank(peer), true);
+                Ok(())
+            }
+            Input::Worked(id) => {
+                engine.handle_work_done(id);
+                Ok(())
+            }
+            Input::Begin(step) => engine.step_begin(step).map_err(|it| it.to_string()),
+            Input::Gradient(tensor, step) => {
+                time += charges.command;
+                engine.gradient_ready(tensor, step).map_err(|it| it.to_string())
+            }
+            Input::Needed(tensor, step) => {
+                // Need is a wish: what became ready in the meantime needs nothing.
+                let _ = engine.tensor_needed(tensor, step);
+                Ok(())
+            }
+            Input::End(step) => engine.step_end(step).map_err(|it| it.to_string()),
+        };
+        if let Err(reason) = result {
+            self.fail(rank, reason);
+            return;
+        }
+        if let Input::Writable(peer) = input {
+            time = self.flush(rank, peer, time);
+        }
+        time = self.pump(rank, time);
+        self.meters.io_ns += time - begin;
+        self.nodes[rank as usize].busy_until = time;
+    }
+
+    /// Does what the engine asks for until it asks for nothing; the time when that is done.
+    fn pump(&mut self, rank: u32, mut time: u64) -> u64 {
+        let index = rank as usize;
+        loop {
+            let mut progressed = false;
+            while let Some(work) = self.nodes[index].engine.poll_work() {
+                progressed = true;
+                self.start_work(rank, &work, time);
+            }
+            while let Some(transmit) = self.nodes[index].engine.poll_transmit() {
+                progressed = true;
+                time = self.offer(rank, transmit, time);
+            }
+            while let Some(event) = self.nodes[index].engine.poll_event() {
+                progressed = true;
+                self.on_event(rank, event, time);
+            }
+            if !progressed {
+                return time;
+            }
+        }
+    }
+
+    fn on_event(&mut self, rank: u32, event: Event, time: u64) {
+        match event {
+            Event::TensorReady { tensor, step, .. } => {
+                let time = time + self.charges.wake;
+                let accelerator = &mut self.nodes[rank as usize].accelerator;
+                if accelerator.result(tensor, step.0, time) {
+                    self.calendar.at(time, Kind::Compute, rank);
+                }
+            }
+            Event::Failed(failure) => self.fail(rank, failure.to_string()),
+            Event::StepComplete { .. }
+            | Event::PlanSwitched { .. }
+            | Event::BufferFree(_)
+            | Event::Closed => {}
+        }
+    }
+
+    fn start_work(&mut self, rank: u32, work: &Work, time: u64) {
+        let copies = f64::from(self.workers) / self.nodes.len() as f64;
+        let bytes = match &work.operation {
+            Operation::Copy { from, .. } => from.length as f64,
+            Operation::Reduce { inputs, output, .. }
+            | Operation::ReduceApply { inputs, output, .. } => {
+                inputs.len() as f64 * copies * output.length as f64
+            }
+        };
+        let cost = (self.charges.work + self.charges.reduce_byte * bytes) as u64;
+        let node = &mut self.nodes[rank as usize];
+        let thread = node.work_until.iter_mut().min().expect("there is a work thread");
+        let begin = time.max(*thread);
+        let end = begin + cost;
+        *thread = end;
+        node.works.push(Reverse((end, work.id)));
+        self.meters.work_ns += cost;
+        self.calendar.at(end, Kind::Worked, rank);
+        let bytes = self.plan.slice_bytes(work.slice) as u32;
+        let subject = Subject::Slice { kind: None, slice: work.slice, peer: rank, bytes };
+        self.span(rank, Lane::Reduce, work.step, subject, begin, end);
+    }
+
+    pub(crate) fn worked(&mut self, rank: u32) {
+        if let Some(Reverse((_, id))) = self.nodes[rank as usize].works.pop() {
+            self.hear(rank, Input::Worked(id));
+        }
+    }
+}
+
+fn receive(engine: &mut Engine, header: &FrameHeader, is_new: bool) -> Result<(), String> {
+    if is_new {
+        engine.handle_header(header.sender, header).map_err(|it| it.to_string())?;
+    }
+    engine.handle_frame(header.sender, header).map_err(|it| it.to_string())
+}

@@ -1,0 +1,37 @@
+//! The engine over virtual time: a cluster of the same engines that `gradlane-net` drives, on a
+//! modelled network, with hosts that charge time for frames and reductions.
+//!
+//! A [`Scenario`] says everything; [`simulate`] gives a [`Report`] and, where asked for, a
+//! [`Trace`]. Same scenario, same bytes.
+//!
+//! [`ring_fused`] is a separate, small model of what Horovod does, as one of the papers has it.
+
+#![forbid(unsafe_code)]
+
+mod accelerator;
+mod calendar;
+mod costs;
+mod error;
+mod fold;
+mod frames;
+mod host;
+mod network;
+mod node;
+mod outcome;
+mod port;
+mod profile;
+mod report;
+mod request;
+pub mod ring_fused;
+mod scenario;
+mod simulation;
+mod trace;
+
+pub use costs::{Costs, GOODPUT_SHARE};
+pub use error::SimError;
+pub use profile::{Profile, ProfiledTensor, TENSORS_MAX};
+pub use report::{Report, TensorWait, Utilization};
+pub use request::answer;
+pub use scenario::{Network, Outputs, Scenario, StrategyChoice};
+pub use simulation::{simulate, Outcome};
+pub use trace::{Lane, Span, Subject, Trace};

@@ -1,0 +1,65 @@
+//! One rank: its engine, the I/O thread that drives it, its work threads and its accelerator.
+//!
+//! The I/O thread does one thing after another, as `gradlane-net`'s does: what it hears while it is
+//! busy waits in its inbox.
+
+use crate::accelerator::Accelerator;
+use gradlane_engine::{Engine, Transmit, WorkId};
+use gradlane_units::{Step, TensorId};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+
+/// What the I/O thread hears.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Input {
+    /// The header of a frame is here.
+    Header(u32),
+    /// All of a frame is here; `true` when its header was not heard before.
+    Frame(u32, bool),
+    /// The connection to this rank takes bytes again.
+    Writable(u32),
+    /// The work thread has finished.
+    Worked(WorkId),
+    /// The application has begun a step.
+    Begin(Step),
+    /// The application hands over a gradient.
+    Gradient(TensorId, Step),
+    /// The application waits for a tensor.
+    Needed(TensorId, Step),
+    /// The application has ended a step.
+    End(Step),
+}
+
+/// The sending side of a connection, as the kernel has it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Connection {
+    /// Bytes that the kernel has taken and the peer has not got.
+    pub(crate) held_bytes: u32,
+    /// Those of them that have not begun to leave.
+    pub(crate) waiting_bytes: u32,
+    /// Whether the engine was told that it takes no more.
+    pub(crate) busy: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) engine: Engine,
+    pub(crate) accelerator: Accelerator,
+    /// By rank.
+    pub(crate) connections: Vec<Connection>,
+    /// Frames that the engine has chosen and the kernel has not taken, by rank.
+    pub(crate) unsent: BTreeMap<u32, VecDeque<Transmit>>,
+    pub(crate) inbox: VecDeque<Input>,
+    /// When the I/O thread has done what it heard last.
+    pub(crate) busy_until: u64,
+    /// Whether it will look into its inbox then.
+    pub(crate) will_listen: bool,
+    /// When each work thread has done all that it was given.
+    pub(crate) work_until: Vec<u64>,
+    /// Works with their ends, the first to end first.
+    pub(crate) works: BinaryHeap<Reverse<(u64, WorkId)>>,
+    /// When the accelerator's present stretch of computing began.
+    pub(crate) computes_since: u64,
+    /// Slowness of this rank: 1 is the profile's time.
+    pub(crate) slowness: f64,
+}

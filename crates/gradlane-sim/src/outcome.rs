@@ -1,0 +1,72 @@
+//! What a finished run comes to.
+
+use crate::node::Node;
+use crate::report::{median, Report, TensorWait, Utilization};
+use crate::scenario::Scenario;
+use crate::simulation::{Outcome, Run};
+
+impl Run {
+    /// Adds up a run that has finished.
+    pub(crate) fn outcome(self, scenario: &Scenario) -> Outcome {
+        assert_eq!(self.frames.len(), 0, "a frame was sent and has not arrived");
+        let sent = self.meters.sent_bytes;
+        assert_eq!(sent, self.meters.received_bytes, "as many bytes arrive as were sent");
+        let steps = scenario.steps as usize;
+        let ranks = self.nodes.len() as f64;
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / ranks;
+        let steps_s: Vec<f64> = (0..steps)
+            .map(|step| {
+                let length = |node: &Node| {
+                    let ends = &node.accelerator.forward_ends;
+                    (ends[step + 1] - ends[step]) as f64 / 1e9
+                };
+                mean(&mut self.nodes.iter().map(length))
+            })
+            .collect();
+        let waits = scenario.profile.tensors.iter().enumerate().map(|(index, tensor)| {
+            let waited = |node: &Node| node.accelerator.waited[index] as f64 / 1e9;
+            let wait_s = mean(&mut self.nodes.iter().map(waited)) / steps as f64;
+            TensorWait { name: tensor.name.clone(), wait_s }
+        });
+        let step_s = median(&steps_s);
+        let workers = f64::from(scenario.workers);
+        let goodput_bps = scenario.network.goodput_bps();
+        let port_bytes = 2.0 * (workers - 1.0) / workers * scenario.profile.bytes() as f64;
+        let compute_s = scenario.profile.compute_s;
+        let all: f64 = steps_s.iter().sum();
+        let per_step = |bytes: &u64| *bytes as f64 / steps as f64;
+        let weighted = |rank: usize| f64::from(self.fold.weights[rank]);
+        let sent_weighted: f64 =
+            self.meters.port_bytes.iter().enumerate().map(|(r, &b)| b as f64 * weighted(r)).sum();
+        let interval_s = scenario.outputs.utilization_interval_s;
+        let utilization = (interval_s > 0.0).then(|| Utilization {
+            interval_s,
+            tx: self.meters.tx.shares(ranks),
+            rx: self.meters.rx.shares(ranks),
+        });
+        let tx_mean = sent_weighted / workers / steps as f64;
+        let report = Report {
+            strategy: self.plan.strategy.name.clone(),
+            workers: scenario.workers,
+            rate_bps: scenario.network.rate_bps,
+            step_s,
+            scaling_factor: compute_s / step_s,
+            port_bound_s: compute_s.max(port_bytes * 8.0 / goodput_bps),
+            compute_s,
+            waits: waits.collect(),
+            tx_bytes_per_step_mean: tx_mean,
+            tx_bytes_per_step_max: self.meters.port_bytes.iter().map(per_step).fold(0.0, f64::max),
+            tx_utilization: tx_mean * self.ns_per_byte * steps as f64 / (all * 1e9),
+            io_utilization: self.meters.io_ns as f64 / ranks / (all * 1e9),
+            work_utilization: self.meters.work_ns as f64 / ranks / (all * 1e9),
+            steps_s,
+            utilization,
+            frames: self.meters.frames,
+            bytes: sent,
+            events: self.calendar.made(),
+            simulated_ranks: self.nodes.len() as u32,
+            end_s: self.now as f64 / 1e9,
+        };
+        Outcome { report, plan: self.plan, trace: self.trace }
+    }
+}

@@ -1,0 +1,352 @@
+//! A scenario: a profile, a cluster and a strategy. All that a simulation depends on is in here; the
+//! same scenario gives the same report to the byte.
+
+use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES};
+use crate::error::SimError;
+use crate::profile::{nanos, Profile};
+use gradlane_engine::{Plan, Strategy, Update};
+use gradlane_wire::MAX_FRAME_BYTES;
+use serde::{Deserialize, Serialize};
+
+/// A strategy by name, or with all its rules.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum StrategyChoice {
+    /// One of [`Strategy::NAMES`].
+    Named(String),
+    /// Any combination of rules.
+    Rules(Strategy),
+}
+
+/// The ports and the paths between them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// Rate of every port in each direction, bits a second.
+    pub rate_bps: f64,
+    /// Share of the rate that carries frames: the rest is headers of packets, and what is lost when
+    /// a dozen short flows share a port (see [`crate::GOODPUT_SHARE`]).
+    #[serde(default = "default_goodput_share")]
+    pub goodput_share: f64,
+    /// One-way time between any two ports, without queues.
+    #[serde(default)]
+    pub latency_s: f64,
+    /// What a port queues before bytes wait in their connection.
+    #[serde(default = "default_queue_bytes")]
+    pub queue_bytes: u64,
+    /// Bytes of a connection in the kernel, sent or not, that are not yet at the peer; 0 is what the
+    /// transport fits to the path.
+    #[serde(default)]
+    pub send_buffer_bytes: u64,
+    /// Bytes of a connection that wait behind the port before the connection counts as busy.
+    #[serde(default = "default_low_water_bytes")]
+    pub low_water_bytes: u64,
+    /// Frames are cut into pieces of this size where flows meet at a port; 0 does not cut them.
+    #[serde(default)]
+    pub piece_bytes: u64,
+    /// Share of every port that other traffic takes.
+    #[serde(default)]
+    pub background_share: f64,
+    /// Bytes of one burst of it.
+    #[serde(default = "default_background_burst_bytes")]
+    pub background_burst_bytes: u64,
+}
+
+fn default_goodput_share() -> f64 {
+    GOODPUT_SHARE
+}
+fn default_queue_bytes() -> u64 {
+    200_000
+}
+fn default_low_water_bytes() -> u64 {
+    65_536
+}
+fn default_background_burst_bytes() -> u64 {
+    64_000
+}
+
+impl Network {
+    /// Ports of this rate, all else as on the project's lab.
+    #[must_use]
+    pub fn new(rate_bps: f64) -> Network {
+        Network {
+            rate_bps,
+            goodput_share: default_goodput_share(),
+            latency_s: 0.0,
+            queue_bytes: default_queue_bytes(),
+            send_buffer_bytes: 0,
+            low_water_bytes: default_low_water_bytes(),
+            piece_bytes: 0,
+            background_share: 0.0,
+            background_burst_bytes: default_background_burst_bytes(),
+        }
+    }
+
+    /// Bits a second of frames that a port carries.
+    #[must_use]
+    pub fn goodput_bps(&self) -> f64 {
+        self.rate_bps * self.goodput_share
+    }
+
+    /// Bytes that the kernel takes of a connection before the first of them has arrived. Fitted to
+    /// the path it is the floor plus twice the bandwidth-delay product; a quarter of that
+    /// product is on its way back as acknowledgements, which the model does not delay.
+    pub(crate) fn window_bytes(&self) -> u64 {
+        if self.send_buffer_bytes > 0 {
+            return self.send_buffer_bytes;
+        }
+        let product = self.goodput_bps() / 8.0 * 2.0 * self.latency_s;
+        (SEND_BUFFER_FLOOR_BYTES + 1.5 * product) as u64
+    }
+
+    fn validate(&self) -> Result<(), SimError> {
+        let refuse = |text: String| Err(SimError::Argument(text));
+        if !(1e3..=1e15).contains(&self.rate_bps) {
+            return refuse(format!("network.rate_bps is {}: use 1e3 to 1e15", self.rate_bps));
+        }
+        if !(self.goodput_share > 0.0 && self.goodput_share <= 1.0) {
+            let share = self.goodput_share;
+            return refuse(format!("network.goodput_share is {share}: use more than 0, to 1"));
+        }
+        if !(0.0..=10.0).contains(&self.latency_s) {
+            return refuse(format!("network.latency_s is {}: use 0 to 10", self.latency_s));
+        }
+        if !(0.0..=0.95).contains(&self.background_share) {
+            let share = self.background_share;
+            return refuse(format!("network.background_share is {share}: use 0 to 0.95"));
+        }
+        let burst = self.background_burst_bytes;
+        if self.background_share > 0.0 && !(1_000..=100_000_000).contains(&burst) {
+            return refuse(format!(
+                "network.background_burst_bytes is {burst}: use 1,000 to 100,000,000"
+            ));
+        }
+        if self.piece_bytes != 0 && self.piece_bytes < 256 {
+            let piece = self.piece_bytes;
+            return refuse(format!("network.piece_bytes is {piece}: use 0, or 256 and more"));
+        }
+        Ok(())
+    }
+}
+
+/// What the report contains beside the figures.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Outputs {
+    /// Whether every frame, computation and wait is kept (see [`crate::Trace`]).
+    pub trace: bool,
+    /// Width of the intervals over which the ports' use is given; 0 leaves it out.
+    pub utilization_interval_s: f64,
+}
+
+impl Default for Outputs {
+    fn default() -> Outputs {
+        Outputs { trace: false, utilization_interval_s: 0.0 }
+    }
+}
+
+/// All that a simulation depends on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scenario {
+    /// What one step computes.
+    pub profile: Profile,
+    /// Number of ranks, each a worker and a server.
+    pub workers: u32,
+    /// How they synchronize.
+    pub strategy: StrategyChoice,
+    /// Slice size of a strategy that is named; none is its own.
+    #[serde(default)]
+    pub slice_elems: Option<u64>,
+    /// Where the optimizer runs.
+    #[serde(default)]
+    pub update: Update,
+    /// A plan for the profile's tensors instead of the one that the strategy makes.
+    #[serde(default)]
+    pub plan: Option<Plan>,
+    /// The network.
+    pub network: Network,
+    /// The host.
+    #[serde(default)]
+    pub costs: Costs,
+    /// Most payload bytes in one frame.
+    #[serde(default = "default_frame_bytes")]
+    pub frame_bytes: u32,
+    /// Bytes chosen for a peer and not yet with its kernel; 0 is one frame.
+    #[serde(default)]
+    pub credit_bytes: u64,
+    /// Works handed out at once.
+    #[serde(default = "default_work_depth")]
+    pub work_depth: usize,
+    /// Threads that execute them.
+    #[serde(default = "default_work_threads")]
+    pub work_threads: usize,
+    /// Steps.
+    #[serde(default = "default_steps")]
+    pub steps: u32,
+    /// Decides placements, spreads and background traffic.
+    #[serde(default)]
+    pub seed: u64,
+    /// Ranks compute slower by up to this share, drawn evenly for each rank.
+    #[serde(default)]
+    pub compute_spread: f64,
+    /// Each rank's step is longer by up to this share, drawn evenly for each step.
+    #[serde(default)]
+    pub compute_jitter: f64,
+    /// Simulate ranks that own nothing as groups of this many representatives; 0 simulates every
+    /// rank.
+    #[serde(default)]
+    pub representatives: u32,
+    /// What to keep.
+    #[serde(default)]
+    pub outputs: Outputs,
+}
+
+fn default_frame_bytes() -> u32 {
+    65_536
+}
+fn default_work_depth() -> usize {
+    2
+}
+fn default_work_threads() -> usize {
+    1
+}
+fn default_steps() -> u32 {
+    3
+}
+
+impl Scenario {
+    /// A cluster with the transport's defaults.
+    #[must_use]
+    pub fn new(profile: Profile, workers: u32, strategy: &str, network: Network) -> Scenario {
+        Scenario {
+            profile,
+            workers,
+            strategy: StrategyChoice::Named(strategy.to_string()),
+            slice_elems: None,
+            update: Update::Worker,
+            plan: None,
+            network,
+            costs: Costs::default(),
+            frame_bytes: default_frame_bytes(),
+            credit_bytes: 0,
+            work_depth: default_work_depth(),
+            work_threads: default_work_threads(),
+            steps: default_steps(),
+            seed: 0,
+            compute_spread: 0.0,
+            compute_jitter: 0.0,
+            representatives: 0,
+            outputs: Outputs::default(),
+        }
+    }
+
+    /// Reads a scenario from a JSON object.
+    ///
+    /// # Errors
+    /// [`SimError::Argument`] when it is no such object or a value makes no sense.
+    pub fn from_json(json: &str) -> Result<Scenario, SimError> {
+        let scenario: Scenario = serde_json::from_str(json)
+            .map_err(|error| SimError::Argument(format!("scenario: {error}")))?;
+        scenario.validate()?;
+        Ok(scenario)
+    }
+
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`SimError::Argument`] naming the field, its value and what is allowed.
+    pub fn validate(&self) -> Result<(), SimError> {
+        let refuse = |text: String| Err(SimError::Argument(text));
+        self.profile.validate()?;
+        self.network.validate()?;
+        self.costs.validate()?;
+        if self.workers == 0 || self.workers > WORKERS_MAX {
+            return refuse(format!("workers is {}: use 1 to {WORKERS_MAX}", self.workers));
+        }
+        if self.work_threads == 0 || self.work_threads > 256 {
+            return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));
+        }
+        if self.plan.is_some() && self.representatives > 0 {
+            return refuse("representatives cannot be used with a given plan: use 0".into());
+        }
+        if self.steps == 0 || self.steps > 100_000 {
+            return refuse(format!("steps is {}: use 1 to 100,000", self.steps));
+        }
+        if self.frame_bytes < 64 || self.frame_bytes > MAX_FRAME_BYTES {
+            return refuse(format!(
+                "frame_bytes is {}: use 64 to {MAX_FRAME_BYTES}",
+                self.frame_bytes
+            ));
+        }
+        for (name, share) in
+            [("compute_spread", self.compute_spread), ("compute_jitter", self.compute_jitter)]
+        {
+            if !(0.0..=10.0).contains(&share) {
+                return refuse(format!("{name} is {share}: use 0 to 10"));
+            }
+        }
+        if !(0.0..=1e6).contains(&self.outputs.utilization_interval_s) {
+            let interval = self.outputs.utilization_interval_s;
+            return refuse(format!("outputs.utilization_interval_s is {interval}: use 0 to 1e6 s"));
+        }
+        let interval = nanos(self.outputs.utilization_interval_s);
+        if self.outputs.utilization_interval_s > 0.0 && interval < 1_000 {
+            return refuse("outputs.utilization_interval_s is below a microsecond".into());
+        }
+        Ok(())
+    }
+
+    /// The plan for so many ranks.
+    ///
+    /// # Errors
+    /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
+    pub(crate) fn plan(&self, workers: u32) -> Result<Plan, SimError> {
+        let specs = self.profile.specs();
+        let Some(plan) = &self.plan else {
+            return Plan::build(specs, self.strategy()?, self.update, workers)
+                .map_err(|error| SimError::Argument(error.to_string()));
+        };
+        let refuse = |text: String| Err(SimError::Argument(text));
+        if plan.world_size != workers {
+            return refuse(format!("plan is for {} ranks, not for {workers}", plan.world_size));
+        }
+        let own = plan.tensors.iter().map(|tensor| &tensor.spec);
+        if !own.eq(specs.iter()) {
+            return refuse("plan and profile have different tensors".into());
+        }
+        let sound = plan.tensors.iter().enumerate().all(|(index, tensor)| {
+            let slices = plan.slices.get(tensor.slices.start as usize..tensor.slices.end as usize);
+            slices.is_some_and(|slices| {
+                let mut next = 0;
+                slices.iter().all(|slice| {
+                    let fits = slice.start == next
+                        && slice.tensor.index() == index
+                        && slice.owner.0 < workers;
+                    next += slice.length;
+                    fits
+                }) && next == tensor.spec.numel
+                    && !slices.is_empty()
+            })
+        });
+        if !sound {
+            return refuse("plan: the slices of a tensor must be its elements, in order".into());
+        }
+        Ok(plan.clone())
+    }
+
+    /// The strategy with all its rules.
+    ///
+    /// # Errors
+    /// [`SimError::Argument`] for an unknown name.
+    pub fn strategy(&self) -> Result<Strategy, SimError> {
+        match &self.strategy {
+            StrategyChoice::Named(name) => Strategy::named(name, self.slice_elems, self.seed)
+                .map_err(|error| SimError::Argument(error.to_string())),
+            StrategyChoice::Rules(strategy) => Ok(strategy.clone()),
+        }
+    }
+}
+
+/// Most ranks.
+const WORKERS_MAX: u32 = 100_000;

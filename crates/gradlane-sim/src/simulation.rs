@@ -1,0 +1,347 @@
+//! The run: events in the order of time, each handled as `gradlane-net`'s driver would. Here are the
+//! loop and the accelerators; `host` has the threads of a rank, `network` connections and ports,
+//! `outcome` what it comes to.
+
+use crate::accelerator::{Accelerator, Turn};
+use crate::calendar::{Calendar, Kind};
+use crate::error::SimError;
+use crate::fold::Fold;
+use crate::frames::FrameTable;
+use crate::node::{Connection, Input, Node};
+use crate::port::Port;
+use crate::profile::{nanos, Act, Script};
+use crate::report::{Histogram, Report};
+use crate::scenario::Scenario;
+use crate::trace::{Lane, Span, Subject, Trace};
+use gradlane_engine::{Engine, EngineOptions, Plan};
+use gradlane_units::{Priority, Rank, Rng, Step};
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::sync::Arc;
+
+/// A report and what else was asked for.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The figures.
+    pub report: Report,
+    /// The plan that was simulated.
+    pub plan: Arc<Plan>,
+    /// All spans, where asked for.
+    pub trace: Option<Trace>,
+}
+
+/// Simulates a scenario.
+///
+/// # Errors
+/// [`SimError::Argument`] for a scenario that makes no sense; the others are errors of the simulator
+/// or the engine.
+pub fn simulate(scenario: &Scenario) -> Result<Outcome, SimError> {
+    scenario.validate()?;
+    let mut run = Run::new(scenario)?;
+    run.go()?;
+    Ok(run.outcome(scenario))
+}
+
+/// Costs in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Charges {
+    pub(crate) send_frame: f64,
+    pub(crate) send_byte: f64,
+    pub(crate) receive_frame: f64,
+    pub(crate) receive_byte: f64,
+    pub(crate) work: f64,
+    pub(crate) reduce_byte: f64,
+    pub(crate) command: u64,
+    pub(crate) wake: u64,
+    pub(crate) between_steps: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) script: Script,
+    pub(crate) charges: Charges,
+    pub(crate) fold: Fold,
+    pub(crate) workers: u32,
+    pub(crate) ns_per_byte: f64,
+    pub(crate) latency: u64,
+    pub(crate) window_bytes: u64,
+    pub(crate) queue_bytes: u64,
+    pub(crate) low_water_bytes: u64,
+    pub(crate) piece_bytes: u32,
+    pub(crate) jitter: f64,
+    pub(crate) background: Option<Background>,
+    pub(crate) rng: Rng,
+    pub(crate) now: u64,
+    pub(crate) calendar: Calendar,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) ports: Vec<Port>,
+    pub(crate) frames: FrameTable,
+    pub(crate) finished: u32,
+    pub(crate) meters: Meters,
+    pub(crate) trace: Option<Trace>,
+    pub(crate) failure: Option<SimError>,
+}
+
+/// Other traffic: bursts of `bytes`, `interval_ns` apart on average.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Background {
+    pub(crate) bytes: u32,
+    pub(crate) interval_ns: f64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Meters {
+    pub(crate) frames: u64,
+    /// Bytes that left each port: what goes to a rank that stands for several counts for each.
+    pub(crate) port_bytes: Vec<u64>,
+    pub(crate) sent_bytes: u64,
+    pub(crate) received_bytes: u64,
+    pub(crate) io_ns: u64,
+    pub(crate) work_ns: u64,
+    pub(crate) tx: Histogram,
+    pub(crate) rx: Histogram,
+}
+
+impl Run {
+    fn new(scenario: &Scenario) -> Result<Run, SimError> {
+        let mut plan = scenario.plan(scenario.workers)?;
+        let fold = match scenario.representatives {
+            0 => Fold::none(scenario.workers),
+            count => Fold::of(&plan, count)?,
+        };
+        if fold.weights.len() < scenario.workers as usize {
+            plan = scenario.plan(fold.weights.len() as u32)?;
+        }
+        let plan = Arc::new(plan);
+        let mut rng = Rng::new(scenario.seed);
+        let positions = scenario.profile.forward_positions();
+        let priorities: Vec<Priority> =
+            positions.iter().map(|&position| Priority(-(position as i32))).collect();
+        let spread: Vec<f64> = fold
+            .weights
+            .iter()
+            .map(|_| 1.0 + scenario.compute_spread * fraction(&mut rng))
+            .collect();
+        let nodes = spread
+            .iter()
+            .enumerate()
+            .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
+        let nodes: Vec<Node> = nodes.collect();
+        let network = &scenario.network;
+        let ns_per_byte = 8e9 / network.goodput_bps();
+        let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {
+            let bytes = network.background_burst_bytes as f64;
+            let interval_ns = bytes * ns_per_byte / network.background_share;
+            Background { bytes: bytes as u32, interval_ns }
+        });
+        let interval = nanos(scenario.outputs.utilization_interval_s);
+        let ranks = nodes.len();
+        let piece_bytes = match network.piece_bytes {
+            0 => u32::MAX,
+            bytes => u32::try_from(bytes).unwrap_or(u32::MAX),
+        };
+        Ok(Run {
+            script: Script::new(&scenario.profile),
+            charges: Charges::new(scenario),
+            workers: scenario.workers,
+            ns_per_byte,
+            latency: nanos(network.latency_s),
+            window_bytes: network.window_bytes(),
+            queue_bytes: network.queue_bytes,
+            low_water_bytes: network.low_water_bytes,
+            piece_bytes,
+            jitter: scenario.compute_jitter,
+            background,
+            rng,
+            now: 0,
+            calendar: Calendar::default(),
+            ports: (0..ranks).map(|_| Port::default()).collect(),
+            nodes,
+            frames: FrameTable::default(),
+            finished: 0,
+            meters: Meters {
+                port_bytes: vec![0; ranks],
+                tx: Histogram::new(interval),
+                rx: Histogram::new(interval),
+                ..Meters::default()
+            },
+            trace: scenario.outputs.trace.then(Trace::default),
+            failure: None,
+            plan,
+            fold,
+        })
+    }
+
+    fn go(&mut self) -> Result<(), SimError> {
+        for rank in 0..self.nodes.len() as u32 {
+            let slowness = self.draw_slowness(rank);
+            self.nodes[rank as usize].accelerator.slowness = slowness;
+            self.calendar.at(0, Kind::Compute, rank);
+            if self.background.is_some() {
+                self.schedule_background(rank);
+            }
+        }
+        while let Some((time, kind, rank)) = self.calendar.next() {
+            self.now = time;
+            match kind {
+                Kind::Depart => self.depart(rank),
+                Kind::Arrive => self.arrive(rank),
+                Kind::Listen => self.listen(rank),
+                Kind::Worked => self.worked(rank),
+                Kind::Compute => self.compute(rank),
+                Kind::Background => self.burst(rank),
+            }
+            if let Some(failure) = self.failure.take() {
+                return Err(failure);
+            }
+        }
+        self.check_finished()
+    }
+
+    fn check_finished(&self) -> Result<(), SimError> {
+        let Some((rank, node)) =
+            self.nodes.iter().enumerate().find(|(_, node)| !node.accelerator.finished)
+        else {
+            return Ok(());
+        };
+        let waits_for = match node.accelerator.blocked {
+            Some(tensor) => format!("tensor {:?}", self.plan.tensor(tensor).spec.name),
+            None => "nothing".to_string(),
+        };
+        let step = node.accelerator.step;
+        Err(SimError::Stuck { rank: rank as u32, step, waits_for })
+    }
+
+    pub(crate) fn draw_slowness(&mut self, rank: u32) -> f64 {
+        let jitter = if self.jitter > 0.0 { self.jitter * fraction(&mut self.rng) } else { 0.0 };
+        self.nodes[rank as usize].slowness * (1.0 + jitter)
+    }
+
+    pub(crate) fn compute(&mut self, rank: u32) {
+        loop {
+            let index = rank as usize;
+            let turn = self.nodes[index].accelerator.turn(&self.script, self.now);
+            match turn {
+                Turn::Until(time) => return self.calendar.at(time, Kind::Compute, rank),
+                Turn::Waits(tensor) => {
+                    let step = Step(self.nodes[index].accelerator.step - 1);
+                    return self.hear(rank, Input::Needed(tensor, step));
+                }
+                Turn::Finished => {
+                    self.finished += 1;
+                    return;
+                }
+                Turn::Did(act, waited) => self.acted(rank, act, waited),
+            }
+        }
+    }
+
+    fn acted(&mut self, rank: u32, act: Act, waited: u64) {
+        let now = self.now;
+        let node = &mut self.nodes[rank as usize];
+        let step = Step(node.accelerator.step);
+        match act {
+            Act::Need(tensor) => {
+                if waited > 0 {
+                    let since = std::mem::replace(&mut node.computes_since, now);
+                    self.span(rank, Lane::Forward, step, Subject::Step, since, now - waited);
+                    let subject = Subject::Tensor(tensor);
+                    self.span(rank, Lane::Wait, step, subject, now - waited, now);
+                }
+            }
+            Act::ForwardEnd => {
+                let since = std::mem::replace(&mut node.computes_since, now);
+                self.span(rank, Lane::Forward, step, Subject::Step, since, now);
+                self.hear(rank, Input::Begin(step));
+            }
+            Act::Ready(tensor) => self.hear(rank, Input::Gradient(tensor, step)),
+            Act::StepEnd => {
+                let since = node.computes_since;
+                self.span(rank, Lane::Backward, step, Subject::Step, since, now);
+                self.hear(rank, Input::End(step));
+                let slowness = self.draw_slowness(rank);
+                let begin = now + self.charges.between_steps;
+                let node = &mut self.nodes[rank as usize];
+                node.computes_since = begin;
+                node.accelerator.next_step(begin, slowness);
+            }
+        }
+    }
+
+    pub(crate) fn span(
+        &mut self,
+        rank: u32,
+        lane: Lane,
+        step: Step,
+        subject: Subject,
+        begin_ns: u64,
+        end_ns: u64,
+    ) {
+        if let Some(trace) = &mut self.trace {
+            trace.spans.push(Span { rank, lane, step, subject, begin_ns, end_ns });
+        }
+    }
+
+    pub(crate) fn fail(&mut self, rank: u32, reason: String) {
+        let time_s = format!("{:.6}", self.now as f64 / 1e9);
+        self.failure.get_or_insert(SimError::Engine { time_s, rank, reason });
+    }
+}
+
+impl Charges {
+    fn new(scenario: &Scenario) -> Charges {
+        let costs = &scenario.costs;
+        Charges {
+            send_frame: costs.send_frame_s * 1e9,
+            send_byte: costs.send_byte_s * 1e9,
+            receive_frame: costs.receive_frame_s * 1e9,
+            receive_byte: costs.receive_byte_s * 1e9,
+            work: costs.work_s * 1e9,
+            reduce_byte: costs.reduce_byte_s * 1e9,
+            command: nanos(costs.command_s),
+            wake: nanos(costs.wake_s),
+            between_steps: nanos(costs.between_steps_s),
+        }
+    }
+}
+
+fn new_node(
+    scenario: &Scenario,
+    plan: &Arc<Plan>,
+    priorities: &[Priority],
+    rank: u32,
+    slowness: f64,
+) -> Node {
+    let credit_bytes = match scenario.credit_bytes {
+        0 => u64::from(scenario.frame_bytes),
+        bytes => bytes,
+    };
+    let options = EngineOptions {
+        frame_bytes: scenario.frame_bytes,
+        credit_bytes,
+        work_depth: scenario.work_depth,
+        ..EngineOptions::new(Rank(rank))
+    };
+    let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities.to_vec());
+    for peer in (0..plan.world_size).filter(|&peer| peer != rank) {
+        engine.handle_writable(Rank(peer), true);
+    }
+    Node {
+        engine,
+        accelerator: Accelerator::new(plan.tensors.len(), u64::from(scenario.steps)),
+        connections: vec![Connection::default(); plan.world_size as usize],
+        unsent: BTreeMap::new(),
+        inbox: VecDeque::new(),
+        busy_until: 0,
+        will_listen: false,
+        work_until: vec![0; scenario.work_threads],
+        works: BinaryHeap::new(),
+        computes_since: 0,
+        slowness,
+    }
+}
+
+/// A number from 0 to below 1.
+pub(crate) fn fraction(rng: &mut Rng) -> f64 {
+    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+}

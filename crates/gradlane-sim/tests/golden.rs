@@ -1,0 +1,77 @@
+//! A table of simulated steps. A change of the engine that makes a strategy faster or slower is a
+//! difference of numbers in `golden.txt`, to be looked at; `GRADLANE_GOLDEN=write` writes the file anew.
+
+use gradlane_engine::Strategy;
+use gradlane_sim::{simulate, Network, Profile, ProfiledTensor, Scenario};
+use gradlane_units::Dtype;
+use std::fmt::Write;
+use std::path::Path;
+
+/// Ten convolutions that grow and take the same time, then two large layers that take little: the
+/// shape of the image models.
+fn image_model() -> Profile {
+    let heavy = (0..10_u64).map(|index| (36_000 << (index / 2), 0.010));
+    let layers: Vec<(u64, f64)> = heavy.chain([(4_000_000, 0.002), (500_000, 0.001)]).collect();
+    model(&layers)
+}
+
+/// A large embedding first, then ten equal layers: the shape of the translation models.
+fn translation_model() -> Profile {
+    let mut layers = vec![(4_000_000, 0.002)];
+    layers.extend([(400_000, 0.010); 10]);
+    model(&layers)
+}
+
+/// Layers of a size and a forward time; backward takes twice that.
+fn model(layers: &[(u64, f64)]) -> Profile {
+    let forward_s: f64 = layers.iter().map(|layer| layer.1).sum();
+    let mut need_s = 0.0;
+    let tensors = layers.iter().enumerate().map(|(index, &(numel, seconds))| {
+        let tensor = ProfiledTensor {
+            name: format!("layer{index}.weight"),
+            numel,
+            dtype: Dtype::F32,
+            need_s,
+            ready_s: forward_s + 2.0 * (forward_s - need_s),
+        };
+        need_s += seconds;
+        tensor
+    });
+    Profile { tensors: tensors.collect(), forward_s, compute_s: 3.0 * forward_s }
+}
+
+fn table() -> String {
+    let mut table = String::from("model workers Mbit/s strategy step-ms bound-ms utilization\n");
+    for (name, profile) in [("image", image_model()), ("translation", translation_model())] {
+        for (workers, rate_bps) in [(4, 0.8e9), (4, 2e9), (16, 2e9)] {
+            for strategy in Strategy::NAMES {
+                let network = Network::new(rate_bps);
+                let report = simulate(&Scenario::new(profile.clone(), workers, strategy, network))
+                    .expect("the scenario runs")
+                    .report;
+                let (step_ms, bound_ms) = (report.step_s * 1e3, report.port_bound_s * 1e3);
+                let (rate, used) = (rate_bps / 1e6, report.tx_utilization * 100.0);
+                writeln!(
+                    table,
+                    "{name} {workers} {rate} {strategy} {step_ms:.1} {bound_ms:.1} {used:.0}%"
+                )
+                .expect("text grows");
+            }
+        }
+    }
+    table
+}
+
+#[test]
+fn simulated_steps_are_those_of_the_table() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden.txt");
+    let found = table();
+    if std::env::var_os("GRADLANE_GOLDEN").is_some() {
+        std::fs::write(&path, &found).expect("a writable file");
+    }
+    let expected = std::fs::read_to_string(&path).expect("the table");
+    for (found, expected) in found.lines().zip(expected.lines()) {
+        assert_eq!(found, expected, "GRADLANE_GOLDEN=write writes the table anew");
+    }
+    assert_eq!(found.lines().count(), expected.lines().count());
+}
