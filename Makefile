@@ -25,8 +25,8 @@ test-python: build
 lint: build
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check python tests
-	$(BIN)/ruff format --check python tests
+	$(BIN)/ruff check python tests examples benchmarks
+	$(BIN)/ruff format --check python tests examples benchmarks
 	$(BIN)/mypy
 
 bench: .cache/tools
@@ -34,8 +34,8 @@ bench: .cache/tools
 
 format: build
 	cargo fmt --all
-	$(BIN)/ruff check --fix python tests
-	$(BIN)/ruff format python tests
+	$(BIN)/ruff check --fix python tests examples benchmarks
+	$(BIN)/ruff format python tests examples benchmarks
 
 build: $(EXTENSION)
 

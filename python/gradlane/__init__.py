@@ -16,6 +16,7 @@ from gradlane.errors import (
     RendezvousError,
     SessionClosed,
     SessionFailed,
+    UnevenData,
     UsageError,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "Session",
     "SessionClosed",
     "SessionFailed",
+    "UnevenData",
     "UsageError",
     "__version__",
     "init",

@@ -60,6 +60,18 @@ def plan_json(
         ValueError: the arguments make no plan; the message says why.
     """
 
+def simulate(scenario_json: str) -> str:
+    """Simulate a scenario and return `{"report": ..., "trace": ...}` as JSON.
+
+    Args:
+        scenario_json: `{"model": "cluster", ...}`, a cluster of engines in virtual time, or
+            `{"model": "ring-fused", ...}`, a model of fused buffers and rings.
+
+    Raises:
+        ValueError: the scenario makes no sense; the message names the field.
+        RuntimeError: the simulation came to no end.
+    """
+
 class Channel:
     """Connections to all ranks and the engine on its own threads, for one prepared model.
 
@@ -118,12 +130,47 @@ class Channel:
         """Register a parameter's own memory (update=server)."""
 
     def set_optimizer(self, step: int, rows_json: str) -> None:
-        """Give hyper-parameters of SGD before the first gradient of a step (update=server).
+        """Give hyper-parameters before the first gradient of a step (update=server).
 
         Args:
             step: the step from which on they are in force, until the next call.
-            rows_json: a list of `{"tensor", "lr", "momentum", "dampening", "weight_decay",
-                "nesterov", "maximize"}`; all but the first two may be left out.
+            rows_json: a list of objects, each with `tensors`, the numbers of the tensors that it is
+                for, and `kind`. `"sgd"`: `lr` and any of `momentum`, `dampening`, `weight_decay`,
+                `nesterov`, `maximize`. `"adam"`: `steps` (taken before, a number a tensor), `lr`,
+                `beta1`, `beta2`, `eps` and any of `weight_decay`, `decoupled_weight_decay`,
+                `maximize`.
+
+        Raises:
+            ValueError: a row makes no sense, or a tensor is unknown.
+        """
+
+    def read_state(self, name: str, part: int) -> None:
+        """Make the step that has just begun one that broadcasts optimizer state (update=server).
+
+        Every rank does so; tensors with a gradient are then not updated, and their state lands
+        where `set_parameter` says. State has four bytes an element: a tensor of two-byte elements
+        gets the lower half in part 0 and the upper half in part 1. It ends with `set_optimizer`.
+
+        Args:
+            name: `momentum_buffer`, `exp_avg` or `exp_avg_sq`.
+            part: 0 or 1.
+        """
+
+    def clear_state(self) -> None:
+        """Forget all optimizer state on this rank, between steps (update=server)."""
+
+    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
+        """Keep what this rank owns of a tensor's optimizer state (update=server), between steps.
+
+        Args:
+            tensor: number in the tensor table.
+            name: as in `read_state`.
+            pointer: address of contiguous f32 values in the order of the tensor's storage; they are
+                read during the call.
+            count: their number, which is the tensor's number of elements.
+
+        Raises:
+            ValueError: unknown tensor or name, or another number of values.
         """
 
     def step_end(self, step: int) -> None:

@@ -6,7 +6,7 @@ that it is ready. `collect` is called once the core is done with the memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Carrier(Protocol):
 class DirectCarrier:
     """Lends the core the memory of the gradients themselves."""
 
-    def __init__(self, channel: Channel, trained: Sequence[Entry]) -> None:
+    def __init__(self, channel: Channel, trained: Mapping[int, Entry]) -> None:
         """Carry gradients of these tensors over a channel."""
         self._channel = channel
         self._trained = trained

@@ -182,6 +182,27 @@ def lab_transport(
         console.print(f"wrote {json_path}", highlight=False)
 
 
+@lab.command("predict")
+def lab_predict(
+    results: Annotated[list[Path], typer.Argument(help="Files that `lab run --json` wrote.")],
+    json_path: JsonPath = None,
+) -> None:
+    """Compare the simulator's predictions with what the lab has measured."""
+    from gradlane.whatif.prediction import can_predict, markdown_of, predict, summary_of
+
+    _require_writable(json_path)
+    rows = [row for path in results for row in _read_rows(path)]
+    predictions = [predict(row) for row in rows if can_predict(row)]
+    summary = summary_of(predictions)
+    typer.echo(markdown_of(predictions))
+    typer.echo(
+        f"median error {summary['median_error'] * 100:.1f} %, "
+        f"worst {summary['worst_error'] * 100:.1f} %"
+    )
+    if json_path is not None:
+        _write_json(json_path, {"rows": [it.to_json() for it in predictions], **summary})
+
+
 @app.command()
 def demo(
     html_path: HtmlPath = Path("demo.html"),
@@ -198,6 +219,90 @@ def demo(
 
 
 @app.command()
+def whatif(
+    profile: Annotated[
+        str,
+        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+    ],
+    workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
+    rate: Annotated[
+        str, typer.Option(help="Rate of every port; such as 4gbit,10gbit or 1..100gbit.")
+    ] = "1gbit,4gbit,10gbit,25gbit,100gbit",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring-fused."
+        ),
+    ] = "wfbp,p3",
+    codec: Annotated[str, typer.Option(help="Encoding of gradients: raw.")] = "raw",
+    compression: Annotated[
+        str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
+    ] = "1",
+    topology: Annotated[
+        str, typer.Option(help="Of ring-fused: flat, hierarchical, or both.")
+    ] = "flat",
+    workers_per_node: Annotated[int, typer.Option(help="Of the hierarchical ring.")] = 8,
+    local_rate: Annotated[
+        str, typer.Option(help="Rate between the workers of a node, of the hierarchical ring.")
+    ] = "1000gbit",
+    additions: Annotated[
+        Path | None,
+        typer.Option(help="CSV of measured additions (elements,seconds), of ring-fused."),
+    ] = None,
+    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    slice_elems: Annotated[int | None, typer.Option(help="Elements a slice at most.")] = None,
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+    ] = None,
+    free_host: Annotated[
+        bool, typer.Option("--free-host", help="Charge the host no time for frames and sums.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline of the first cluster, for Perfetto or Chrome."),
+    ] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Say whether the network is the bottleneck of a training, and what would help.
+
+    Simulates clusters of gradlane's own engine (ring-fused: a model of fused all-reduce) for
+    every combination of workers, rate, strategy and compression.
+    """
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.rates import parse_rate
+    from gradlane.whatif import command, lists
+    from gradlane.whatif.grid import CODECS
+    from gradlane.whatif.profiles import find_profile
+    from gradlane.whatif.simulation import STRATEGIES, Cluster
+
+    _require_writable(json_path, trace)
+    lists.parse_names(codec, CODECS, "codec")
+    content = command.run_whatif(
+        find_profile(profile, batch_time_s),
+        workers=lists.parse_workers(workers),
+        rates_bps=lists.parse_rates(rate),
+        strategies=lists.parse_names(strategy, STRATEGIES, "strategy"),
+        compressions=lists.parse_compressions(compression),
+        topologies=lists.parse_names(topology, ("flat", "hierarchical"), "topology"),
+        base=Cluster(
+            workers=1,
+            rate_bps=0.0,
+            latency_s=latency_s,
+            slice_elems=slice_elems,
+            free_host=free_host,
+            workers_per_node=workers_per_node,
+            local_rate_bps=parse_rate(local_rate),
+            additions=() if additions is None else lists.read_additions(additions),
+        ),
+        console=wide_console(),
+        trace_path=trace,
+    )
+    if json_path is not None:
+        command.write_json(json_path, content)
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
     html_path: HtmlPath = None,
@@ -205,6 +310,15 @@ def report(
     """Make an HTML page with plots of a results file."""
     from gradlane.report import report_from_results
 
+    rows = _read_rows(results)
+    target = html_path or results.with_suffix(".html")
+    _require_writable(target)
+    report_from_results(rows, target)
+    typer.echo(f"wrote {target}")
+
+
+def _read_rows(results: Path) -> list[dict[str, Any]]:
+    """Read the rows of a lab run; `ValueError` where there are none."""
     try:
         rows = json.loads(results.read_text(encoding="utf-8"))
     except OSError as failure:
@@ -213,10 +327,7 @@ def report(
         raise ValueError(f"{results} is not JSON: {failure}") from failure
     if not isinstance(rows, list) or not rows or "strategy" not in rows[0]:
         raise ValueError(f"{results} holds no rows of a lab run: make it with `lab run --json`")
-    target = html_path or results.with_suffix(".html")
-    _require_writable(target)
-    report_from_results(rows, target)
-    typer.echo(f"wrote {target}")
+    return rows
 
 
 def _require_writable(*paths: Path | None) -> None:

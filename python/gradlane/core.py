@@ -41,11 +41,26 @@ class Channel(Protocol):
     def set_optimizer(self, step: int, rows_json: str) -> None:
         """Give every tensor's hyper-parameters for a step (`update="server"`)."""
 
+    def read_state(self, name: str, part: int) -> None:
+        """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
+
+    def clear_state(self) -> None:
+        """Forget all optimizer state on this rank (`update="server"`)."""
+
+    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
+        """Keep what this rank owns of a tensor's f32 optimizer state (`update="server"`)."""
+
     def step_end(self, step: int) -> None:
         """Say that `optimizer.step()` was called."""
 
     def wait(self, tensors: list[int], step: int) -> None:
         """Wait until all of these are ready."""
+
+    def needed(self, tensor: int, step: int) -> None:
+        """Say that a consumer is about to wait for a tensor."""
+
+    def is_ready(self, tensor: int, step: int) -> bool:
+        """Whether a tensor is ready; does not wait."""
 
     def wait_step(self, step: int) -> None:
         """Wait until the whole step is complete."""

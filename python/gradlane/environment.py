@@ -1,7 +1,9 @@
 """Which rank this is, of how many, of which job: read from the launcher's environment variables.
 
-torchrun's variables come first, then Slurm's, then those of Open MPI and of PMI launchers; without
-any of them the program is a world of one. Nothing here opens a connection or changes a variable.
+torchrun's variables come first, then those of Open MPI, of PMI launchers (MPICH, Intel MPI) and of
+MVAPICH, then Slurm's: inside a Slurm allocation, mpirun's processes inherit Slurm variables that
+are none of theirs. Without any of them the program is a world of one. Nothing here opens a
+connection or changes a variable.
 """
 
 from __future__ import annotations
@@ -12,11 +14,25 @@ from dataclasses import dataclass
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_LOCAL_SIZE_VARIABLES = (
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
+"""How many ranks of an MPI program are on this node, beside how many there are."""
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "PMIX_NAMESPACE",
+)
 _DEFAULT_PORT = 29500
 
 
@@ -65,8 +81,7 @@ def find_place(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size} ranks (0 is the first)")
     if job is None:
-        known = (environment[name] for name in _JOB_VARIABLES if environment.get(name))
-        job = next(known, "default")
+        job = _job_name(environment)
     restart = _integer(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
     return Place(rank=rank, world_size=world_size, job=job, restart=restart)
 
@@ -74,23 +89,30 @@ def find_place(
 def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of the rendezvous store.
 
-    `MASTER_ADDR` and `MASTER_PORT` when set; under Slurm the first node of the job.
+    `MASTER_ADDR` and `MASTER_PORT` when set; under Slurm the first node of the step, or of the job;
+    with mpirun on one node that node.
 
     Raises:
         ValueError: the variables name no host.
     """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     host = environment.get("MASTER_ADDR")
-    if not host and environment.get("SLURM_JOB_NODELIST"):
-        host = first_slurm_node(environment["SLURM_JOB_NODELIST"])
+    if not host and nodes:
+        host = first_slurm_node(nodes)
+    if not host and _is_on_one_node(environment):
+        host = "127.0.0.1"
     if not host:
         raise ValueError(
             "no rendezvous store: give store=, initialize torch.distributed first, or set "
-            "MASTER_ADDR and MASTER_PORT (torchrun does) to the host of rank 0 and a free port"
+            "MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there: torchrun "
+            "does; with Open MPI `mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...`, with "
+            "MPICH or Intel MPI `mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...`"
         )
     default = _DEFAULT_PORT
     if "MASTER_PORT" not in environment and environment.get("SLURM_JOB_ID", "").isdigit():
-        # Jobs that share a node must not meet in one store.
-        default += int(environment["SLURM_JOB_ID"]) % 10_000
+        # Jobs that share a node, and steps of one job, must not meet in one store.
+        step = environment.get("SLURM_STEP_ID", "")
+        default += (int(environment["SLURM_JOB_ID"]) + 97 * int(step or 0)) % 10_000
     return host, _integer(environment, "MASTER_PORT", default=default)
 
 
@@ -98,13 +120,15 @@ def first_slurm_node(node_list: str) -> str:
     """Return the first host of a Slurm list such as `gpu[03-05,9],login1`: here `gpu03`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", node_list.strip())
     if match is None:
-        raise ValueError(f"SLURM_JOB_NODELIST={node_list!r} names no node")
+        raise ValueError(f"the Slurm node list {node_list!r} names no node")
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
 
 
 def _launched_as(environment: Mapping[str, str]) -> tuple[int, int]:
     for rank_name, world_name in _RANK_VARIABLES:
         if environment.get(rank_name) and environment.get(world_name):
+            if rank_name == "SLURM_PROCID":
+                _check_started_by_srun(environment, world_name)
             return _integer(environment, rank_name), _integer(environment, world_name)
     if environment.get("WORLD_SIZE", "1") != "1" or environment.get("RANK", "0") != "0":
         raise ValueError(
@@ -112,6 +136,35 @@ def _launched_as(environment: Mapping[str, str]) -> tuple[int, int]:
             "set both, or start the program with torchrun"
         )
     return 0, 1
+
+
+def _check_started_by_srun(environment: Mapping[str, str], world_name: str) -> None:
+    """Batch scripts and interactive shells have the variables of a rank and are none."""
+    is_step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
+    knows_job = environment.get("SLURM_JOB_ID") and environment.get("SLURM_SUBMIT_DIR")
+    if knows_job and not is_step and environment[world_name] != "1":
+        raise ValueError(
+            f"this is the only process of Slurm job {environment['SLURM_JOB_ID']}, which asks for "
+            f"{environment[world_name]} tasks: start the program with srun (srun python ...), "
+            "mpirun or torchrun, or give rank=0, world_size=1"
+        )
+
+
+def _job_name(environment: Mapping[str, str]) -> str:
+    for name in _JOB_VARIABLES:
+        job = environment.get(name)
+        if job and name == "SLURM_JOB_ID" and environment.get("SLURM_STEP_ID"):
+            return f"{job}.{environment['SLURM_STEP_ID']}"
+        if job:
+            return job
+    return "default"
+
+
+def _is_on_one_node(environment: Mapping[str, str]) -> bool:
+    return any(
+        environment.get(local) and environment.get(local) == environment.get(world)
+        for local, world in _LOCAL_SIZE_VARIABLES
+    )
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -18,6 +18,13 @@ class SessionClosed(GradlaneError, RuntimeError):  # noqa: N818
     """The session was closed or given up on this rank; nothing can be done with it any more."""
 
 
+class UnevenData(GradlaneError, RuntimeError):  # noqa: N818
+    """A rank ran out of data before another in `join(throw_on_early_termination=True)`.
+
+    Raised on every rank in the same step, which is not taken; the session goes on.
+    """
+
+
 class RanksDiffer(GradlaneError, ValueError):  # noqa: N818
     """The ranks do not agree on the model or the options; raised on every rank."""
 

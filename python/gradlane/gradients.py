@@ -57,8 +57,12 @@ class GradientIntake:
             raise UsageError(
                 f"the gradient of {entry.name!r} is gone: another hook took it; leave it in .grad"
             )
-        _check(entry, gradient)
         parameter.grad = None
+        if gradient.layout is not torch.strided:
+            gradient = _densified(entry, gradient)
+        _check(entry, gradient)
+        if gradient.is_conj() or gradient.is_neg():
+            gradient = gradient.resolve_conj().resolve_neg()
         if _is_alone(gradient) and same_layout(gradient, entry.stride):
             return gradient
         with torch.no_grad():
@@ -79,12 +83,18 @@ class GradientIntake:
         return copy.detach()
 
 
-def _check(entry: Entry, gradient: Tensor) -> None:
-    if gradient.layout is not torch.strided:
+def _densified(entry: Entry, gradient: Tensor) -> Tensor:
+    """Return a sparse gradient, as of an embedding, with its zeros."""
+    try:
+        with torch.no_grad():
+            return gradient.to_dense()
+    except (RuntimeError, NotImplementedError) as error:
         raise UsageError(
-            f"the gradient of {entry.name!r} is {gradient.layout}: build its module with "
-            "sparse=False"
-        )
+            f"the gradient of {entry.name!r} is {gradient.layout} and cannot be made dense: {error}"
+        ) from error
+
+
+def _check(entry: Entry, gradient: Tensor) -> None:
     if gradient.dtype is not entry.dtype or gradient.shape != entry.shape:
         raise UsageError(
             f"the gradient of {entry.name!r} is {tuple(gradient.shape)} {gradient.dtype}, but the "

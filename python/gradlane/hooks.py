@@ -8,32 +8,77 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradlane.buffer_guard import guard_buffers, release_buffers
+from gradlane.compiled import Freshness, enters_compiled_code, is_tracing, only_inlined, opaque
 from gradlane.errors import UsageError
-from gradlane.guard import guard_parameters, release_parameters
+from gradlane.guard import Followers, guard_parameters, held_parameters, release_parameters
+from gradlane.refusals import refuse_assignment
 from gradlane.steps import Steps
 from gradlane.table import Entry
+from gradlane.waiting import guard_groups, release_groups
 
 
 class ForwardWait:
-    """Forward pre-hook: waits for the updates of the parameters that a module owns."""
+    """Forward pre-hook: waits for the updates of the parameters that a module uses."""
 
-    __slots__ = ("_indices", "_steps")
+    __slots__ = ("_below", "_flags_below", "_freshness", "_indices", "_steps", "_wait_for_all")
 
-    def __init__(self, steps: Steps, indices: tuple[int, ...]) -> None:
-        """Wait for these tensors."""
+    def __init__(
+        self,
+        steps: Steps,
+        indices: tuple[int, ...],
+        below: tuple[int, ...],
+        freshness: Freshness,
+        flags_below: list[Freshness],
+    ) -> None:
+        """Wait for the tensors that a module uses by itself.
+
+        Args:
+            steps: knows what is under way.
+            indices: numbers of those tensors.
+            below: numbers of the tensors of the module and all modules in it.
+            freshness: the module's flag for compiled code.
+            flags_below: the flags of the module and all modules in it.
+        """
         self._steps = steps
         self._indices = indices
+        self._below = below
+        self._freshness = freshness
+        self._flags_below = flags_below
+        self._wait_for_all = opaque(self._wait_below)
 
+    @only_inlined
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         """Wait, unless nothing is under way."""
-        if self._steps.reads_wait:
+        if is_tracing() or enters_compiled_code():
+            if self._freshness.stale and (self._steps.reads_wait or not is_tracing()):
+                self._wait_for_all(module.training)
+        elif self._steps.reads_wait:
             self._steps.before_forward(self._indices, module.training)
+
+    @property
+    def __name__(self) -> str:
+        """There is none: torch.jit.script asks for it to compile the hook.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of a model that gradlane has prepared: "
+            "script its modules before prepare(), or after session.close()"
+        )
+
+    def _wait_below(self, training: bool) -> None:
+        self._steps.before_forward(self._below, training)
+        for freshness in self._flags_below:
+            freshness.stale = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the model has parameters of its own and waits for nothing."""
@@ -59,21 +104,29 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     if steps is None:
         original()
     else:
-        steps.discard()
+        steps.discard(set_to_none)
         steps.bypass(original)
 
 
 class Installation:
     """What was hung onto one model and one optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        entries: Sequence[Entry],
+        buffer_owners: Set[int],
+    ) -> None:
         """Remember what the model and the optimizer look like before anything is changed.
 
         Args:
             model: the user's.
             optimizer: the user's.
             entries: the tensor table.
+            buffer_owners: modules with buffers that are kept alike, by `id`.
         """
+        self._buffer_owners = buffer_owners
         self.step_whole: Callable[..., Any] = optimizer.step
         self._model = model
         self._optimizer = optimizer
@@ -83,6 +136,13 @@ class Installation:
         self._modules = list(model.modules())
         self._children = [tuple(module._modules.values()) for module in self._modules]
         self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._freshness = {module: Freshness() for module in self._modules}
+        self._used_by: dict[nn.Module, tuple[int, ...]] = {}
+        self._scripted = [
+            (module, module.__dict__.get("_parameters"))
+            for module in self._modules
+            if isinstance(module, torch.jit.ScriptModule)
+        ]
         self._handles: list[Any] = []
         self._own_step: Any = None
         self._own_zero_grad: Any = None
@@ -91,28 +151,57 @@ class Installation:
 
     def install(self, steps: Steps) -> None:
         """Hang everything on."""
-        for module, owned in zip(self._modules, self._owned, strict=True):
-            indices = tuple(
-                self._index_of[id(parameter)]
-                for parameter in owned
-                if id(parameter) in self._index_of
-            )
-            if indices:
-                hook = ForwardWait(steps, indices)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        take_gradient = opaque(steps.take_gradient)
+        steps.when_stale = self.mark_stale
+        self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
+        for module in self._modules:
+            below = self._indices_below(module)
+            if below:
+                scripted = isinstance(module, torch.jit.ScriptModule)
+                hook = ForwardWait(
+                    steps,
+                    # Calls inside scripted code run no hooks.
+                    below if scripted else self._used_by[module],
+                    below,
+                    self._freshness[module],
+                    [self._freshness[one] for one in module.modules()],
+                )
+                # Scripted modules run such hooks, but refuse to have any registered.
+                handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+                self._handles.append(handle)
         for index, entry in enumerate(self._trained):
-            take = functools.partial(steps.take_gradient, index)
+            take = functools.partial(take_gradient, index)
             handle = entry.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         self._install_on_optimizer(steps)
         for module in self._modules:
-            guard_parameters(module, steps)
+            guard_parameters(module, steps, self._freshness[module])
+            load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
+            self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
+            if id(module) in self._buffer_owners:
+                guard_buffers(module, steps)
+        self._handles.append(Followers(steps, [entry.tensor for entry in self._trained]))
         if not self._had_model_zero_grad:
             self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
+
+    def _indices_used(self, module: nn.Module, steps: Steps) -> tuple[int, ...]:
+        """Numbers of the tensors that a module owns, or holds past torch's registration."""
+        own = (one for one in module._parameters.values() if one is not None)
+        found = (self._index_of.get(id(one)) for one in (*own, *held_parameters(module)))
+        used = [index for index in found if index is not None]
+        if id(module) in self._buffer_owners:
+            used.append(steps.buffers_index)
+        return tuple(dict.fromkeys(used))
+
+    def _indices_below(self, module: nn.Module) -> tuple[int, ...]:
+        """Numbers of the tensors that a module and all modules in it use, each once."""
+        below = (index for one in module.modules() for index in self._used_by[one])
+        return tuple(dict.fromkeys(below))
 
     def _install_on_optimizer(self, steps: Steps) -> None:
         installation, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
+        end_step = opaque(steps.end_step)
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
@@ -120,28 +209,38 @@ class Installation:
                 return step_whole() if closure is None else step_whole(closure)
             # Learning rate schedulers look at this to see the order of calls.
             self._opt_called = True  # type: ignore[attr-defined]
-            return steps.end_step(closure)
+            return end_step(closure)
 
         def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
             """Reset the gradients; between backward and step, forget those under way."""
-            if installation._handles:
-                steps.discard()
-            zero_whole(set_to_none)
+            if not installation._handles:
+                zero_whole(set_to_none)
+                return
+            steps.discard(set_to_none)
+            steps.bypass(functools.partial(zero_whole, set_to_none))
 
+        # Whose code steps is asked again if the optimizer is prepared in another session.
+        step.__wrapped__ = step_whole  # type: ignore[attr-defined]
         if hasattr(step_whole, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._own_step = types.MethodType(step, optimizer)
         self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
         optimizer.__dict__["step"] = self._own_step
         optimizer.__dict__["zero_grad"] = self._own_zero_grad
+        guard_groups(optimizer, steps)
 
         def before_state(*_: Any) -> None:
-            steps.before_optimizer_state(optimizer)
+            steps.before_optimizer_state()
 
         self._handles += [
             optimizer.register_state_dict_pre_hook(before_state, prepend=True),
             optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
         ]
+
+    def mark_stale(self) -> None:
+        """Have compiled code wait, or raise, before it uses any parameter again."""
+        for freshness in self._freshness.values():
+            freshness.stale = True
 
     def remove(self) -> None:
         """Take everything off again; the model and the optimizer are plain ones afterwards."""
@@ -150,8 +249,15 @@ class Installation:
         self._handles.clear()
         for module in self._modules:
             release_parameters(module)
+            release_buffers(module)
+        for module, mapping in self._scripted:
+            if mapping is None:
+                del module.__dict__["_parameters"]
+            else:
+                module.__dict__["_parameters"] = mapping
         if not self._had_model_zero_grad:
             self._model.__dict__.pop("zero_grad", None)
+        release_groups(self._optimizer)
         own = self._optimizer.__dict__
         # Someone may have wrapped the replacement since: then it stays, and passes calls on.
         if own.get("step") is self._own_step:
@@ -175,7 +281,7 @@ class Installation:
             if not entry.trained and entry.tensor.requires_grad:
                 raise UsageError(
                     f"parameter {entry.name!r} was frozen when the model was prepared and is "
-                    "trained now; open a new session and prepare the model again"
+                    "trained now: call session.prepare(model, optimizer) again, on all ranks"
                 )
 
     def _describe_change(self) -> str:
@@ -193,13 +299,14 @@ class Installation:
         ]
         what = "; ".join(changes) or "its modules were changed"
         return (
-            f"the model was changed after prepare(): {what}; change it before prepare(), or open "
-            "a new session and prepare it again"
+            f"the model was changed after prepare(): {what}; change it before prepare(), or call "
+            "session.prepare(model, optimizer) again, on all ranks"
         )
 
 
 def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
-    values = dict.values(mapping)
+    # The children of a scripted module are in no dictionary of Python's.
+    values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
     return len(values) == len(expected) and all(map(_is, values, expected))
 
 

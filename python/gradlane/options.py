@@ -16,7 +16,8 @@ class Options:
         strategy: one of `STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
-        update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD on the owner.
+        update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
+            Adam or AdamW on the owner.
         interface: network interface to use, or None.
         advertise: address or name that other ranks reach this one at, or None.
         ports: lowest and highest port to listen on, or None for any.

@@ -8,47 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradlane import addresses, optimizers
+from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
+from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
+from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
-from gradlane.core import Channel, CoreModule, Listener, translate_error
-from gradlane.environment import Place
+from gradlane.connection import Surroundings, open_channel
+from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, UsageError
+from gradlane.exchange import Exchange, Members
 from gradlane.forward_order import ForwardOrder
+from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import Options
+from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
-from gradlane.steps import Phase, Steps
-from gradlane.table import Entry, build_table
+from gradlane.server_state import ServerState, check_taken_over
+from gradlane.shared_storage import Clusters
+from gradlane.steps import Driver, Phase, Steps
+from gradlane.table import Entry, build_table, extra_entry, names_of
 from gradlane.updates import DeferredUpdate
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a session gives each of its models.
-
-    Attributes:
-        core: the compiled core or its double.
-        options: the session's.
-        place: this rank's.
-        store_host: host of the rendezvous store.
-        store_port: its port.
-        secret: the user's own secret, or None.
-    """
-
-    core: CoreModule
-    options: Options
-    place: Place
-    store_host: str
-    store_port: int
-    secret: str | None
 
 
 class Prepared:
@@ -57,37 +41,49 @@ class Prepared:
     def __init__(
         self,
         around: Surroundings,
-        meeting: Meeting,
+        meet: Callable[[], Meeting],
         model: nn.Module,
         optimizer: Optimizer,
         defer: bool,
+        buffers: str = "local",
     ) -> None:
         """Agree with all ranks, connect, spread rank 0's values and hook everything.
 
         Args:
             around: what the session gives.
-            meeting: where the ranks agree; for this model alone.
+            meet: opens a place where the ranks agree, another one each time.
             model: the user's.
             optimizer: the user's.
             defer: whether updates may happen after `optimizer.step()` and in parts.
+            buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
 
         Raises:
             ValueError: the model or the optimizer cannot take part.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
+        meeting = meet()
         self._around = around
+        self._meet = meet
+        self._meeting = meeting
         self._optimizer = optimizer
         self._defer = defer
+        self._buffers = buffers
         self._serves = around.options.update == "server"
         self._entries = self._agree(meeting, model)
         self._trained = [entry for entry in self._entries if entry.trained]
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._pointers: list[int] = []
+        self._written: list[Tensor] = []
         self.model = model
-        self.channel = self._connect(meeting)
+        self._extras, self._members = self._make_members()
+        rows = [entry.plan_row() for entry in (*self._entries, *self._extras)]
+        self.channel = open_channel(around, meeting, rows, update=around.options.update)
         self._carrier = self._make_carrier()
         try:
-            self._carrier.spread(self._entries, first=around.place.rank == 0)
+            everything = [*self._entries, *self._extras]
+            self._carrier.spread(everything, first=around.place.rank == 0)
+            if self._members.buffers is not None:
+                self._members.buffers.start()
             self._register_parameters()
         except BaseException as error:
             self.channel.abort(f"{type(error).__name__} while spreading the model: {error}")
@@ -96,9 +92,13 @@ class Prepared:
                 raise translate_error(around.core, error, "spreading rank 0's values") from error
             raise
         self._agreement = AgreementCheck(meeting, self._trained, around.options.check_every)
-        self.installation = Installation(model, optimizer, self._entries)
+        pack = self._members.buffers
+        self.installation = Installation(
+            model, optimizer, self._entries, pack.owners if pack is not None else set()
+        )
         self.steps = self._make_steps()
         self.installation.install(self.steps)
+        self._server = self._make_server_state(meeting) if self._serves else None
 
     def close(self, timeout_s: float) -> None:
         """Settle, unhook and say goodbye.
@@ -118,14 +118,52 @@ class Prepared:
             self.abort(f"closed after an error: {error}")
             raise
         self.installation.remove()
+        if self._server is not None:
+            self._server.release()
         self.steps.close("the session was closed")
         self._carrier.close()
+        self._tell_ending()
         try:
             self.channel.finish(timeout_s)
         except core.ChannelTimeout:
             return
         except core.ChannelError as error:
             raise translate_error(core, error, "closing the session") from error
+        self._compare_endings()
+
+    def _tell_ending(self) -> None:
+        """Leave word of how the last step ended here: no step follows whose votes would tell."""
+        if self._members.ballot is not None:
+            with contextlib.suppress(RendezvousError):
+                lane = [self.steps.step, *self.steps.own_vote()]
+                self._meeting.put(f"ending/{self._around.place.rank}", json.dumps(lane))
+
+    def _compare_endings(self) -> None:
+        """Compare all ranks' last steps, on rank 0, once all have said goodbye.
+
+        Raises:
+            SessionFailed: they ended it differently.
+        """
+        place = self._around.place
+        if place.rank != 0 or self._members.ballot is None:
+            return
+        told = [self._meeting.peek(f"ending/{rank}") for rank in range(place.world_size)]
+        lanes = [json.loads(one) for one in told if one is not None]
+        if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
+            return
+        votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
+        check_votes(votes, lanes[0][0])
+
+    def hand_over(self, source: int) -> None:
+        """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
+        self.steps.settle()
+        try:
+            hand_over(self._around, self._meet(), self._entries, self._optimizer, source)
+        except GradlaneError as error:
+            self.abort(f"the state of rank {source} could not be handed over: {error}")
+            raise
+        if self._members.buffers is not None:
+            self._members.buffers.start()
 
     def abort(self, reason: str) -> None:
         """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
@@ -137,9 +175,29 @@ class Prepared:
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
         self.channel.forget_in_child()
-        if self.steps.phase is Phase.IDLE and self.steps.failure is None:
+        if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self.steps.failure is None:
             self.installation.remove()
+            if self._server is not None:
+                self._server.release()
         self.steps.close("this session belongs to the parent of this forked child")
+
+    def shares_with(self, model: nn.Module) -> bool:
+        """Whether another model has a trained parameter of this one."""
+        if self.steps.failure is not None:
+            return False
+        return any(id(parameter) in self._index_of for parameter in model.parameters())
+
+    def check_between_steps(self) -> None:
+        """Check that the model can be connected anew.
+
+        Raises:
+            UsageError: it is in the middle of a step.
+        """
+        if self.steps.phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"prepare() again in the middle of step {self.steps.step}: call it between "
+                "zero_grad() and the next backward()"
+            )
 
     @property
     def in_step(self) -> bool:
@@ -150,107 +208,51 @@ class Prepared:
 
     def _agree(self, meeting: Meeting, model: nn.Module) -> list[Entry]:
         try:
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                raise ValueError(
-                    "the model is wrapped in DistributedDataParallel: prepare the bare one"
-                )
+            check_model(model)
             entries = build_table(model)
             optimizers.check_optimizer(self._optimizer, entries)
             if self._serves:
                 optimizers.check_server_optimizer(self._optimizer, entries)
+                _check_apart(entries)
+                trained = [entry for entry in entries if entry.trained]
+                state = check_taken_over(self._optimizer, trained)
         except ValueError as error:
             meeting.refuse(str(error))
             raise
-        options = {**self._around.options.agreed(), "world_size": self._around.place.world_size}
+        options = {
+            **self._around.options.agreed(),
+            "world_size": self._around.place.world_size,
+            "buffers": self._buffers,
+        }
+        if self._serves:
+            options["optimizer_state"] = state
         meeting.agree({"options": options, "tensors": [entry.row() for entry in entries]})
         return entries
 
-    def _connect(self, meeting: Meeting) -> Channel:
-        around, options, place = self._around, self._around.options, self._around.place
-        plan = around.core.plan_json(
-            json.dumps([entry.plan_row() for entry in self._entries]),
-            options.strategy,
-            options.slice_elems,
-            options.seed,
-            options.update,
-            place.world_size,
+    def _make_members(self) -> tuple[list[Entry], Members]:
+        """Lay out what takes part in each step beside the gradients."""
+        place = self._around.place
+        if self._serves:
+            # Whatever takes part in a step is updated there, so nothing but parameters may.
+            return [], Members(self._trained)
+        ballot = Ballot(place.rank, place.world_size)
+        index = len(self._entries)
+        extras = [extra_entry("gradlane's ballot", ballot.tensor)]
+        pack = pack_buffers(self.model, self._buffers, place.rank, place.world_size)
+        if pack is not None:
+            extras.append(extra_entry("the packed buffers", pack.tensor))
+        return extras, Members(
+            self._trained, ballot, index, pack, index + 1 if pack is not None else -1
         )
-        secret = meeting.secret(around.secret)
-        listener, host = self._listen()
-        try:
-            peers = meeting.exchange_addresses(host, listener.port)
-            return around.core.Channel(
-                listener, self._channel_options(meeting.name), plan, peers, secret
-            )
-        except around.core.ChannelError as error:
-            raise RendezvousError(
-                f"rank {place.rank} could not connect: {error.args[0]}"
-            ) from error
-        except BaseException:
-            listener.close()
-            raise
-
-    def _channel_options(self, job: str) -> str:
-        options, place = self._around.options, self._around.place
-        return json.dumps(
-            {
-                "rank": place.rank,
-                "world_size": place.world_size,
-                "job": job,
-                "generation": place.restart,
-                "frame_bytes": options.frame_bytes,
-                "credit_bytes": options.frame_bytes,
-                "low_water_bytes": options.low_water_bytes,
-                "send_buffer_bytes": options.send_buffer_bytes,
-                "receive_buffer_bytes": 0,
-                "work_depth": max(2, 2 * options.work_threads),
-                "work_threads": options.work_threads,
-                "io_threads": 1,
-                "silence_timeout_s": options.silence_timeout_s,
-                "progress_timeout_s": options.progress_timeout_s,
-                "connect_timeout_s": options.connect_timeout_s,
-                "trace": options.trace,
-            }
-        )
-
-    def _listen(self) -> tuple[Listener, str]:
-        """Bind a socket; returns it and the address that others reach it at."""
-        around, options = self._around, self._around.options
-        low, high = options.ports or (0, 0)
-        advertised = options.advertise
-        interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
-        try:
-            if interface:
-                hosts = [addresses.interface_address(interface)]
-            elif advertised:
-                literal = addresses.resolve(advertised)
-                # Behind address translation the advertised address is none of this machine's.
-                hosts = [literal, "::" if ":" in literal else "0.0.0.0"]
-            elif around.place.world_size == 1:
-                hosts = ["127.0.0.1"]
-            else:
-                hosts = [addresses.address_towards(around.store_host, around.store_port)]
-        except OSError as error:
-            raise RendezvousError(
-                f"rank {around.place.rank} finds no address to listen on ({error}): give "
-                "interface= or advertise="
-            ) from error
-        for host in hosts:
-            try:
-                return around.core.Listener(host, low, high), advertised or host
-            except OSError as error:
-                last = error
-        raise RendezvousError(
-            f"rank {around.place.rank} cannot listen on {hosts[0]} (ports "
-            f"{low}-{high}, 0 is any): {last}"
-        ) from last
 
     def _make_carrier(self) -> Carrier:
-        if all(entry.device.type == "cpu" for entry in self._trained):
-            return DirectCarrier(self.channel, self._trained)
+        carried = dict(enumerate(self._trained))
+        carried.update(enumerate(self._extras, len(self._entries)))
+        if all(entry.device.type == "cpu" for entry in carried.values()):
+            return DirectCarrier(self.channel, carried)
         from gradlane.staging import StagedCarrier
 
-        return StagedCarrier(self.channel, self._trained, self._staging_failed)
+        return StagedCarrier(self.channel, carried, self._staging_failed)
 
     def _staging_failed(self, error: Exception) -> None:
         core = self._around.core
@@ -262,11 +264,7 @@ class Prepared:
     def _make_steps(self) -> Steps:
         around, optimizer = self._around, self._optimizer
         observes = around.place.rank == 0 and around.place.world_size > 1
-        return Steps(
-            core=around.core,
-            channel=self.channel,
-            carrier=self._carrier,
-            trained=self._trained,
+        driver = Driver(
             update=DeferredUpdate(
                 optimizer,
                 self.installation.step_whole,
@@ -277,22 +275,62 @@ class Prepared:
             defers=lambda: self._defer and not optimizers.has_step_hooks(optimizer),
             check_unchanged=self.installation.check_unchanged,
             server_rows=self._server_rows if self._serves else None,
+            note_update=self._note_update,
             order=ForwardOrder() if observes else None,
             announce_order=self._announce_order,
             before_step=self._before_step,
+            hyperparameters=Hyperparameters(optimizer),
+            abort=self.channel.abort,
+        )
+        return Steps(
+            lambda reports: Exchange(
+                around.core, self.channel, self._carrier, self._members, reports
+            ),
+            driver,
         )
 
     def _announce_order(self, order: ForwardOrder) -> None:
-        self.channel.switch_priorities(order.priorities(len(self._entries)))
+        first_extra = len(self._entries)
+        priorities = order.priorities(first_extra + len(self._extras))
+        # The ballot is asked for before any update, and buffers by the first module that has some.
+        priorities[first_extra:] = [0] * len(self._extras)
+        self.channel.switch_priorities(priorities)
 
     def _before_step(self, step: int) -> None:
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
-        if self._serves:
+        if self._server is not None:
             self._register_parameters()
+            self._server.agree()
+
+    def _make_server_state(self, meeting: Meeting) -> ServerState:
+        return ServerState(
+            channel=self.channel,
+            meeting=meeting,
+            optimizer=self._optimizer,
+            trained=self._trained,
+            spend_step=self.steps.spend_step,
+        )
 
     def _server_rows(self) -> str:
-        return optimizers.server_rows(self._optimizer, self._index_of)
+        """Hyper-parameters of all tensors, read at the start and at the end of a step.
+
+        Raises:
+            UsageError: the core would write into memory that is no parameter's any more.
+        """
+        for entry, pointer in zip(self._trained, self._pointers, strict=True):
+            if entry.tensor.data_ptr() != pointer:
+                raise UsageError(
+                    f"the memory of parameter {entry.name!r} was replaced (.data = ..., .to(...)) "
+                    'between backward() and optimizer.step(): with update="server" the update has '
+                    "already begun there; do it after optimizer.step()"
+                )
+        assert self._server is not None
+        return self._server.rows()
+
+    def _note_update(self, index: int) -> None:
+        if self._server is not None:
+            self._server.updated(index)
 
     def _register_parameters(self) -> None:
         """Tell the core where parameters are that it updates in place."""
@@ -310,6 +348,18 @@ class Prepared:
                 )
             self.channel.set_parameter(index, pointers[index], entry.nbytes)
         self._pointers = pointers
+        # Who swaps a parameter's memory in mid-step must not free what the core writes into.
+        self._written = [entry.tensor.detach() for entry in self._trained]
+
+
+def _check_apart(entries: list[Entry]) -> None:
+    trained = [entry for entry in entries if entry.trained]
+    shared = Clusters([entry.tensor for entry in trained]).members
+    if shared:
+        raise ValueError(
+            f"{names_of(trained[index] for index in shared)} share memory, and with "
+            'update="server" each is updated by itself; use update="worker"'
+        )
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:

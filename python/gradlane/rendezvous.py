@@ -130,6 +130,13 @@ class Meeting:
                 raise
             raise self._lost_store(error) from error
 
+    def peek(self, key: str) -> bytes | None:
+        """Read a key that should be there, without waiting; None if it or the store is not."""
+        try:
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and learn what every other rank found.
 

@@ -12,15 +12,17 @@ The loop stays the user's own::
 
 `optimizer.step()` records the hyper-parameters of the moment; each parameter is updated when its
 averaged gradient has arrived, at the latest when something reads it. References to parameters that
-the program already holds (a list made before `step()`, `optimizer.param_groups`) are not guarded:
-call `session.synchronize()` before reading through them.
+the program already holds (such as a list made before `step()`) are not guarded: call
+`session.synchronize()` before reading through them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,12 +31,15 @@ from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
 from gradlane import lifecycle
+from gradlane.buffers import MODES
+from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed
+from gradlane.join import Join
 from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options
-from gradlane.prepared import Prepared, Surroundings, describe
+from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -83,7 +88,8 @@ def init(
         strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server.
-        update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, on each slice's owner.
+        update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
+            slice's owner, which keeps the state; see `docs/optimizers.md`.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
             the store.
         advertise: address or name that other ranks reach this one at, where it is another.
@@ -161,47 +167,65 @@ class Session:
         return self._around.place.world_size
 
     def prepare(
-        self, model: ModelType, optimizer: OptimizerType, *, defer: bool | None = None
+        self,
+        model: ModelType,
+        optimizer: OptimizerType,
+        *,
+        defer: bool | None = None,
+        buffers: str = "broadcast",
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer to all ranks; a collective call.
 
-        Afterwards every rank has rank 0's parameters and buffers. Gradients of trained parameters
-        are averaged over all ranks, summed in rank order. The optimizer must hold exactly the
-        trained parameters. Its state is not sent: load checkpoints on every rank, before or after.
+        Afterwards every rank has rank 0's parameters and buffers. In each step a parameter's
+        gradient is the mean of what all ranks have in `.grad`, summed in rank order; none counts as
+        zeros, and none on any rank stays none. The optimizer must hold exactly the trained
+        parameters. Its state is not sent: load checkpoints on every rank, before or after.
 
-        Between `backward()` and `optimizer.step()`, `.grad` is None, except that
-        `model.parameters()` waits for the averaged gradients and puts them there, so that
-        `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` is right; the update then waits
-        for all gradients. After `step()` whatever reads a parameter waits for its update.
+        Between `backward()` and `optimizer.step()`, `.grad` is None or this rank's own, except that
+        `model.parameters()` and `optimizer.param_groups` wait for the averaged gradients and put
+        them there, so that `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` and
+        `GradScaler` are right; the update then waits for all gradients. After `step()` whatever
+        reads a parameter waits for its update.
+
+        A model may get several gradients in a step, from several losses or backward calls: gradlane
+        learns how many come and sends their sum with the last. In the first step everything is
+        sent at `step()`. Where the number grows later, use `no_sync`.
+
+        Call it again, on all ranks between two steps, when parameters are frozen, unfrozen, added
+        or removed: it connects the model anew.
 
         Args:
-            model: on CPU or CUDA; parameters f32, f16, bf16 or f64. Frozen parameters and buffers
-                are sent once, as they are.
+            model: on CPU or CUDA; parameters f32, f16, bf16, f64 or complex. Frozen parameters are
+                sent once, as they are. Sparse gradients are made dense.
             optimizer: any of `torch.optim` except LBFGS and SparseAdam; others step whole, see
-                `defer`.
+                `defer`. With `update="server"` its `state_dict()` and `load_state_dict()` are
+                collective calls, too.
             defer: True: update parameters as their gradients arrive, which asks for an optimizer
                 that treats each parameter by itself; False: `step()` waits for all gradients and
                 updates there; None: True for optimizers that are known to allow it (those of
                 `torch.optim`, and classes with an attribute `steps_per_parameter = True`).
+            buffers: what happens to buffers, such as the statistics of batch norm, in each step:
+                `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
+                averaged over the ranks, others are rank 0's; `"local"`: nothing. With
+                `update="server"` nothing happens to them either.
 
         Returns:
             The same two objects.
 
         Raises:
+            UsageError: the model was prepared before and is in the middle of a step.
             ValueError: the model or the optimizer cannot take part; the message names the tensor.
             RanksDiffer: the ranks' models or options differ; raised on every rank.
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()
-        if any(prepared.model is model for prepared in self._prepared):
-            raise ValueError("this model is already prepared in this session")
-        place = self._around.place
-        key = (place.job, place.restart, place.rank)
-        number = _channels.get(key, 0)
-        _channels[key] = number + 1
+        if buffers not in MODES:
+            raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+        self._take_apart(model)
         deferred = steps_per_parameter(optimizer) if defer is None else defer
-        meeting = Meeting(self._store, place, number, self._around.options.connect_timeout_s)
-        self._prepared.append(Prepared(self._around, meeting, model, optimizer, deferred))
+        self._prepared.append(
+            Prepared(self._around, self._meet, model, optimizer, deferred, buffers)
+        )
         if defer is None and not deferred and self._around.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
@@ -211,6 +235,44 @@ class Session:
                 stacklevel=2,
             )
         return model, optimizer
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up in `.grad` without sending them, for accumulation over batches.
+
+        As with DDP: run all backward calls of a step but the last inside, and the last outside,
+        which sends the sums. Where all were inside, `optimizer.step()` sends them. It holds for all
+        models of the session. What is sent are sums over batches: divide each loss by their number.
+        """
+        self._check_open()
+        before = [(prepared.steps, prepared.steps.accumulates) for prepared in self._prepared]
+        for steps, _ in before:
+            steps.accumulates = True
+        try:
+            yield
+        finally:
+            for steps, accumulates in before:
+                steps.accumulates = accumulates
+
+    def join(self, *, throw_on_early_termination: bool = False) -> Join:
+        """Return a context for loops over uneven data; all ranks run theirs inside.
+
+        A rank that leaves the block goes on taking part in the others' steps without gradients,
+        which count as zeros: means still divide by the number of all ranks, as with DDP. When the
+        last rank leaves, all get its parameters, buffers, optimizer state and hyper-parameters.
+        Nothing is sent for that where the data was even. Schedulers are the user's own: those that
+        count batches must count alike, for example by epochs.
+
+        Args:
+            throw_on_early_termination: raise `UnevenData` on all ranks as soon as one has run out,
+                in the same step, which is not taken.
+
+        Raises:
+            UsageError: on entry: with `update="server"`, or inside another one; at the end: a
+                backward without `optimizer.step()` or `zero_grad()`.
+        """
+        self._check_open()
+        return Join(list(self._prepared), self.rank, throw_on_early_termination)
 
     def synchronize(self) -> None:
         """Wait until every parameter of every model has its update.
@@ -314,6 +376,29 @@ class Session:
         self._ended = "left behind in the parent of this forked child"
         for prepared in self._prepared:
             prepared.forget_in_child()
+
+    def _meet(self) -> Meeting:
+        """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
+        place = self._around.place
+        key = (place.job, place.restart, place.rank)
+        number = _channels.get(key, 0)
+        _channels[key] = number + 1
+        return Meeting(self._store, place, number, self._around.options.connect_timeout_s)
+
+    def _take_apart(self, model: nn.Module) -> None:
+        """Part with a model that is to be prepared again; refuse what is in another one's hands."""
+        again = next((one for one in self._prepared if one.model is model), None)
+        for other in self._prepared:
+            if other is not again and other.shares_with(model):
+                raise ValueError(
+                    "this model and one that is prepared already have trained parameters in "
+                    "common: prepare one module that holds both, such as nn.ModuleList"
+                )
+        if again is None:
+            return
+        again.check_between_steps()
+        again.close(_CLOSE_TIMEOUT_S)
+        self._prepared.remove(again)
 
     def _check_open(self) -> None:
         if self._ended is not None:

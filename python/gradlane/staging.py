@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class StagedCarrier:
     def __init__(
         self,
         channel: Channel,
-        trained: Sequence[Entry],
+        trained: Mapping[int, Entry],
         report: Callable[[Exception], None],
     ) -> None:
         """Carry gradients of these tensors over a channel.

@@ -1,180 +1,103 @@
 """The training steps of one prepared model, as a state machine.
 
-Idle: all parameters are up to date. Backward: gradients are on their way; `.grad` is None.
-Attached: the averaged gradients are in `.grad`, waiting for the user's `optimizer.step()`. Pending:
-`optimizer.step()` was called; parameters are updated as their gradients arrive. Every read of a
-parameter comes through `before_read`, `before_list` or `before_forward`, which wait for its update;
-after a failure they raise, so that nobody sees some parameters of one step and some of another.
+Idle: all parameters are up to date. Local: gradients add up in `.grad` and nothing was sent, as
+inside `session.no_sync()`. Backward: a step has begun on the channel; a gradient leaves as soon as
+its last part is there, what is left follows at the end. Attached: the averaged gradients are in
+`.grad`, waiting for the user's `optimizer.step()`. Pending: the step has ended here; parameters are
+updated as their gradients arrive.
+
+In every step each parameter's gradient is the mean over all ranks of what they had in `.grad`, none
+counting as zeros. Every read of a parameter comes through `before_read`, `before_list` or
+`before_forward`, which wait for its update; after a failure they raise, so that nobody sees some
+parameters of one step and some of another.
 """
 
 from __future__ import annotations
 
-import enum
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from gradlane.carrier import Carrier
-from gradlane.core import Channel, CoreModule, translate_error
-from gradlane.errors import GradlaneError, SessionClosed, SessionFailed, UsageError
-from gradlane.forward_order import ForwardOrder, inside_backward
-from gradlane.gradients import GradientIntake
-from gradlane.table import Entry
-from gradlane.updates import DeferredUpdate, undisturbed
+from gradlane.ballot import Ending, Vote
+from gradlane.errors import SessionFailed, UsageError
+from gradlane.forward_order import inside_backward
+from gradlane.step_reads import StepReads
+from gradlane.step_state import Driver, Phase
+from gradlane.updates import undisturbed
 
-
-class Phase(enum.Enum):
-    """Where a model is in its step."""
-
-    IDLE = "idle"
-    BACKWARD = "backward"
-    ATTACHED = "attached"
-    PENDING = "pending"
+__all__ = ["Driver", "Phase", "Steps"]
 
 
-class Steps:
+class Steps(StepReads):
     """Drives one channel through the training steps of one model."""
 
-    def __init__(
-        self,
-        *,
-        core: CoreModule,
-        channel: Channel,
-        carrier: Carrier,
-        trained: Sequence[Entry],
-        update: DeferredUpdate,
-        step_whole: Callable[[], Any],
-        defers: Callable[[], bool],
-        check_unchanged: Callable[[], None],
-        server_rows: Callable[[], str] | None,
-        order: ForwardOrder | None,
-        announce_order: Callable[[ForwardOrder], None],
-        before_step: Callable[[int], None],
-    ) -> None:
-        """Start after step 0.
-
-        Args:
-            core: where the channel's errors come from.
-            channel: the channel, with step 0 complete.
-            carrier: hands gradients to the channel.
-            trained: table entries of the trained parameters, by tensor number.
-            update: runs the optimizer later and in parts.
-            step_whole: runs the optimizer on whatever is in `.grad`.
-            defers: whether the next update may happen later and in parts.
-            check_unchanged: raises `UsageError` if the model is not what was prepared.
-            server_rows: hyper-parameters for updates on the server, or None for the worker's.
-            order: notes the first training forward, or None.
-            announce_order: called with it once, in step 1.
-            before_step: called with the number of a step before it begins; all is settled then.
-        """
-        self._core = core
-        self._channel = channel
-        self._carrier = carrier
-        self._trained = trained
-        self._update = update
-        self._step_whole = step_whole
-        self._defers = defers
-        self._check_unchanged = check_unchanged
-        self._server_rows = server_rows
-        self._order = order
-        self._announce_order = announce_order
-        self._before_step = before_step
-        self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
-        self._intake = GradientIntake(trained)
-        self._gradients: list[Tensor | None] = [None] * len(trained)
-        self._pending: set[int] = set()
-        self._phase = Phase.IDLE
-        self._step = 0
-        self._rows = ""
-        self._discards = False
-        self._zeroed = True
-        self._applying = False
-        self._bypassed = False
-        self._failure: GradlaneError | None = None
-        self._lock = threading.RLock()
-        self.reads_wait = False
-        self.lists_wait = False
-        self._refresh()
-
-    @property
-    def step(self) -> int:
-        """Number of the current step; 0 before the first gradient."""
-        return self._step
-
-    @property
-    def phase(self) -> Phase:
-        """Where the current step is."""
-        return self._phase
-
-    @property
-    def failure(self) -> GradlaneError | None:
-        """Why there is nothing more to be had, or None."""
-        return self._failure
-
-    # ---- gradients
-
     def take_gradient(self, index: int, parameter: Tensor) -> None:
-        """Take a parameter's fresh gradient away and hand it over: the post-accumulate hook.
+        """Note a parameter's fresh gradient, and hand it over if it is whole: the hook.
 
         Raises:
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
         if self._phase is not Phase.BACKWARD:
-            self._begin_step(index)
-        elif self._gradients[index] is not None:
-            raise UsageError(
-                f"parameter {self._trained[index].name!r} got a second gradient in step "
-                f"{self._step}: call optimizer.step() after each backward(); accumulating "
-                "gradients over several backward() calls is not supported yet"
-            )
-        gradient = self._intake.take(index, parameter)
-        self._gradients[index] = gradient
-        try:
-            self._carrier.give(index, self._step, gradient)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "handing over", index)
+            self._on_first_gradient()
+            if not self.accumulates:
+                self._begin_step()
+        elif self._exchange.is_given(index):
+            self._refuse_late_gradient(index)
+        if self.accumulates:
+            if parameter.grad is not None:
+                self._versions[index] = parameter.grad._version
+            return
+        self._exchange.hold(index, parameter)
+        if self._firings.is_last(index):
+            self._exchange.give(index)
 
-    def _begin_step(self, index: int) -> None:
+    def _on_first_gradient(self) -> None:
+        """Leave whatever phase there was: gradients add up locally from now on."""
         self.raise_failure()
-        if self._phase is Phase.ATTACHED:
-            raise UsageError(
-                f"parameter {self._trained[index].name!r} got a gradient after the averaged "
-                f"gradients of step {self._step} were handed out by parameters(): call "
-                "optimizer.step() first; every backward() of a step comes before parameters()"
-            )
+        if self._phase is Phase.LOCAL:
+            return
         self.settle()
-        if not self._zeroed:
-            self._zeroed = True
-            warnings.warn(
-                "zero_grad() was not called since the last optimizer.step(); gradlane takes "
-                "gradients away in backward(), so they do not add up over steps",
-                UserWarning,
-                stacklevel=2,
-            )
-        self._before_step(self._step + 1)
-        try:
-            # Every tensor may be ready a moment before the channel counts the step as complete.
-            self._channel.wait_step(self._step)
-            self._channel.step_begin(self._step + 1)
-            self._step += 1
-            if self._order is not None and not self._order.is_empty:
-                order, self._order = self._order, None
-                self._announce_order(order)
-            if self._server_rows is not None:
-                self._rows = self._server_rows()
-                self._channel.set_optimizer(self._step, self._rows)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "beginning a step")
+        if self._phase is Phase.ATTACHED:
+            # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
+            self._exchange.end()
+            self._ending = Ending.CARRIED_ON
+        self._on_top = not self._zeroed
+        self._zeroed = True
+        self._versions.clear()
+        self._phase = Phase.LOCAL
+        self._refresh()
+
+    def _begin_step(self, *, shadow: bool = False) -> None:
+        if not any(vote.shadow for vote in self._exchange.votes()):
+            # Ranks that went along without data get the others' parameters at the end of join().
+            self._driver.before_step(self.step + 1)
+        if self._server_rows is not None:
+            self._rows = self._bypassing(self._server_rows)
+        vote = Vote(self._ending, shadow, self._digest)
+        self._exchange.begin(vote, self._rows if self._server_rows is not None else None)
+        if self._order is not None and not self._order.is_empty:
+            order, self._order = self._order, None
+            self._driver.announce_order(order)
+        self._firings.begin()
         self._phase = Phase.BACKWARD
         self._refresh()
 
-    # ---- the user's calls
+    def before_group(self, parameters: Iterable[Tensor | None]) -> None:
+        """Make parameters that are about to be read through the optimizer right.
+
+        What was only accumulated here is averaged first: `GradScaler` looks for infinities there,
+        and ranks that each looked at their own gradients would skip different steps.
+        """
+        busy = self.accumulates or self._bypassed or self._applying or inside_backward()
+        if self._phase is Phase.LOCAL and self._server_rows is None and not busy:
+            self.raise_failure()
+            self._check_untouched()
+            self._begin_step()
+        self.before_list(parameters)
 
     def end_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do what `optimizer.step()` means: now, or as gradients arrive.
@@ -196,149 +119,108 @@ class Steps:
         self.raise_failure()
         if self._phase in (Phase.IDLE, Phase.PENDING):
             raise UsageError(
-                f"optimizer.step() without any gradient since step {self._step}: every rank must "
+                f"optimizer.step() without any gradient since step {self.step}: every rank must "
                 "run backward() on at least one trained parameter in each step"
             )
-        self._check_unchanged()
+        self._driver.check_unchanged()
+        if self._on_top:
+            warnings.warn(
+                "zero_grad() was not called since the last optimizer.step(); gradlane takes "
+                "gradients away in backward(), so they do not add up over steps",
+                UserWarning,
+                stacklevel=3,
+            )
+        if self._phase is Phase.LOCAL:
+            self._check_untouched()
+            self._begin_step()
+        self._bypassing(self._driver.update.record)
         if self._server_rows is not None:
-            self._check_rows(self._server_rows())
-        elif self._phase is Phase.BACKWARD and not self._defers():
+            self._check_rows(self._bypassing(self._server_rows))
+        elif self._phase is Phase.BACKWARD and not self._driver.defers():
             self.attach()
+        self._firings.learn()
+        self._digest = self._driver.hyperparameters.digest()
         if self._phase is Phase.ATTACHED:
             self._update_now()
         else:
-            self._update.record()
-            self._close_gradients()
-            self._pending = set(range(len(self._trained)))
+            self._complete()
+            self._end(Ending.STEPPED)
+            self._pending.update(range(len(self._trained)))
             self._zeroed = False
             self._refresh()
         return result
 
-    def discard(self) -> None:
-        """Do what `zero_grad()` between backward and `step()` means: forget the gradients.
+    def discard(self, set_to_none: bool = True) -> None:
+        """Do what `zero_grad()` means: forget the gradients of a step that was not taken.
+
+        Args:
+            set_to_none: as the user gave it.
 
         Raises:
             UsageError: updates run on the servers and have begun.
         """
-        self._zeroed = True
-        if self._phase is not Phase.BACKWARD or inside_backward() or self._failure is not None:
+        if inside_backward() or self._failure is not None:
             return
-        if self._server_rows is not None:
-            raise UsageError(
-                f'zero_grad() after backward() in step {self._step}: with update="server" the '
-                "update has already begun; call optimizer.step() first"
-            )
-        self._discards = True
-        self._close_gradients()
+        self._zeroed = True
+        if self._phase in (Phase.PENDING, Phase.IDLE):
+            if set_to_none:
+                self._driver.update.leave_none()
+            else:
+                self._driver.update.zero_in_place()
+        elif self._phase is Phase.LOCAL:
+            self._phase = Phase.IDLE
+        elif self._phase is Phase.ATTACHED:
+            self._end(Ending.DISCARDED)
+        elif self._phase is Phase.BACKWARD:
+            self._discard_backward(set_to_none)
         self._refresh()
 
-    def attach(self) -> None:
-        """Wait for all averaged gradients of a step and put them into `.grad`."""
-        with self._lock:
-            if self._phase is not Phase.BACKWARD:
-                return
-            self._declare_missing()
-            for index, gradient in self._wait_and_take(None):
-                self._trained[index].tensor.grad = gradient
-            self._gradients = [None] * len(self._trained)
-            self._phase = Phase.ATTACHED
-            self._refresh()
+    def _discard_backward(self, set_to_none: bool) -> None:
+        if self._server_rows is not None:
+            raise UsageError(
+                f'zero_grad() after backward() in step {self.step}: with update="server" the '
+                "update has already begun; call optimizer.step() first"
+            )
+        if not set_to_none:
+            for index in self._exchange.present():
+                parameter = self._trained[index].tensor
+                parameter.grad = torch.zeros_like(parameter)
+        self._discards = True
+        self._exchange.complete(discards=True)
+        self._exchange.give_buffers(shadow=False)
+        self._end(Ending.DISCARDED)
 
-    def settle(self) -> None:
-        """Wait until every parameter has its update."""
-        if self._phase is not Phase.PENDING:
-            return
-        with self._lock:
-            if self._phase is Phase.PENDING:
-                self.raise_failure()
-                self._apply(self._wait_and_take(None))
-                self._phase = Phase.IDLE
-                self._discards = False
-                self._refresh()
-
-    def bypass(self, call: Callable[[], None]) -> None:
-        """Run a call whose reads of parameters need no update, such as the model's `zero_grad`."""
-        self._bypassed = True
-        try:
-            call()
-        finally:
-            self._bypassed = False
-
-    # ---- reads of parameters
-
-    def before_read(self, parameter: Tensor) -> None:
-        """Wait until a parameter that is about to be read has its update."""
-        if self._bypassed or self._applying:
-            return
-        index = self._index_of.get(id(parameter))
-        if index is not None:
-            self.before_forward((index,), training=None)
-        else:
-            self.raise_failure()
-
-    def before_forward(self, indices: Sequence[int], training: bool | None) -> None:
-        """Wait until parameters that a module is about to use have their updates.
-
-        Args:
-            indices: their numbers.
-            training: whether the module is in training mode; None: the read is none of a module's.
-        """
-        self.raise_failure()
-        if self._order is not None:
-            self._order.note(indices, training=training is not False)
-        if self._server_rows is not None and self._phase is Phase.BACKWARD:
-            self._check_server_forward(training)
-        if self._pending:
-            self._settle_some(indices)
-
-    def before_list(self, parameters: Iterable[Tensor | None]) -> None:
-        """Make parameters that are about to be listed right, and their `.grad` right or absent."""
-        if self._bypassed or self._applying:
-            return
-        self.raise_failure()
-        if self._phase is Phase.BACKWARD:
-            if inside_backward():
-                return
-            if self._server_rows is not None:
-                raise UsageError(
-                    f"parameters() between backward() and optimizer.step() in step {self._step}: "
-                    'with update="server" the averaged gradients stay on the servers, so nothing '
-                    'can be clipped or read; use update="worker" for that'
-                )
-            self.attach()
-        elif self._pending:
-            found = (self._index_of.get(id(parameter)) for parameter in parameters)
-            self._settle_some([index for index in found if index is not None])
-
-    def before_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's state right before it is read or replaced.
+    def begin_shadow(self) -> None:
+        """Go along in the next step of the others with nothing to contribute.
 
         Raises:
-            UsageError: the state is on the servers.
+            UsageError: this rank's own step has not ended.
         """
-        self.raise_failure()
-        if self._server_rows is not None and any(
-            group.get("momentum") for group in optimizer.param_groups
-        ):
-            raise UsageError(
-                'with update="server" momentum is kept on the servers and cannot be read or '
-                'replaced yet; use update="worker" for checkpoints of the optimizer'
-            )
         self.settle()
+        if self._phase in (Phase.BACKWARD, Phase.ATTACHED):
+            raise UsageError(
+                f"the end of session.join() inside step {self.step}: call optimizer.step() or "
+                "zero_grad() after the last backward()"
+            )
+        keeps_local = self._phase
+        self._begin_step(shadow=True)
+        self._discards = True
+        self._exchange.complete(discards=True)
+        self._exchange.give_buffers(shadow=True)
+        self._exchange.end()
+        self._ending = Ending.SHADOWED
+        self._phase = keeps_local
+        self._refresh()
 
-    # ---- the end
+    def has_votes(self) -> bool:
+        """Whether all ranks have begun the step that this one goes along in."""
+        return self._exchange.has_votes()
 
-    def raise_failure(self) -> None:
-        """Raise again what the session has failed with, if it has."""
-        if self._failure is not None:
-            # The same object each time: without the old traceback, or they would pile up.
-            raise self._failure.with_traceback(None)
-
-    def fail(self, failure: GradlaneError) -> None:
-        """Keep the first failure: from now on every read raises it."""
-        if self._failure is None:
-            self._failure = failure
-            self._refresh()
+    def end_shadow(self) -> list[Vote]:
+        """Wait for the end of the step that was gone along in; returns all ranks' votes."""
+        self._exchange.take(None, discards=True)
+        self._discards = False
+        return self._exchange.votes()
 
     def finish(self) -> None:
         """Bring the current step to an end, so that the channel can be closed in order."""
@@ -346,135 +228,62 @@ class Steps:
             return
         if self._phase is Phase.BACKWARD:
             self._discards = True
-            self._close_gradients()
+            self._exchange.complete(discards=True)
+            self._exchange.give_buffers(shadow=False)
+            self._end(Ending.DISCARDED)
         elif self._phase is Phase.ATTACHED:
-            self._end_channel_step()
-            self._phase = Phase.IDLE
+            self._end(Ending.DISCARDED)
         self.settle()
-
-    # ---- inside
-
-    def _refresh(self) -> None:
-        """Bring the two flags up to date that keep reads fast while nothing is under way."""
-        failed = self._failure is not None
-        backward = self._phase is Phase.BACKWARD
-        waits = failed or bool(self._pending) or self._order is not None
-        self.reads_wait = waits or (backward and self._server_rows is not None)
-        self.lists_wait = waits or backward
-
-    def _settle_some(self, indices: Iterable[int]) -> None:
-        with self._lock:
-            needed = [index for index in indices if index in self._pending]
-            if not needed:
-                return
-            self._apply(self._wait_and_take(needed))
-            if not self._pending:
-                self._phase = Phase.IDLE
-            self._refresh()
-
-    def _wait_and_take(self, needed: list[int] | None) -> list[tuple[int, Tensor]]:
-        """Wait for some tensors, or for the step, and take all results that are there."""
-        try:
-            if needed is None:
-                self._channel.wait_step(self._step)
-            else:
-                self._channel.wait(needed, self._step)
-            ready = self._channel.take_ready(self._step)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "waiting for averaged gradients")
-        arrived: list[tuple[int, Tensor]] = []
-        for index, absent in ready:
-            gradient = self._gradients[index]
-            if not absent and gradient is not None and self._server_rows is None:
-                arrived.append((index, gradient))
-            self._gradients[index] = None
-            self._pending.discard(index)
-        if self._discards:
-            return []
-        if arrived:
-            self._carrier.collect(arrived)
-        return arrived
-
-    def _apply(self, arrived: list[tuple[int, Tensor]]) -> None:
-        if arrived:
-            self._guarded(lambda: self._update.apply(arrived))
 
     def _update_now(self) -> None:
         def update() -> None:
             with undisturbed():
-                self._step_whole()
+                self._driver.step_whole()
 
         self._guarded(update)
-        self._end_channel_step()
-        self._phase = Phase.IDLE
+        self._driver.update.take_away()
+        self._zeroed = False
+        self._end(Ending.STEPPED)
         self._refresh()
 
-    def _guarded(self, update: Callable[[], None]) -> None:
-        """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
-        self._applying = True
-        try:
-            update()
-        except BaseException as error:
-            failure = SessionFailed(
-                f"the optimizer broke off in step {self._step} with {type(error).__name__}: "
-                f"{error}; some parameters may be updated and others not: restart from the last "
-                "checkpoint",
-                self._step - 1,
-            )
-            self.fail(failure)
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
-        finally:
-            self._applying = False
-
-    def _close_gradients(self) -> None:
-        """Say what is missing in this step and that it has ended: it is pending from now on."""
-        self._declare_missing()
-        self._end_channel_step()
-        self._phase = Phase.PENDING
-
-    def _declare_missing(self) -> None:
-        try:
-            for index, gradient in enumerate(self._gradients):
-                if gradient is None:
-                    self._gradients[index] = self._carrier.give_nothing(index, self._step)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "ending a step")
-
-    def _end_channel_step(self) -> None:
-        try:
-            self._channel.step_end(self._step)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "ending a step")
+    def _check_untouched(self) -> None:
+        """Refuse gradients that were changed before they were averaged: no rule covers them."""
+        gradients = {index: self._trained[index].tensor.grad for index in self._versions}
+        newest: dict[int, int] = {}
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                # Views of one memory, as cat() gives them, count their changes together.
+                memory = gradient.untyped_storage().data_ptr()
+                newest[memory] = max(newest.get(memory, 0), self._versions[index])
+        for index, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if gradient._version != newest[gradient.untyped_storage().data_ptr()]:
+                raise UsageError(
+                    f"the gradient of {self._trained[index].name!r} was changed in place before "
+                    f"it was averaged in step {self.step + 1}: every backward() of the step was "
+                    "inside session.no_sync(), so clipping and unscaling saw this rank's own "
+                    "gradients; run the last backward() of a step outside of it"
+                )
 
     def _check_rows(self, rows: str) -> None:
         if rows != self._rows:
             failure = SessionFailed(
                 f"hyper-parameters were changed between the first gradient and optimizer.step() of "
-                f'step {self._step}: with update="server" the update has already begun; step '
+                f'step {self.step}: with update="server" the update has already begun; step '
                 "schedulers after optimizer.step()",
-                self._step - 1,
+                self.step - 1,
             )
             self.fail(failure)
             raise failure
 
-    def _check_server_forward(self, training: bool | None) -> None:
-        if training and torch.is_grad_enabled() and not inside_backward():
-            raise UsageError(
-                f"a forward after backward() and before optimizer.step() in step {self._step}: "
-                'with update="server" the update has already begun; call optimizer.step() first'
-            )
-
-    def _raise_failed(self, error: Exception, doing: str, index: int | None = None) -> NoReturn:
-        where = f"{doing} in step {self._step}"
-        if index is not None:
-            where = f"{doing} {self._trained[index].name!r} in step {self._step}"
-        if self._failure is None:
-            self.fail(translate_error(self._core, error, where))
-        assert self._failure is not None
-        raise self._failure from error
-
-    def close(self, reason: str) -> None:
-        """Make every further use raise `SessionClosed` with this reason."""
-        self.fail(SessionClosed(reason))
+    def _refuse_late_gradient(self, index: int) -> NoReturn:
+        refusal = UsageError(
+            f"parameter {self._trained[index].name!r} got another gradient in step {self.step} "
+            "after its gradient had been sent: it got more of them than in any step before; run "
+            "every backward() of a step but the last inside `with session.no_sync():`"
+        )
+        # What was sent cannot be taken back, so no rank can end this step.
+        self.fail(refusal)
+        self._driver.abort(str(refusal))
+        raise refusal

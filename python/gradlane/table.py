@@ -21,7 +21,10 @@ _TRAINED_DTYPES = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
     torch.float64: "f64",
+    torch.complex64: "f32",
+    torch.complex128: "f64",
 }
+"""How trained parameters are averaged; complex numbers are pairs, and averaged as such."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,14 @@ class Entry:
         if self.trained:
             return {
                 "name": self.name,
-                "numel": self.tensor.numel(),
+                "numel": self.tensor.numel() * (2 if self.dtype.is_complex else 1),
                 "dtype": _TRAINED_DTYPES[self.dtype],
                 "role": "parameter",
             }
+        return self.bytes_row()
+
+    def bytes_row(self) -> dict[str, Any]:
+        """Return the entry in the plan's terms as plain bytes, which only step 0 spreads."""
         return {"name": self.name, "numel": self.nbytes, "dtype": "u8", "role": "initial"}
 
 
@@ -99,6 +106,16 @@ def build_table(model: nn.Module) -> list[Entry]:
     if not trained:
         raise ValueError("the model has no trained parameter (requires_grad=True)")
     return trained + initial
+
+
+def extra_entry(name: str, tensor: Tensor) -> Entry:
+    """Return the entry of a tensor that takes part in each step and is none of the model's."""
+    return _entry(name, tensor, trained=True)
+
+
+def state_entry(name: str, tensor: Tensor) -> Entry:
+    """Return the entry of a tensor of the optimizer's state, which is spread as plain bytes."""
+    return _entry(name, tensor, trained=False)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -181,8 +198,3 @@ def _check_storage(name: str, tensor: Tensor) -> None:
     if tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
         what = "quantized" if tensor.is_quantized else f"on device {tensor.device}"
         raise ValueError(f"tensor {name!r} is {what}; gradlane sends CPU and CUDA tensors")
-    if tensor.is_complex() and tensor.requires_grad:
-        raise ValueError(
-            f"parameter {name!r} has dtype {tensor.dtype}; complex numbers cannot be averaged yet: "
-            "keep real and imaginary parts as two parameters"
-        )

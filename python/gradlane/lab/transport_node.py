@@ -44,11 +44,12 @@ _VALUE = 2.0**-60
 
 
 class _KeepingCore:
-    """The compiled core, which also remembers the channel that a session makes."""
+    """The compiled core, which also remembers the channel that a session makes, and its tensors."""
 
     def __init__(self, core: CoreModule) -> None:
         self._core = core
         self.channel: Channel | None = None
+        self.rows: list[dict[str, Any]] = []
 
     @property
     def Listener(self) -> ListenerType:  # noqa: N802
@@ -64,7 +65,19 @@ class _KeepingCore:
 
     @property
     def plan_json(self) -> PlanBuilder:
-        return self._core.plan_json
+        return self._build_plan
+
+    def _build_plan(
+        self,
+        tensors_json: str,
+        strategy: str,
+        slice_elems: int | None,
+        seed: int,
+        update: str,
+        world_size: int,
+    ) -> str:
+        self.rows = json.loads(tensors_json)
+        return self._core.plan_json(tensors_json, strategy, slice_elems, seed, update, world_size)
 
     def Channel(  # noqa: N802
         self,
@@ -151,6 +164,12 @@ class Exchange:
         self.session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         assert core.channel is not None
         self.channel: Channel = core.channel
+        # What a session exchanges beside gradients takes part in its steps, and is left out here.
+        self._beside = {
+            tensor: torch.zeros(int(row["numel"]), dtype=torch.float64)
+            for tensor, row in enumerate(core.rows)
+            if tensor >= len(tensor_elems)
+        }
         self._step = 0
         self.meet()
 
@@ -173,6 +192,8 @@ class Exchange:
         """Begin the channel's next step and return its number."""
         self._step += 1
         self.channel.step_begin(self._step)
+        for tensor, landing in self._beside.items():
+            self.channel.tensor_absent(tensor, self._step, landing.data_ptr(), landing.nbytes)
         return self._step
 
     def give(self, tensor: int, step: int) -> None:

@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer: `torchrun --nproc-per-node=2 examples/transformers_trainer.py`.
+
+A tiny GPT-2 with random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import gradlane
+from common import arguments, digest
+from gradlane.integrations.transformers import attach
+
+
+def main() -> None:
+    """Train some steps and print a hash of what was learned."""
+    engine = arguments().engine
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_cache=False
+    )
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            learning_rate=1e-3,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=3,
+        )
+        trainer = Trainer(model=model, args=settings, train_dataset=data)
+        session = gradlane.init() if engine == "gradlane" else None
+        if session is not None:
+            attach(trainer, session)
+        trainer.train()
+        print(f"learned {digest(list(model.parameters()))}\n", end="", flush=True)
+        if session is not None:
+            session.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What torch.compile is to see of the hooks, so that compiled code waits once and is not cut up.
+
+Compiled code reads parameters past Python. When it is traced, a check of one flag a module is all
+that is left of the hooks: while the flag is down, nothing of gradlane is in the graph. The first
+hook that a compiled region meets with its flag up waits for everything below its module, and takes
+all flags there down. So a region waits where it begins, and regions overlap with one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+
+_REASON = (
+    "gradlane waits here for parameters whose update is under way; where the graph must not end, "
+    "compile the module, not a function around it, or call session.synchronize() first"
+)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Freshness:
+    """The flag of one module: whether some of its parameters may lack their update.
+
+    Only compiled code looks at it, which can check an attribute but not ask the core.
+    """
+
+    __slots__ = ("stale",)
+
+    def __init__(self) -> None:
+        """Start with the flag up: the first forward also observes the order."""
+        self.stale = True
+
+
+is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether this code is being traced by torch.compile: a constant in what is traced, else False."""
+
+
+def enters_compiled_code() -> bool:
+    """Whether functions that are called now, in this thread, would be compiled."""
+    callback = _frame_callback()
+    return callback is not None and callback is not False
+
+
+def opaque(function: _Function) -> _Function:
+    """Return a function that torch.compile neither traces nor compiles: it ends the graph."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    try:
+        opaque_function: _Function = disable(function, reason=_REASON)
+    except TypeError:  # torch before 2.7 takes no reason.
+        opaque_function = disable(function)
+    return opaque_function
+
+
+def only_inlined(function: _Function) -> _Function:
+    """Have a function traced where compiled code calls it, but never compiled by itself."""
+    # Every optimizer loads this package, so nobody waits longer because of it.
+    from torch._dynamo import eval_frame
+
+    skip_code: Callable[[CodeType], None] = getattr(eval_frame, "skip_code", _nothing)
+    skip_code(function.__code__)
+    return function
+
+
+def is_read_by_compiler() -> bool:
+    """Whether torch.compile is at work in this thread and reads for shapes, not for values."""
+    from torch._dynamo import symbolic_convert
+
+    return getattr(symbolic_convert.tls, "current_tx", None) is not None
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+_frame_callback: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _nothing
+)

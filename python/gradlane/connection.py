@@ -1,0 +1,140 @@
+"""How a channel is opened between all ranks: plan, secret, addresses, connections."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane import addresses
+from gradlane.core import Channel, CoreModule, Listener
+from gradlane.environment import Place
+from gradlane.errors import RendezvousError
+from gradlane.options import Options
+from gradlane.rendezvous import Meeting
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a session gives each of its models.
+
+    Attributes:
+        core: the compiled core or its double.
+        options: the session's.
+        place: this rank's.
+        store_host: host of the rendezvous store.
+        store_port: its port.
+        secret: the user's own secret, or None.
+    """
+
+    core: CoreModule
+    options: Options
+    place: Place
+    store_host: str
+    store_port: int
+    secret: str | None
+
+
+def open_channel(
+    around: Surroundings,
+    meeting: Meeting,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    update: str,
+    first: int = 0,
+) -> Channel:
+    """Connect to all ranks.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks agree; for this channel alone.
+        rows: the plan's tensors.
+        update: where the optimizer runs.
+        first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
+            it follow in their order.
+
+    Raises:
+        RendezvousError: the ranks cannot reach each other.
+    """
+    options, place = around.options, around.place
+    plan = around.core.plan_json(
+        json.dumps(list(rows)),
+        options.strategy,
+        options.slice_elems,
+        options.seed,
+        update,
+        place.world_size,
+    )
+    secret = meeting.secret(around.secret)
+    listener, host = _listen(around)
+    try:
+        peers = meeting.exchange_addresses(host, listener.port)
+        rank = (place.rank - first) % place.world_size
+        settings = _channel_options(around, meeting.name, rank)
+        return around.core.Channel(
+            listener, settings, plan, [*peers[first:], *peers[:first]], secret
+        )
+    except around.core.ChannelError as error:
+        raise RendezvousError(f"rank {place.rank} could not connect: {error.args[0]}") from error
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _channel_options(around: Surroundings, job: str, rank: int) -> str:
+    options, place = around.options, around.place
+    return json.dumps(
+        {
+            "rank": rank,
+            "world_size": place.world_size,
+            "job": job,
+            "generation": place.restart,
+            "frame_bytes": options.frame_bytes,
+            "credit_bytes": options.frame_bytes,
+            "low_water_bytes": options.low_water_bytes,
+            "send_buffer_bytes": options.send_buffer_bytes,
+            "receive_buffer_bytes": 0,
+            "work_depth": max(2, 2 * options.work_threads),
+            "work_threads": options.work_threads,
+            "io_threads": 1,
+            "silence_timeout_s": options.silence_timeout_s,
+            "progress_timeout_s": options.progress_timeout_s,
+            "connect_timeout_s": options.connect_timeout_s,
+            "trace": options.trace,
+        }
+    )
+
+
+def _listen(around: Surroundings) -> tuple[Listener, str]:
+    """Bind a socket; returns it and the address that others reach it at."""
+    options = around.options
+    low, high = options.ports or (0, 0)
+    advertised = options.advertise
+    interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
+    try:
+        if interface:
+            hosts = [addresses.interface_address(interface)]
+        elif advertised:
+            literal = addresses.resolve(advertised)
+            # Behind address translation the advertised address is none of this machine's.
+            hosts = [literal, "::" if ":" in literal else "0.0.0.0"]
+        elif around.place.world_size == 1:
+            hosts = ["127.0.0.1"]
+        else:
+            hosts = [addresses.address_towards(around.store_host, around.store_port)]
+    except OSError as error:
+        raise RendezvousError(
+            f"rank {around.place.rank} finds no address to listen on ({error}): give "
+            "interface= or advertise="
+        ) from error
+    for host in hosts:
+        try:
+            return around.core.Listener(host, low, high), advertised or host
+        except OSError as error:
+            last = error
+    raise RendezvousError(
+        f"rank {around.place.rank} cannot listen on {hosts[0]} (ports "
+        f"{low}-{high}, 0 is any): {last}"
+    ) from last

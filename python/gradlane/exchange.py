@@ -1,0 +1,335 @@
+"""The steps of one channel: what was handed over, what came back, and what the other ranks voted.
+
+Everything that takes part in a step has one place in `Members`. A step of the channel is complete
+when every one of them has come back; whatever is not a gradient here is handed over as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from gradlane.ballot import Ballot, Vote
+from gradlane.buffers import BufferPack
+from gradlane.carrier import Carrier
+from gradlane.core import Channel, CoreModule, translate_error
+from gradlane.errors import SessionFailed
+from gradlane.gradients import GradientIntake
+from gradlane.table import Entry, in_layout, is_dense
+
+
+@dataclass(frozen=True)
+class Members:
+    """What takes part in the steps of a channel.
+
+    Attributes:
+        trained: table entries of the trained parameters, by tensor number.
+        ballot: how all ranks ended their steps, or None where updates run on the servers.
+        ballot_index: its tensor number.
+        buffers: buffers that are kept alike, or None.
+        buffers_index: their tensor number.
+    """
+
+    trained: Sequence[Entry]
+    ballot: Ballot | None = None
+    ballot_index: int = -1
+    buffers: BufferPack | None = None
+    buffers_index: int = -1
+
+
+@dataclass
+class Arrived:
+    """What came back.
+
+    Attributes:
+        gradients: tensor numbers and averaged gradients.
+        indices: all tensor numbers that are done with, also without a gradient.
+        averaged: those of trained parameters that some rank had a gradient for.
+    """
+
+    gradients: list[tuple[int, Tensor]]
+    indices: list[int]
+    averaged: list[int]
+
+
+class Reports(Protocol):
+    """Whom an exchange tells what it finds."""
+
+    def note_votes(self, votes: list[Vote]) -> None:
+        """Look at the votes of a step, once; may raise."""
+
+    def keep_and_raise(self, error: SessionFailed, cause: Exception | None) -> NoReturn:
+        """Keep an error, and the one that it came from, and raise it."""
+
+
+class Exchange:
+    """Hands over and takes back, one step after the other."""
+
+    def __init__(
+        self,
+        core: CoreModule,
+        channel: Channel,
+        carrier: Carrier,
+        members: Members,
+        reports: Reports,
+    ) -> None:
+        """Start after step 0.
+
+        Args:
+            core: where the channel's errors come from.
+            channel: the channel, with step 0 complete.
+            carrier: hands gradients to the channel.
+            members: what takes part.
+            reports: whom to tell of votes and errors.
+        """
+        self._core = core
+        self._channel = channel
+        self._carrier = carrier
+        self._members = members
+        self._trained = members.trained
+        self._intake = GradientIntake(members.trained)
+        self._gradients: list[Tensor | None] = [None] * len(members.trained)
+        self._given = [False] * len(members.trained)
+        self._packed: Tensor | None = None
+        self._reports = reports
+        self._votes: list[Vote] | None = None
+        self._counted = 0
+        self.step = 0
+        self._spent_steps = 0
+
+    @property
+    def members(self) -> Members:
+        """What takes part."""
+        return self._members
+
+    @property
+    def training_step(self) -> int:
+        """Number of the current step of training."""
+        return self.step - self._spent_steps
+
+    # ---- to the channel
+
+    def begin(self, vote: Vote, rows: str | None = None) -> None:
+        """Begin the next step, once the one before is complete everywhere.
+
+        Args:
+            vote: what this rank tells the others.
+            rows: hyper-parameters for updates on the servers.
+        """
+        try:
+            # Every tensor may be ready a moment before the channel counts the step as complete.
+            self._channel.wait_step(self.step)
+            self.votes()
+            self._channel.step_begin(self.step + 1)
+            self.step += 1
+            if rows is not None:
+                self._channel.set_optimizer(self.step, rows)
+            ballot = self._members.ballot
+            if ballot is not None:
+                lane = ballot.cast(vote)
+                self._channel.gradient_ready(
+                    self._members.ballot_index, self.step, lane.data_ptr(), lane.nbytes
+                )
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "beginning a step")
+        self._given = [False] * len(self._trained)
+        self._gradients = [None] * len(self._trained)
+
+    def hold(self, index: int, parameter: Tensor) -> None:
+        """Take what a parameter has in `.grad`, and add it to what it has had in this step."""
+        gradient = self._intake.take(index, parameter)
+        before = self._gradients[index]
+        if before is None:
+            self._gradients[index] = gradient
+        else:
+            with torch.no_grad():
+                before.add_(gradient)
+
+    def give(self, index: int) -> None:
+        """Hand over what is held of a parameter's gradient."""
+        gradient = self._gradients[index]
+        assert gradient is not None
+        self._given[index] = True
+        try:
+            self._carrier.give(index, self.step, gradient)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "handing over", index)
+
+    def is_given(self, index: int) -> bool:
+        """Whether a gradient was handed over, or said to be absent, in this step."""
+        return self._given[index]
+
+    def present(self) -> list[int]:
+        """Return the parameters that have had a gradient in this step, before `complete`."""
+        return [index for index, one in enumerate(self._gradients) if one is not None]
+
+    def complete(self, *, discards: bool = False) -> None:
+        """Hand over everything else: gradients that are held or in `.grad`, and word of no others.
+
+        Args:
+            discards: leave `.grad` alone and hand nothing more over.
+        """
+        absent = []
+        for index, given in enumerate(self._given):
+            if given:
+                continue
+            if not discards:
+                parameter = self._trained[index].tensor
+                if parameter.grad is not None:
+                    self.hold(index, parameter)
+                if self._gradients[index] is not None:
+                    self.give(index)
+                    continue
+            absent.append(index)
+        try:
+            for index in absent:
+                self._gradients[index] = self._carrier.give_nothing(index, self.step)
+                self._given[index] = True
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "ending a step")
+
+    def give_buffers(self, *, shadow: bool) -> None:
+        """Hand over the buffers.
+
+        Args:
+            shadow: this rank has seen no data in this step and has nothing to say about them.
+        """
+        pack = self._members.buffers
+        if pack is None:
+            return
+        packed = pack.pack(silent=shadow)
+        index = self._members.buffers_index
+        try:
+            if packed is None:
+                packed = self._carrier.give_nothing(index, self.step)
+            else:
+                self._carrier.give(index, self.step, packed)
+            self._packed = packed
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "handing the buffers over")
+
+    def end(self) -> None:
+        """Tell the channel that the step has ended here."""
+        try:
+            self._channel.step_end(self.step)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "ending a step")
+
+    def spend(self, run: Callable[[int], None]) -> None:
+        """Give a step to something else than training.
+
+        Args:
+            run: called with the step's number; it begins the step and waits for its end.
+        """
+        try:
+            self._channel.wait_step(self.step)
+            self.step += 1
+            self._spent_steps += 1
+            run(self.step)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "reading the optimizer's state")
+        except BaseException as error:
+            broken = f"{type(error).__name__} while reading the optimizer's state: {error}"
+            with contextlib.suppress(SessionFailed):
+                self._reports.keep_and_raise(SessionFailed(broken), None)
+            raise
+
+    # ---- from the channel
+
+    def take(self, needed: list[int] | None, *, discards: bool = False) -> Arrived:
+        """Wait for some tensors, or for the whole step, and take everything that is there.
+
+        The votes of the step are in, and were found alike, before anything is returned.
+
+        Args:
+            needed: tensor numbers, or None for the step.
+            discards: the gradients are not wanted.
+        """
+        members = self._members
+        try:
+            if needed is None:
+                self._channel.wait_step(self.step)
+            else:
+                self._channel.wait(needed, self.step)
+                self._wait_for_ballot()
+            self.votes()
+            ready = self._channel.take_ready(self.step)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "waiting for averaged gradients")
+        arrived = Arrived([], [], [])
+        for index, absent in ready:
+            if index < len(self._trained):
+                gradient = self._gradients[index]
+                self._gradients[index] = None
+                arrived.indices.append(index)
+                if not absent:
+                    arrived.averaged.append(index)
+                if gradient is not None and not absent and not discards:
+                    arrived.gradients.append((index, gradient))
+            elif index == members.buffers_index and members.buffers is not None:
+                arrived.indices.append(index)
+                packed, self._packed = self._packed, None
+                if packed is not None and not absent:
+                    self._carrier.collect([(index, packed)])
+                members.buffers.land(None if absent else packed)
+        if arrived.gradients:
+            self._carrier.collect(arrived.gradients)
+            self._lay_out_anew(arrived)
+        return arrived
+
+    def _lay_out_anew(self, arrived: Arrived) -> None:
+        """Give gradients the layout of parameters that were laid out anew after prepare().
+
+        Fused optimizers take both for flat memory in the same order.
+        """
+        for position, (index, gradient) in enumerate(arrived.gradients):
+            parameter = self._trained[index].tensor
+            if parameter.stride() != gradient.stride() and is_dense(parameter):
+                with torch.no_grad(), torch.inference_mode(False):
+                    arrived.gradients[position] = (index, in_layout(gradient, parameter.stride()))
+
+    def votes(self) -> list[Vote]:
+        """Return the votes of the current step, which must have arrived; empty before step 1."""
+        ballot = self._members.ballot
+        if ballot is None or self.step == 0:
+            return []
+        if self._counted < self.step or self._votes is None:
+            self._counted = self.step
+            self._votes = ballot.count()
+            self._reports.note_votes(self._votes)
+        return self._votes
+
+    def wait_for_votes(self) -> list[Vote]:
+        """Wait for the votes of the current step alone; everything must be handed over."""
+        try:
+            self._wait_for_ballot()
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "waiting for the other ranks' votes")
+        return self.votes()
+
+    def _wait_for_ballot(self) -> None:
+        """Wait for the votes; they were the first to leave, so they mostly are here already."""
+        index = self._members.ballot_index
+        if index < 0 or self._counted == self.step:
+            return
+        if not self._channel.is_ready(index, self.step):
+            self._channel.wait([index], self.step)
+
+    def has_votes(self) -> bool:
+        """Whether the votes of the current step are here."""
+        try:
+            self._channel.needed(self._members.ballot_index, self.step)
+            return self._channel.is_ready(self._members.ballot_index, self.step)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "waiting for the other ranks' votes")
+
+    def _raise_failed(self, error: Exception, doing: str, index: int | None = None) -> NoReturn:
+        where = f"{doing} in step {self.training_step}"
+        if index is not None:
+            where = f"{doing} {self._trained[index].name!r} in step {self.training_step}"
+        self._reports.keep_and_raise(translate_error(self._core, error, where), error)

@@ -1,0 +1,1 @@
+"""Adapters for training frameworks that drive the loop themselves; each imports its framework."""

@@ -1,0 +1,100 @@
+"""A Lightning strategy: the loop is Lightning's, gradients are averaged by gradlane.
+
+Processes, samplers, reductions of metrics and barriers are those of Lightning's `DDPStrategy`;
+only its wrapping of the module in `DistributedDataParallel` is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+import gradlane
+from gradlane.session import Session
+
+_LOOK_AT_GRADIENTS = (
+    "configure_gradient_clipping",
+    "on_before_optimizer_step",
+    "on_after_backward",
+    "optimizer_step",
+)
+"""Hooks of a module that may look at `.grad` between backward and the optimizer's step."""
+
+
+class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
+    """Trains a module with one optimizer, with automatic optimization.
+
+    `Trainer(strategy=GradlaneStrategy(), ...)`. Clipping, and hooks that look at gradients, make
+    every update wait for all gradients, as the global norm needs them all.
+    """
+
+    def __init__(self, *, defer: bool | None = None, options: Any = None, **settings: Any) -> None:
+        """Make a strategy.
+
+        Args:
+            defer: as in `Session.prepare`.
+            options: a dictionary of options for `gradlane.init`, or None.
+            settings: for Lightning's `DDPStrategy`.
+        """
+        super().__init__(**settings)
+        self._defer = defer
+        self._options = dict(options or {})
+        self._session: Session | None = None
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set everything up, then prepare the module and its optimizer.
+
+        Raises:
+            ValueError: the module has several optimizers or steps them by itself.
+        """
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        module = self._module()
+        if len(self.optimizers) != 1 or not module.automatic_optimization:
+            raise ValueError(
+                f"GradlaneStrategy trains modules with one optimizer and automatic optimization, "
+                f"not {len(self.optimizers)} with automatic_optimization="
+                f"{module.automatic_optimization}: write the loop yourself and prepare each model "
+                "with its optimizer"
+            )
+        optimizer = self.optimizers[0]
+        self._session = gradlane.init(**self._options)
+        self._session.prepare(
+            module, getattr(optimizer, "_optimizer", optimizer), defer=self._defer
+        )
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hand the averaged gradients out where somebody will look at them."""
+        super().post_backward(closure_loss)
+        module = self._module()
+        clips = module.trainer.gradient_clip_val is not None
+        if clips or any(is_overridden(name, module) for name in _LOOK_AT_GRADIENTS):
+            list(module.parameters())
+
+    def teardown(self) -> None:
+        """Close the session, then everything else."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one gives up."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.abort(f"{type(exception).__name__}: {exception}")
+        super().on_exception(exception)
+
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None, "Lightning sets the module before anything else"
+        return module

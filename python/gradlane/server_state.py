@@ -1,0 +1,350 @@
+"""Optimizer state on the servers: how it goes there, and how it comes back in torch's own format.
+
+With `update="server"` each slice's owner keeps the optimizer's state of that slice, and nobody else
+does. What every rank knows is how many steps each tensor has taken, since all ranks see the same
+tensors become ready. State goes to the owners from tensors that lie whole on every rank, such as
+those of a loaded checkpoint, without a byte on the network. It comes back in `state_dict()`, which
+is therefore a collective call: the owners broadcast it in steps of their own. Both are by tensor,
+so that neither the world size nor the slices matter to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from gradlane.core import Channel
+from gradlane.errors import RanksDiffer, RendezvousError, UsageError
+from gradlane.optimizers import server_rows
+from gradlane.rendezvous import Meeting
+from gradlane.table import Entry, in_layout
+
+_MOMENTUM = "momentum_buffer"
+_MEANS = ("exp_avg", "exp_avg_sq")
+
+
+class ServerState:
+    """The state of one optimizer that runs on the servers, seen from one rank."""
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        meeting: Meeting,
+        optimizer: Optimizer,
+        trained: Sequence[Entry],
+        spend_step: Callable[[Callable[[int], None]], None],
+    ) -> None:
+        """Take over whatever state the optimizer has.
+
+        Args:
+            channel: between steps.
+            meeting: where the ranks agree.
+            optimizer: the user's, checked by `check_server_optimizer`.
+            trained: table entries of the trained parameters, by tensor number.
+            spend_step: runs a function with the number of a channel's step that is no training.
+        """
+        self._channel = channel
+        self._meeting = meeting
+        self._optimizer = optimizer
+        self._trained = trained
+        self._spend_step = spend_step
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
+        self._steps = [0] * len(trained)
+        self._buffered: set[int] = set()
+        self._buffers: frozenset[int] = frozenset()
+        self._loaded: dict[int, dict[str, Any]] = {}
+        self._unagreed: str | None = None
+        self._meetings = 0
+        self._lent: list[Tensor] = []
+        self._take_over({})
+        self._unagreed = None
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def rows(self) -> str:
+        """Return every tensor's settings for the next step as the JSON that the core reads.
+
+        Raises:
+            ValueError: a setting makes no sense; the message names group and key.
+        """
+        rows, self._buffers = server_rows(self._optimizer, self._index_of, self._steps)
+        return rows
+
+    def updated(self, index: int) -> None:
+        """Note that a tensor has taken a step."""
+        self._steps[index] += 1
+        if index in self._buffers:
+            self._buffered.add(index)
+
+    def agree(self) -> None:
+        """Check that all ranks have loaded the same state since the last step.
+
+        Raises:
+            RanksDiffer: they have not; raised on every rank.
+            RendezvousError: a rank has loaded nothing.
+        """
+        if self._unagreed is None:
+            return
+        mine, self._unagreed = self._unagreed, None
+        for rank, theirs in self._exchange("load_state_dict", mine):
+            if theirs != mine:
+                raise RanksDiffer(
+                    f"rank {self._meeting.place.rank} and rank {rank} have loaded different "
+                    "optimizer states: load the same checkpoint on every rank"
+                )
+
+    def release(self) -> None:
+        """Let go of the optimizer; if its state stays behind, it refuses to go on without."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._stored():
+            _mark_incomplete(self._optimizer)
+
+    # ---- out
+
+    def _stored(self) -> dict[str, list[int]]:
+        """Which tensors have state, by its name; the same on every rank."""
+        if isinstance(self._optimizer, SGD):
+            return {_MOMENTUM: sorted(self._buffered)} if self._buffered else {}
+        indices = [index for index, steps in enumerate(self._steps) if steps > 0]
+        return dict.fromkeys(_MEANS, indices) if indices else {}
+
+    def _before_save(self, optimizer: Optimizer) -> None:
+        stored = self._stored()
+        if not stored:
+            return
+        self.agree()
+        for rank, theirs in self._exchange("state_dict", json.dumps(stored)):
+            if json.loads(theirs) != stored:
+                raise RanksDiffer(f"rank {rank} has optimizer state of other tensors than this one")
+        for name, indices in stored.items():
+            for index, value in self._gather(name, indices).items():
+                state = optimizer.state[self._trained[index].tensor]
+                if not isinstance(optimizer, SGD):
+                    state["step"] = torch.tensor(float(self._steps[index]), dtype=torch.float32)
+                state[name] = value
+
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._forget_local()
+
+    def _forget_local(self) -> None:
+        for entry in self._trained:
+            self._optimizer.state.pop(entry.tensor, None)
+
+    def _gather(self, name: str, indices: list[int]) -> dict[int, Tensor]:
+        """Return the f32 state of tensors, laid out like them."""
+        halves = [index for index in indices if self._trained[index].dtype.itemsize == 2]
+        values = self._read(name, 0, indices)
+        uppers = self._read(name, 1, halves) if halves else {}
+        for index, upper in uppers.items():
+            lower = values[index].view(torch.int16).to(torch.int32) & 0xFFFF
+            words = (upper.view(torch.int16).to(torch.int32) << 16) | lower
+            values[index] = in_layout(words.view(torch.float32), self._trained[index].stride)
+        return values
+
+    def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
+        """Have the owners broadcast one kind of state, or half of it, where parameters land."""
+        place, channel = self._meeting.place, self._channel
+        with torch.inference_mode(False):
+            landings = {
+                index: torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype)
+                for index, entry in ((index, self._trained[index]) for index in indices)
+            }
+        # If this breaks off, the core may still write there.
+        self._lent = list(landings.values())
+
+        def run(step: int) -> None:
+            channel.step_begin(step)
+            channel.read_state(name, part)
+            for index, entry in enumerate(self._trained):
+                landing = landings.get(index)
+                if landing is not None:
+                    channel.set_parameter(index, landing.data_ptr(), entry.nbytes)
+                # One rank gives something that is not looked at, or nobody would answer.
+                gives = landing is not None and index % place.world_size == place.rank
+                hand_over = channel.gradient_ready if gives else channel.tensor_absent
+                hand_over(index, step, entry.tensor.data_ptr(), entry.nbytes)
+            channel.step_end(step)
+            channel.wait_step(step)
+            channel.take_ready(step)
+            for index in landings:
+                entry = self._trained[index]
+                channel.set_parameter(index, entry.tensor.data_ptr(), entry.nbytes)
+
+        self._spend_step(run)
+        self._lent = []
+        return landings
+
+    # ---- in
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loaded = _states_by_parameter(optimizer, state_dict)
+        # What cannot be taken over is refused before torch changes anything.
+        _check_states(optimizer, self._trained, self._loaded)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        loaded, self._loaded = self._loaded, {}
+        short = {id(entry.tensor) for entry in self._trained if entry.dtype is not torch.float32}
+        self._take_over({key: state for key, state in loaded.items() if key in short})
+
+    def _take_over(self, exact: dict[int, dict[str, Any]]) -> None:
+        """Move the optimizer's state to the owners.
+
+        Args:
+            exact: state as it was before torch rounded it to the parameters' dtypes, by `id`.
+        """
+        states = [
+            {
+                **self._optimizer.state.get(entry.tensor, {}),
+                **exact.get(id(entry.tensor), {}),
+            }
+            for entry in self._trained
+        ]
+        names = _names(self._optimizer)
+        self._channel.clear_state()
+        self._buffered.clear()
+        for index, (entry, state) in enumerate(zip(self._trained, states, strict=True)):
+            self._steps[index] = int(state.get("step", 0))
+            for name in names:
+                value = state.get(name)
+                if value is not None:
+                    values = in_layout(value.detach().to("cpu", torch.float32), entry.stride)
+                    self._channel.load_state(index, name, values.data_ptr(), values.numel())
+                    self._buffered.add(index)
+        self._unagreed = digest_of(states, names)
+        self._forget_local()
+
+    def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
+        """Tell all ranks something and return what each of them says."""
+        place = self._meeting.place
+        self._meetings += 1
+        key = f"state/{self._meetings}"
+        self._meeting.put(f"{key}/{place.rank}", f"{call} {mine}")
+        said = []
+        for rank in range(place.world_size):
+            try:
+                theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
+            except RendezvousError as error:
+                raise RendezvousError(
+                    f'optimizer.{call}() with update="server" is a collective call, which rank '
+                    f"{rank} has not made: call it on every rank, also where the result is not "
+                    f"saved ({error})"
+                ) from error
+            if not theirs.startswith(f"{call} "):
+                raise RanksDiffer(
+                    f"rank {place.rank} called optimizer.{call}(), and rank {rank} "
+                    f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
+                )
+            said.append((rank, theirs.removeprefix(f"{call} ")))
+        self._meeting.drop(f"state/{self._meetings - 1}/{place.rank}")
+        return said
+
+
+def check_state(entry: Entry, state: dict[str, Any], names: Iterable[str]) -> None:
+    """Check that the servers can go on from a tensor's optimizer state.
+
+    Raises:
+        ValueError: something is missing or has another shape; the message names the tensor.
+    """
+    names = list(names)
+    present = [name for name in names if isinstance(state.get(name), Tensor)]
+    steps = int(state.get("step", 0))
+    if len(names) > 1 and (len(present) not in (0, len(names)) or bool(steps) != bool(present)):
+        raise ValueError(
+            f"the optimizer's state of {entry.name!r} has {sorted(state)} after {steps} steps; "
+            f"with step, {', '.join(names)} belong together: is it another optimizer's?"
+        )
+    for name in present:
+        if state[name].shape != entry.shape:
+            raise ValueError(
+                f"{name} of {entry.name!r} has shape {tuple(state[name].shape)}, the parameter "
+                f"{tuple(entry.shape)}: is the checkpoint another model's?"
+            )
+
+
+def digest_of(states: Iterable[dict[str, Any]], names: Iterable[str]) -> str:
+    """Return a checksum of optimizer states, by tensor number, for comparison across ranks."""
+    names = list(names)
+    checksum = 0
+    for index, state in enumerate(states):
+        for name in names:
+            value = state.get(name)
+            if isinstance(value, Tensor):
+                where = f"{index} {name} {int(state.get('step', 0))}"
+                values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
+                checksum = zlib.crc32(where.encode(), checksum)
+                checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"
+
+
+def check_taken_over(optimizer: Optimizer, trained: Sequence[Entry]) -> str:
+    """Check that the servers can go on from the state that an optimizer has.
+
+    Args:
+        optimizer: the user's, checked by `check_server_optimizer`.
+        trained: table entries of the trained parameters.
+
+    Returns:
+        A checksum of the state, for comparison across ranks.
+
+    Raises:
+        ValueError: something is missing or has another shape; the message names the tensor.
+    """
+    states = {id(entry.tensor): optimizer.state.get(entry.tensor, {}) for entry in trained}
+    _check_states(optimizer, trained, states)
+    return digest_of(states.values(), _names(optimizer))
+
+
+def _check_states(
+    optimizer: Optimizer, trained: Iterable[Entry], states: dict[int, dict[str, Any]]
+) -> None:
+    for entry in trained:
+        check_state(entry, states.get(id(entry.tensor), {}), _names(optimizer))
+
+
+def _names(optimizer: Optimizer) -> tuple[str, ...]:
+    return (_MOMENTUM,) if isinstance(optimizer, SGD) else _MEANS
+
+
+def _states_by_parameter(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Match a state dictionary with parameters; what fits nowhere is torch's to refuse."""
+    found: dict[int, dict[str, Any]] = {}
+    states = loaded.get("state", {})
+    for group, saved in zip(optimizer.param_groups, loaded.get("param_groups", ()), strict=False):
+        for parameter, key in zip(group["params"], saved["params"], strict=False):
+            if key in states:
+                found[id(parameter)] = states[key]
+    return found
+
+
+def _mark_incomplete(optimizer: Optimizer) -> None:
+    """Make an optimizer whose state is lost refuse to be saved or stepped until it is loaded."""
+    handles: list[Any] = []
+
+    def refuse(*_: Any) -> None:
+        raise UsageError(
+            "this optimizer's state was on the servers of a session that is closed: call "
+            "optimizer.state_dict() before the session ends, and load_state_dict() to go on"
+        )
+
+    def complete(_: Optimizer) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles += [
+        optimizer.register_state_dict_pre_hook(refuse),
+        optimizer.register_step_pre_hook(refuse),
+        optimizer.register_load_state_dict_post_hook(complete),
+    ]
