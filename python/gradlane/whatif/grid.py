@@ -1,0 +1,145 @@
+"""A profile evaluated over workers, rates, strategies and compression: one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradlane.lab.bound import bound_step_s
+from gradlane.whatif.profiles import Profile
+from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
+
+GOODPUT_SHARE = 1448 / 1514
+"""Payload of a full TCP segment over its bytes on an Ethernet: what a bound may assume."""
+CODECS = ("raw",)
+"""Codecs that are known; others come with their kernels."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One simulated cluster."""
+
+    model: str
+    strategy: str
+    codec: str
+    topology: str
+    workers: int
+    rate_bps: float
+    compression: float
+    scaling_factor: float
+    """Compute time over step time, 0 to 1."""
+    step_s: float
+    compute_s: float
+    bound_step_s: float
+    """What no exact strategy of the same scheme can beat."""
+    bound_scaling_factor: float
+    samples_per_s: float
+    """Of the whole cluster."""
+    tx_utilization: float
+    """Share of the time that a port sends."""
+    io_utilization: float
+    """Share of the time that a rank's I/O thread works."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with the units in its keys."""
+        return asdict(self)
+
+
+def clusters_of(
+    *,
+    workers: Sequence[int],
+    rates_bps: Sequence[float],
+    strategies: Sequence[str],
+    compressions: Sequence[float],
+    topologies: Sequence[str],
+    base: Cluster,
+) -> list[Cluster]:
+    """Return every combination; only `ring-fused` has a topology other than flat."""
+    return [
+        replace(
+            base,
+            workers=count,
+            rate_bps=rate_bps,
+            strategy=strategy,
+            compression=compression,
+            topology=topology,
+        )
+        for count in workers
+        for rate_bps in rates_bps
+        for compression in compressions
+        for strategy in strategies
+        for topology in (topologies if strategy == RING_FUSED else ("flat",))
+    ]
+
+
+def evaluate(
+    profile: Profile,
+    clusters: Sequence[Cluster],
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Simulate all clusters, one after another.
+
+    Args:
+        profile: what a step computes.
+        clusters: what to simulate.
+        on_row: called with each row as soon as it is there.
+
+    Raises:
+        ValueError: a cluster makes no sense.
+    """
+    rows = []
+    for cluster in clusters:
+        row = _evaluate_one(profile, cluster)
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def _evaluate_one(profile: Profile, cluster: Cluster) -> Row:
+    report = run_scenario(scenario_of(profile, cluster))["report"]
+    is_ring = cluster.strategy == RING_FUSED
+    bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
+    step_s = float(report["step_s"])
+    return Row(
+        model=profile.model,
+        strategy=cluster.strategy,
+        codec="raw",
+        topology=cluster.topology,
+        workers=cluster.workers,
+        rate_bps=cluster.rate_bps,
+        compression=cluster.compression,
+        scaling_factor=profile.compute_s / step_s,
+        step_s=step_s,
+        compute_s=profile.compute_s,
+        bound_step_s=bound_s,
+        bound_scaling_factor=profile.compute_s / bound_s,
+        samples_per_s=cluster.workers * profile.batch_size / step_s,
+        tx_utilization=float(report.get("tx_utilization", 0.0)),
+        io_utilization=float(report.get("io_utilization", 0.0)),
+    )
+
+
+def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
+    return bound_step_s(
+        profile.timings(),
+        workers=cluster.workers,
+        goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
+        compute_s=profile.compute_s,
+        codec_ratio=cluster.compression,
+    ).step_s
+
+
+def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
+    """The model's network is fully used, and workers of a node share a port."""
+    nodes = cluster.workers
+    if cluster.topology == "hierarchical":
+        nodes //= cluster.workers_per_node
+    return bound_step_s(
+        profile.timings(),
+        workers=nodes,
+        goodput_bps=cluster.rate_bps,
+        compute_s=profile.compute_s,
+        scheme="ring",
+        codec_ratio=cluster.compression,
+    ).step_s

@@ -1,0 +1,127 @@
+"""What the simulator predicts for runs of the lab, beside what was measured.
+
+A run with dilation D is simulated as it was run: compute takes D times longer and ports are D times
+slower, while the host takes its real time for frames and sums. Results are converted back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradlane.lab.strategy import parse_strategy
+from gradlane.lab.workloads import REPLAY_NAMES
+from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.lab.workloads.schedule import layers_from_architecture, merge_short_layers
+from gradlane.whatif.profiles import Profile, profile_of_layers
+from gradlane.whatif.simulation import ENGINE_STRATEGIES, Cluster, run_scenario, scenario_of
+
+STEPS = 6
+"""Simulated steps: as many as a short run of the lab measures."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One run of the lab and what was predicted for it."""
+
+    workload: str
+    strategy: str
+    workers: int
+    rate_bps: float
+    dilation: float
+    measured_step_s: float
+    predicted_step_s: float
+    error: float
+    """Predicted over measured, minus one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction with the units in its keys."""
+        return asdict(self)
+
+
+def can_predict(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a lab run is a replay under one of the engine's strategies, uncompressed."""
+    strategy = parse_strategy(str(row["strategy"]))
+    return (
+        strategy.setting in ENGINE_STRATEGIES
+        and row["workload"] in REPLAY_NAMES
+        and row["codec"] == "raw"
+        and not row["cpu_bound"]
+    )
+
+
+def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profile:
+    """Return what a replay workload computes, in real seconds.
+
+    Args:
+        workload: one of the replay workloads.
+        dilation: real over nominal time. Layers too short to sleep exactly lend their time to a
+            neighbour, as in the replay.
+        compute_s: nominal compute time that was measured without communication.
+    """
+    architecture = ARCHITECTURES[workload]()
+    layers = merge_short_layers(layers_from_architecture(architecture), dilation)
+    profile = profile_of_layers(workload, architecture.batch_size, layers)
+    return profile.scaled(dilation * compute_s / profile.compute_s)
+
+
+def predict(row: Mapping[str, Any]) -> Prediction:
+    """Simulate the cluster that a row of a lab run was measured on.
+
+    Args:
+        row: a row for which `can_predict` holds.
+    """
+    dilation = float(row["dilation"])
+    profile = replayed_profile(str(row["workload"]), dilation, float(row["compute_s"]))
+    cluster = Cluster(
+        workers=int(row["workers"]),
+        rate_bps=float(row["rate_bps"]) / dilation,
+        strategy=parse_strategy(str(row["strategy"])).setting,
+        slice_elems=row["slice_elems"],
+        steps=STEPS,
+    )
+    report = run_scenario(scenario_of(profile, cluster))["report"]
+    predicted_s = float(report["step_s"]) / dilation
+    measured_s = float(row["step_s_median"])
+    return Prediction(
+        workload=str(row["workload"]),
+        strategy=str(row["strategy"]),
+        workers=int(row["workers"]),
+        rate_bps=float(row["rate_bps"]),
+        dilation=dilation,
+        measured_step_s=measured_s,
+        predicted_step_s=predicted_s,
+        error=predicted_s / measured_s - 1.0,
+    )
+
+
+def summary_of(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Return `median_error` and `worst_error`, both without sign.
+
+    Raises:
+        ValueError: there are no predictions.
+    """
+    if not predictions:
+        raise ValueError(
+            "nothing to predict: the file has no replay rows of gradlane's own strategies "
+            "that were measured on an idle machine"
+        )
+    errors = [abs(prediction.error) for prediction in predictions]
+    return {"median_error": statistics.median(errors), "worst_error": max(errors)}
+
+
+def markdown_of(predictions: Sequence[Prediction]) -> str:
+    """Return a table for documents."""
+    lines = [
+        "| workload | strategy | workers | rate | measured | predicted | error |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {it.workload} | {it.strategy} | {it.workers} | {it.rate_bps / 1e9:g} Gbit/s "
+        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
+        f"| {it.error * 100:+.1f} % |"
+        for it in predictions
+    ]
+    return "\n".join(lines)

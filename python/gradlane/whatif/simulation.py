@@ -1,0 +1,141 @@
+"""Scenarios for the compiled core's simulator, and its reports.
+
+A scenario says everything; the same scenario gives the same report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradlane.whatif.profiles import Profile
+
+ENGINE_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+"""Strategies of gradlane's own engine."""
+RING_FUSED = "ring-fused"
+"""The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
+STRATEGIES = (*ENGINE_STRATEGIES, RING_FUSED)
+"""All strategies that can be simulated."""
+FREE_HOST = {
+    "send_frame_s": 0.0,
+    "send_byte_s": 0.0,
+    "receive_frame_s": 0.0,
+    "receive_byte_s": 0.0,
+    "work_s": 0.0,
+    "reduce_byte_s": 0.0,
+    "command_s": 0.0,
+    "wake_s": 0.0,
+    "between_steps_s": 0.0,
+}
+"""Costs of a host that takes no time for anything."""
+REPRESENTATIVES = 8
+"""Ranks that stand for all that own no slice, where there are many."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster and how it synchronizes."""
+
+    workers: int
+    rate_bps: float
+    strategy: str = "p3"
+    compression: float = 1.0
+    """Bytes of a gradient over bytes that travel for it."""
+    latency_s: float = 0.0
+    slice_elems: int | None = None
+    steps: int = 3
+    free_host: bool = False
+    """Whether the host takes no time for frames and reductions."""
+    background_share: float = 0.0
+    """Share of every port that other traffic takes."""
+    compute_spread: float = 0.0
+    """Ranks are slower than the profile by up to this share."""
+    topology: str = "flat"
+    """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
+    workers_per_node: int = 8
+    """Of the hierarchical ring."""
+    local_rate_bps: float = 1e12
+    """Rate between the workers of a node, of the hierarchical ring."""
+    additions: Sequence[tuple[float, float]] = field(default=())
+    """Measured additions of vectors, (elements, seconds), of `ring-fused`."""
+    seed: int = 0
+
+
+def scenario_of(profile: Profile, cluster: Cluster, *, trace: bool = False) -> dict[str, Any]:
+    """Return the scenario that the compiled core takes.
+
+    Raises:
+        ValueError: for an unknown strategy or topology, or nodes that the workers do not fill.
+    """
+    if cluster.strategy not in STRATEGIES:
+        raise ValueError(
+            f"unknown strategy {cluster.strategy!r}; choose from {', '.join(STRATEGIES)}"
+        )
+    if cluster.strategy == RING_FUSED:
+        return _ring_scenario(profile, cluster)
+    scenario: dict[str, Any] = {
+        "model": "cluster",
+        "profile": profile.to_scenario(),
+        "workers": cluster.workers,
+        "strategy": cluster.strategy,
+        "slice_elems": cluster.slice_elems,
+        # Fewer bytes over the same link take as long as all bytes over a faster one.
+        "network": {
+            "rate_bps": cluster.rate_bps * cluster.compression,
+            "latency_s": cluster.latency_s,
+            "background_share": cluster.background_share,
+        },
+        "compute_spread": cluster.compute_spread,
+        "steps": cluster.steps,
+        "seed": cluster.seed,
+        "outputs": {"trace": trace},
+    }
+    if cluster.free_host:
+        scenario["costs"] = dict(FREE_HOST)
+    if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp"):
+        scenario["representatives"] = REPRESENTATIVES
+    return scenario
+
+
+def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    rings: dict[str, Any] = {"kind": "flat", "workers": cluster.workers}
+    if cluster.topology == "hierarchical":
+        nodes, rest = divmod(cluster.workers, cluster.workers_per_node)
+        if rest:
+            raise ValueError(
+                f"{cluster.workers} workers do not fill nodes of {cluster.workers_per_node}: "
+                "the hierarchical ring needs a multiple"
+            )
+        rings = {
+            "kind": "hierarchical",
+            "nodes": nodes,
+            "workers_per_node": cluster.workers_per_node,
+            "local_rate_bps": cluster.local_rate_bps,
+        }
+    elif cluster.topology != "flat":
+        raise ValueError(f"unknown topology {cluster.topology!r}; choose flat or hierarchical")
+    return {
+        "model": RING_FUSED,
+        "profile": profile.to_scenario(),
+        "rings": rings,
+        "rate_bps": cluster.rate_bps,
+        "compression": cluster.compression,
+        "additions": [list(point) for point in cluster.additions],
+    }
+
+
+def run_scenario(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Simulate a scenario.
+
+    Returns:
+        `report`, the figures, and `trace` in Chrome's format where the scenario asks for it.
+
+    Raises:
+        ValueError: the scenario makes no sense; the text names the field.
+    """
+    from gradlane import _core
+
+    answer: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
+    return answer

@@ -1,0 +1,1 @@
+"""Tests of profiles, simulations and the answers that follow from them."""

@@ -1,0 +1,99 @@
+"""Predictions for runs of the lab: which rows, how they are converted, what was once measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlane import cli
+from gradlane.whatif.prediction import (
+    can_predict,
+    markdown_of,
+    predict,
+    replayed_profile,
+    summary_of,
+)
+
+ROW: dict[str, Any] = {
+    "workload": "resnet50",
+    "strategy": "p3",
+    "workers": 4,
+    "rate_bps": 4 * 10**9,
+    "dilation": 10.0,
+    "slice_elems": None,
+    "codec": "raw",
+    "cpu_bound": False,
+    "compute_s": 0.303,
+    "step_s_median": 0.3486,
+}
+"""As measured on the project's two-core machine; see the README."""
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {**ROW, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 0.04),
+        ({"strategy": "slicing", "step_s_median": 0.4363}, 0.03),
+        ({"strategy": "kvstore", "step_s_median": 0.4777}, 0.03),
+        (
+            {
+                "workload": "vgg19",
+                "rate_bps": 10**10,
+                "dilation": 20.0,
+                "compute_s": 0.606,
+                "step_s_median": 0.7403,
+            },
+            0.03,
+        ),
+    ],
+)
+def test_published_measurements_are_predicted(changes: dict[str, Any], tolerance: float) -> None:
+    prediction = predict(row(**changes))
+    assert abs(prediction.error) <= tolerance, prediction
+
+
+def test_only_replays_of_the_engine_are_predicted() -> None:
+    assert can_predict(row())
+    assert not can_predict(row(strategy="ddp-gloo:25"))
+    assert not can_predict(row(strategy="none"))
+    assert not can_predict(row(workload="digits-cnn"))
+    assert not can_predict(row(cpu_bound=True))
+
+
+def test_a_replay_is_scaled_to_what_was_measured() -> None:
+    profile = replayed_profile("resnet50", 10.0, 0.303)
+    assert profile.compute_s == pytest.approx(3.03)
+    assert all(tensor.need_s <= profile.forward_s for tensor in profile.tensors)
+    assert all(tensor.ready_s <= profile.compute_s for tensor in profile.tensors)
+
+
+def test_a_summary_needs_predictions() -> None:
+    predictions = [predict(row()), predict(row(step_s_median=0.2))]
+    summary = summary_of(predictions)
+    assert summary["worst_error"] >= summary["median_error"] > 0.0
+    assert markdown_of(predictions).count("\n") == 3
+    with pytest.raises(ValueError, match="nothing to predict"):
+        summary_of([])
+
+
+def test_the_command_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results, written = tmp_path / "results.json", tmp_path / "out.json"
+    results.write_text(json.dumps([row(), row(strategy="none")]), encoding="utf-8")
+    arguments = ["gradlane", "lab", "predict", str(results), "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not caught.value.code
+    assert "| resnet50 | p3 | 4 |" in out and "median error" in out
+    assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 1

@@ -1,0 +1,280 @@
+"""Simulations through the compiled core, rows, answers and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlane import cli
+from gradlane.whatif.advice import answers_of
+from gradlane.whatif.grid import Row, clusters_of, evaluate
+from gradlane.whatif.lists import (
+    parse_compressions,
+    parse_names,
+    parse_rates,
+    parse_workers,
+    read_additions,
+)
+from gradlane.whatif.profiles import Profile, ProfileTensor, read_profile, synthetic_profile
+from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+SMALL = Profile(
+    "small",
+    16,
+    0.1,
+    0.3,
+    tuple(
+        ProfileTensor(f"layer{i}.weight", (250, 1000), "f32", 0.02 * i, 0.3 - 0.03 * i)
+        for i in range(5)
+    ),
+)
+
+
+def grid(profile: Profile, **changes: Any) -> list[Row]:
+    settings: dict[str, Any] = {
+        "workers": [4],
+        "rates_bps": [1e9],
+        "strategies": ["p3"],
+        "compressions": [1.0],
+        "topologies": ["flat"],
+        "base": Cluster(workers=1, rate_bps=0.0),
+    }
+    return evaluate(profile, clusters_of(**{**settings, **changes}))
+
+
+def test_rows_hold_what_follows_from_each_other() -> None:
+    rows = grid(
+        SMALL,
+        workers=[1, 4],
+        rates_bps=[2e8, 1e9, 1e10],
+        strategies=["p3", "slicing", "kvstore", "wfbp", "deferred-pull", "ring-fused"],
+        compressions=[1.0, 4.0],
+    )
+    assert len(rows) == 2 * 3 * 6 * 2
+    for row in rows:
+        assert row.step_s >= row.bound_step_s * (1 - 1e-9), row
+        assert row.scaling_factor == pytest.approx(row.compute_s / row.step_s)
+        assert row.samples_per_s == pytest.approx(16 * row.workers / row.step_s)
+        if row.workers == 1:
+            assert row.scaling_factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_faster_links_and_fewer_bytes_never_hurt() -> None:
+    rates = [2e8, 4e8, 8e8, 16e8]
+    steps = [row.step_s for row in grid(SMALL, rates_bps=rates)]
+    assert steps == sorted(steps, reverse=True)
+    steps = [row.step_s for row in grid(SMALL, rates_bps=[2e8], compressions=[1, 2, 4, 8])]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_same_scenario_gives_the_same_report() -> None:
+    scenario = scenario_of(SMALL, Cluster(4, 1e9, "kvstore", compute_spread=0.1, seed=5))
+    first = run_scenario(scenario)
+    assert run_scenario(scenario) == first
+    other = scenario_of(SMALL, Cluster(4, 1e9, "kvstore", compute_spread=0.1, seed=6))
+    assert run_scenario(other) != first
+
+
+def test_a_trace_is_what_viewers_take() -> None:
+    answer = run_scenario(scenario_of(SMALL, Cluster(2, 1e9), trace=True))
+    events = answer["trace"]["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"forward", "backward", "push", "broadcast"} <= lanes
+    spans = [event for event in events if event["ph"] == "X"]
+    assert spans and all(span["dur"] >= 0 and {"ts", "pid", "tid"} <= set(span) for span in spans)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="p4"):
+        scenario_of(SMALL, Cluster(4, 1e9, "p4"))
+    with pytest.raises(ValueError, match="nodes of 8"):
+        scenario_of(SMALL, Cluster(12, 1e9, "ring-fused", topology="hierarchical"))
+    with pytest.raises(ValueError, match="rate_bps"):
+        run_scenario(scenario_of(SMALL, Cluster(4, -1.0)))
+    broken = scenario_of(SMALL, Cluster(4, 1e9))
+    broken["profile"]["tensors"][2]["ready_s"] = 9.0
+    with pytest.raises(ValueError, match=r"tensors\[2\]"):
+        run_scenario(broken)
+
+
+def test_many_workers_are_folded() -> None:
+    cluster = Cluster(2000, 10e9, "p3", steps=1)
+    report = run_scenario(scenario_of(SMALL, cluster))["report"]
+    assert report["workers"] == 2000
+    assert report["simulated_ranks"] < 100
+
+
+def test_the_answer_names_the_cheapest_change() -> None:
+    profile = synthetic_profile("resnet50")
+    rows = grid(
+        profile,
+        rates_bps=[1e9, 5e9, 40e9],
+        strategies=["wfbp", "p3"],
+        compressions=[1.0, 16.0],
+    )
+    slow, middle, fast = answers_of(rows)
+    assert slow.bottleneck == middle.bottleneck == "network"
+    assert slow.cheapest is not None and slow.cheapest.kind == "link"
+    assert slow.cheapest.rate_bps == 5e9
+    assert [change.kind for change in slow.alternatives] == ["compression"]
+    assert middle.cheapest is not None and middle.cheapest.kind == "strategy"
+    assert "p3, exact and free" in middle.text
+    assert fast.bottleneck == "none"
+    assert fast.cheapest is not None and fast.cheapest.kind == "nothing"
+    assert "not the bottleneck" in fast.text
+    assert any("compression" in text for text in fast.not_worth)
+
+
+def test_the_answer_says_when_nothing_helps() -> None:
+    (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e7])
+    (answer,) = answers_of([row])
+    assert answer.cheapest is None
+    assert "Nothing simulated here reaches 95 %" in answer.text
+
+
+def test_a_busy_host_is_not_taken_for_the_network() -> None:
+    (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e8])
+    (answer,) = answers_of([replace(row, io_utilization=0.97)])
+    assert answer.bottleneck == "host"
+
+
+def test_lists_are_read_as_people_write_them() -> None:
+    assert parse_workers("2,4,8") == [2, 4, 8]
+    assert parse_workers("3..17") == [3, 4, 8, 16, 17]
+    assert parse_rates("1..4gbit") == [10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9]
+    assert parse_rates("500mbit..2gbit, 10g") == [5 * 10**8, 10**9, 2 * 10**9, 10**10]
+    assert parse_compressions("1, 2.5") == [1.0, 2.5]
+    assert parse_names("p3,p3", ("p3", "wfbp"), "strategy") == ["p3"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_workers, "0"),
+        (parse_workers, "four"),
+        (parse_workers, "8..2"),
+        (parse_workers, ""),
+        (parse_rates, "10..1gbit"),
+        (parse_rates, "fast"),
+        (parse_rates, "1..fast"),
+        (parse_compressions, "0.5"),
+        (parse_compressions, "nan"),
+    ],
+)
+def test_other_lists_are_refused(parse: Any, text: str) -> None:
+    with pytest.raises(ValueError):
+        parse(text)
+
+
+def test_additions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "additions.csv"
+    path.write_text("elements,seconds\n20,2e-6\n10,1e-6\n", encoding="utf-8")
+    assert read_additions(path) == [(10.0, 1e-6), (20.0, 2e-6)]
+    path.write_text("elements,seconds\n10,soon\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2"):
+        read_additions(path)
+    path.write_text("elements,seconds\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no measurements"):
+        read_additions(path)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["gradlane", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_prints_and_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "whatif.json"
+    arguments = ("whatif", "resnet50", "--workers", "2,4", "--rate", "1gbit,5gbit")
+    trace = tmp_path / "trace.json"
+    files = ("--json", str(path), "--trace", str(trace))
+    status, out, _ = run(monkeypatch, capsys, *arguments, *files)
+    assert status == 0
+    assert "bottleneck" in out and "p3" in out
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert len(content["rows"]) == 8
+    assert {
+        "strategy",
+        "codec",
+        "topology",
+        "workers",
+        "rate_bps",
+        "compression",
+        "scaling_factor",
+        "step_s",
+        "bound_step_s",
+        "samples_per_s",
+    } <= set(content["rows"][0])
+    assert all(0.0 < row["scaling_factor"] <= 1.0 for row in content["rows"])
+    assert len(content["answers"]) == 4
+    assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nothing.json"], "nothing.json"),
+        (["resnet50", "--strategy", "p4"], "p4"),
+        (["resnet50", "--codec", "magic"], "magic"),
+        (["resnet50", "--workers", "many"], "many"),
+        (["resnet50", "--strategy", "ring-fused", "--trace", "trace.json"], "no timeline"),
+        (["resnet50", "--json", "/no/such/folder/x.json"], "folder"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+) -> None:
+    status, _, err = run(monkeypatch, capsys, "whatif", *arguments)
+    assert status == 2
+    assert named in err
+
+
+def test_simulating_does_not_import_torch() -> None:
+    code = (
+        "import sys; from gradlane.whatif import command, profiles; "
+        "profiles.synthetic_profile('vgg19'); sys.exit('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no reference data beside this checkout")
+@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
+def test_ring_fused_agrees_with_the_reference_curves(model: str) -> None:
+    """Within a twentieth of a percentage point, through profile import and command."""
+    profile = read_profile(DATA / "profiles" / f"{model}-v100-bs32.json")
+    additions = tuple(read_additions(DATA / "vec_add_v100.csv"))
+    with (DATA / "whatif_reference.csv").open(encoding="utf-8") as file:
+        expected = [row for row in csv.DictReader(file) if row["model"] == model]
+    assert len(expected) == 90
+    for row in expected:
+        cluster = Cluster(
+            workers=int(row["gpus"]),
+            rate_bps=float(row["bandwidth_gbps"]) * 1e9,
+            strategy="ring-fused",
+            compression=float(row["compression"]),
+            additions=additions,
+        )
+        (found,) = evaluate(profile, [cluster])
+        reference = float(row["scaling_factor_reference"])
+        assert found.scaling_factor == pytest.approx(reference, abs=5e-4), row
