@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 _TORCH_DTYPES = {
     "f32": torch.float32,
@@ -72,8 +74,9 @@ class World:
         self.failure: tuple[str, int | None, int | None] | None = None
         self.timed_out = False
         self.held: set[int] = set()
-        self.rows: dict[int, list[dict[str, Any]]] = {}
-        self.momentum: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, dict[int, dict[str, Any]]] = {}
+        self.state: dict[tuple[int, str], torch.Tensor] = {}
+        self.reads: dict[int, tuple[str, int]] = {}
         self.parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self.results: dict[tuple[int, int], torch.Tensor] = {}
         self.priorities: list[list[int]] = []
@@ -156,24 +159,54 @@ class World:
         return (total / self.world_size).to(dtype)
 
     def updated(self, step: int, tensor: int, mean: torch.Tensor) -> torch.Tensor:
-        row = next(row for row in self.rows[step] if row["tensor"] == tensor)
+        if step in self.reads:
+            return self.read(tensor, *self.reads[step])
+        row = self.rows[step][tensor]
         pointer, nbytes = self.parameters[(0, tensor)]
         parameter = view_memory(pointer, nbytes, self.dtype(tensor)).clone()
-        gradient = -mean if row["maximize"] else mean
-        if row["weight_decay"]:
-            gradient = gradient.add(parameter, alpha=row["weight_decay"])
+        if row["kind"] == "adam":
+            return self.adam(tensor, row, parameter, mean)
+        momentum = self.state.get((tensor, "momentum_buffer"))
+        buffers = [momentum]
+        sgd(
+            [parameter],
+            [mean],
+            buffers,
+            foreach=False,
+            **{key: row[key] for key in row if key not in ("kind", "tensors", "steps")},
+        )
         if row["momentum"]:
-            if tensor in self.momentum:
-                self.momentum[tensor].mul_(row["momentum"]).add_(
-                    gradient, alpha=1 - row["dampening"]
-                )
-            else:
-                self.momentum[tensor] = gradient.clone()
-            momentum = self.momentum[tensor]
-            gradient = (
-                gradient.add(momentum, alpha=row["momentum"]) if row["nesterov"] else momentum
-            )
-        return parameter.add(gradient, alpha=-row["lr"])
+            assert buffers[0] is not None
+            self.state[(tensor, "momentum_buffer")] = buffers[0].clone()
+        return parameter
+
+    def adam(
+        self, tensor: int, row: dict[str, Any], parameter: torch.Tensor, mean: torch.Tensor
+    ) -> torch.Tensor:
+        steps = row["steps"][row["tensors"].index(tensor)]
+        if steps == 0:
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.state[(tensor, name)] = torch.zeros_like(parameter)
+        adam(
+            [parameter],
+            [mean],
+            [self.state[(tensor, "exp_avg")]],
+            [self.state[(tensor, "exp_avg_sq")]],
+            [],
+            [torch.tensor(float(steps))],
+            foreach=False,
+            amsgrad=False,
+            **{key: row[key] for key in row if key not in ("kind", "tensors", "steps")},
+        )
+        return parameter
+
+    def read(self, tensor: int, name: str, part: int) -> torch.Tensor:
+        """State as it travels: whole in tensors of four bytes, in halves in those of two."""
+        words = self.state[(tensor, name)].float().view(torch.int32)
+        dtype = self.dtype(tensor)
+        if dtype.itemsize == 4:
+            return words.view(dtype)
+        return words.view(torch.int16)[part::2].contiguous().view(dtype)
 
     def fail(
         self, message: str, rank: int | None, last: int | None = None, timed_out: bool = False
@@ -252,7 +285,21 @@ class FakeChannel:
 
     def set_optimizer(self, step: int, rows_json: str) -> None:
         assert step == self.step
-        self.world.rows[step] = json.loads(rows_json)
+        rows = json.loads(rows_json)
+        self.world.rows[step] = {tensor: row for row in rows for tensor in row["tensors"]}
+
+    def read_state(self, name: str, part: int) -> None:
+        self._check()
+        assert self.world.reads.setdefault(self.step, (name, part)) == (name, part)
+
+    def clear_state(self) -> None:
+        self._check()
+        self.world.state.clear()
+
+    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
+        self._check()
+        values = view_memory(pointer, 4 * count, torch.float32).clone()
+        self.world.state[(tensor, name)] = values.to(self.world.dtype(tensor))
 
     def step_end(self, step: int) -> None:
         self._check()

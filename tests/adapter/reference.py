@@ -6,6 +6,9 @@ bit.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +21,17 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
 def mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Return ((g0 + g1) + g2 ...) / N in f32 (f64 for f64); a missing gradient counts as zeros."""
+    gradients = [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
     known = next((one for one in gradients if one is not None), None)
     if known is None:
         return None
+    if known.is_complex():
+        pairs = [
+            None if one is None else torch.view_as_real(one.resolve_conj()) for one in gradients
+        ]
+        mean = mean_in_rank_order(pairs)
+        assert mean is not None
+        return torch.view_as_complex(mean)
     wide = torch.float64 if known.dtype is torch.float64 else torch.float32
     total: Tensor | None = None
     for gradient in gradients:
@@ -90,3 +101,113 @@ def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 def snapshot(model: nn.Module) -> list[Tensor]:
     """Copy all parameters, reading them the way a user would."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+class ReferenceSession:
+    """Stands in for a session: ranks are threads, and `.grad` is averaged at `optimizer.step()`.
+
+    The same loop runs with it and with gradlane. Nothing is deferred or overlapped, so that what it
+    gives is right by inspection.
+    """
+
+    def __init__(self, rank: int, shared: Gathering) -> None:
+        self.rank = rank
+        self.world_size = shared.barrier.parties
+        self._shared = shared
+        self._averaged: set[int] = set()
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **_: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Average before each step of the optimizer."""
+        step = optimizer.step
+
+        def averaged_step(closure: Any = None) -> Any:
+            if id(model) not in self._averaged:
+                self.average(model)
+            self._averaged.discard(id(model))
+            return step()
+
+        optimizer.__dict__["step"] = averaged_step
+        return model, optimizer
+
+    def average(self, model: nn.Module) -> None:
+        """Average now, as listing the parameters does in gradlane."""
+        self._averaged.add(id(model))
+        everyone = self._shared.exchange(
+            self.rank, [parameter.grad for parameter in model.parameters()]
+        )
+        for position, parameter in enumerate(model.parameters()):
+            mean = mean_in_rank_order([one[position] for one in everyone])
+            parameter.grad = None if mean is None else mean.clone()
+
+    def forget(self) -> None:
+        """Forget that gradients were averaged: the step is not taken."""
+        self._averaged.clear()
+
+    @torch.no_grad()
+    def share_buffers(self, model: nn.Module) -> None:
+        """Take rank 0's buffers."""
+        for buffer, values in self._buffers(model):
+            buffer.copy_(values[0])
+
+    @torch.no_grad()
+    def average_buffers(self, model: nn.Module) -> None:
+        """Average floating-point buffers in f64, in rank order; take rank 0's others."""
+        for buffer, values in self._buffers(model):
+            if buffer.is_floating_point():
+                total = values[0].double()
+                for value in values[1:]:
+                    total = total + value.double()
+                buffer.copy_(total / len(values))
+            else:
+                buffer.copy_(values[0])
+
+    def _buffers(self, model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
+        own = list(model.buffers())
+        everyone = self._shared.exchange(self.rank, [buffer.clone() for buffer in own])
+        return [(buffer, [one[at] for one in everyone]) for at, buffer in enumerate(own)]
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients are never sent before `step()` here."""
+        return contextlib.nullcontext()
+
+
+class Gathering:
+    """Where all ranks of a reference meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self._values: list[Any] = [None] * world_size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Return what all ranks gave."""
+        self._values[rank] = value
+        self.barrier.wait(60)
+        everyone = list(self._values)
+        self.barrier.wait(60)
+        return everyone
+
+
+def run_reference(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """Call `body(session)` on every rank of a reference and return what each returned."""
+    shared = Gathering(world_size)
+
+    def one(rank: int) -> Any:
+        torch.set_num_threads(1)
+        try:
+            return body(ReferenceSession(rank, shared))
+        except BaseException:
+            shared.barrier.abort()
+            raise
+
+    with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
+        return [future.result() for future in [pool.submit(one, r) for r in range(world_size)]]
+
+
+def average(session: Any, model: nn.Module) -> None:
+    """Put averaged gradients into `.grad`, with gradlane or with the reference."""
+    if isinstance(session, ReferenceSession):
+        session.average(model)
+    else:
+        list(model.parameters())

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradlane
+from tests.adapter.loops import LOOPS
 from tests.adapter.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -234,7 +235,7 @@ def mismatch(store: Store, rank: int, world_size: int, job: str, how: str) -> st
     if last and how == "dtype":
         model[1].double()
     if last and how == "refused":
-        model[1].weight = nn.Parameter(model[1].weight.to(torch.complex64))
+        model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn))
     try:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     except ValueError as error:
@@ -288,10 +289,11 @@ def evaluate_on_one_rank(store: Store, rank: int, world_size: int, job: str) -> 
 def server_update(
     store: Store, rank: int, world_size: int, job: str, settings: dict[str, Any], steps: int
 ) -> dict[str, Any]:
-    """Train with SGD on the servers; the learning rate changes between steps."""
+    """Train with updates on the servers; the learning rate changes between steps."""
     with open_session(store, rank, world_size, job, update="server") as session:
         model = seeded(Attention)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **settings)
+        kind = getattr(torch.optim, settings.pop("kind", "SGD"))
+        optimizer = kind(model.parameters(), **{"lr": 0.05, **settings})
         session.prepare(model, optimizer)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(1, steps + 1):
@@ -303,6 +305,72 @@ def server_update(
             "digest": digest(model),
             "state": {name: value.clone() for name, value in model.state_dict().items()},
         }
+
+
+def server_checkpoint(
+    store: Store,
+    rank: int,
+    world_size: int,
+    job: str,
+    model_name: str,
+    kind: str,
+    first: int,
+    last: int,
+    load: str = "",
+    save: str = "",
+    load_late: bool = False,
+    killed: bool = False,
+    same_batches: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train some steps between two checkpoints, saved the way that torch's users save them."""
+    session = open_session(store, rank, world_size, job, **options)
+    model = MODELS[model_name]()
+    settings = {"momentum": 0.9} if kind == "SGD" else {"weight_decay": 0.1}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **settings)
+    loaded = again = ""
+    if load and load_late:
+        session.prepare(model, optimizer)
+    if load:
+        saved = torch.load(load)
+        loaded = state_digest(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    if not (load and load_late):
+        session.prepare(model, optimizer)
+    if load:
+        again = state_digest(optimizer.state_dict())
+    for step in range(first, last + 1):
+        loss_of(model_name, model, 0 if same_batches else rank, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if save and rank == 0:
+        torch.save(state, save)
+    result = {
+        "model": digest(model),
+        "state": state_digest(state["optimizer"]),
+        "loaded": loaded,
+        "again": again,
+        "step": session.metrics()["step"],
+    }
+    if killed:
+        store.set(f"{job}/done/{rank}", "")
+        store.wait([f"{job}/done/{other}" for other in range(world_size)])
+        session.abort("the test plays a crash")
+    else:
+        session.close()
+    return result
+
+
+def state_digest(state_dict: dict[str, Any]) -> str:
+    """Hash of all tensors of an optimizer's state."""
+    state = hashlib.sha256()
+    for key, values in sorted(state_dict.get("state", {}).items()):
+        for name, value in sorted(values.items()):
+            state.update(f"{key} {name} {value.dtype} {tuple(value.shape)}".encode())
+            state.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def default_store(store: Store, rank: int, world_size: int, job: str) -> str:
@@ -337,3 +405,46 @@ def two_models_and_trace(store: Store, rank: int, world_size: int, job: str) -> 
         session.synchronize()
         trace = session.take_trace()
         return {"digests": [digest(model) for model in models], "trace": trace}
+
+
+def loop(store: Store, rank: int, world_size: int, job: str, name: str, **options: Any) -> Any:
+    """Run one of `tests.adapter.loops`."""
+    with open_session(store, rank, world_size, job, **options) as session:
+        return LOOPS[name](session)
+
+
+def lost_in_join(store: Store, rank: int, world_size: int, job: str) -> str:
+    """Rank 1 gives up while the others go along; returns each rank's error."""
+    session = open_session(store, rank, world_size, job)
+    model = seeded(Attention)
+    optimizer = optimizer_of("sgd", model)
+    session.prepare(model, optimizer)
+    try:
+        with session.join():
+            for step in range(1, 4 if rank == 1 else 2):
+                if step == 3:
+                    session.abort("the test says so")
+                loss_of("attention", model, rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    except gradlane.GradlaneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def synchronized_batch_norm(store: Store, rank: int, world_size: int, job: str) -> str:
+    """What torch says to SyncBatchNorm on the CPU; its process group lives beside the session."""
+    dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
+    try:
+        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model: Any = convert(seeded(SmallCnn))
+            optimizer = optimizer_of("sgd", model)
+            session.prepare(model, optimizer)
+            try:
+                loss_of("cnn", model, rank, 1)
+            except ValueError as error:
+                return str(error)
+            return "it ran"
+    finally:
+        dist.destroy_process_group()

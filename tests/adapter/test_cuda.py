@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.adapter.models import Attention, seeded
+from tests.adapter.models import Attention, SmallCnn, seeded
 from tests.adapter.ranks import run_ranks
-from tests.adapter.reference import same_bits, train_reference
+from tests.adapter.reference import (
+    ReferenceSession,
+    average,
+    run_reference,
+    same_bits,
+    train_reference,
+)
 from tests.adapter.test_training import attention_loss, batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -60,3 +66,37 @@ def test_parameters_on_both_devices() -> None:
 
     first, second = run_ranks(2, body)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+def test_accumulation_clipping_and_buffers_on_cuda(mode: str) -> None:
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(SmallCnn).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        session.prepare(model, optimizer, buffers=mode)
+        for step in range(6):
+            with session.no_sync():
+                images = batch((4, 1, 8, 8), session.rank, 50 + step).cuda()
+                model(images).square().mean().backward()
+            for part in range(1 + step % 2):
+                images = batch((4, 1, 8, 8), session.rank, 10 * step + part).cuda()
+                model(images).square().mean().backward()
+                if step == 0:
+                    # The largest number of backward calls is known from the first step on.
+                    model(images).square().mean().backward()
+            if step % 2:
+                average(session, model)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(session, ReferenceSession):
+                if mode == "average":
+                    session.average_buffers(model)
+                elif mode == "broadcast":
+                    session.share_buffers(model)
+        return [tensor.detach().cpu() for tensor in model.state_dict().values()]
+
+    torch.backends.cudnn.deterministic = True
+    expected = run_reference(2, body)
+    for rank, tensors in enumerate(run_ranks(2, body)):
+        assert same_bits(tensors, expected[rank])

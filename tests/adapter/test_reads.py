@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradlane
 from gradlane.steps import Steps
@@ -381,3 +382,105 @@ def test_compiled_models_read_updated_parameters() -> None:
     (alone,) = run_ranks(1, body)
     plain, _ = run_ranks(2, body)
     assert all(torch.equal(one, other) for one, other in zip(alone, plain, strict=True))
+
+
+def test_checkpointed_forwards_count_for_the_order_and_recomputation_does_not() -> None:
+    """Reentrant checkpointing runs the forward without gradients, and again inside backward."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.block, self.stem = (nn.Linear(2, 2, bias=False) for _ in range(3))
+
+        def forward(self, values: Tensor, reentrant: bool) -> Tensor:
+            hidden: Any = checkpoint(self.block, self.stem(values), use_reentrant=reentrant)
+            return self.head(hidden)  # type: ignore[no-any-return]
+
+    for reentrant in (True, False):
+        core = FakeCore()
+
+        def body(session: Any, reentrant: bool = reentrant) -> None:
+            model = seeded(Blocks)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer)
+            model.eval()
+            model.get_submodule("head")(torch.ones(1, 2))
+            model.train()
+            for _ in range(2):
+                model(torch.ones(1, 2), reentrant).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        run_ranks(2, body, core=core)
+        assert [vector[:3] for vector in core.world.priorities] == [[-2, -1, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_after_a_failure_compiled_code_reads_nothing() -> None:
+    """Even of layers that it found up to date before the failure."""
+
+    def body(probe: Probe) -> None:
+        torch._dynamo.reset()
+        for layer in probe.model:
+            layer.compile(backend="eager")
+        probe.step(probe.model(torch.ones(1, 2)).sum())
+        probe.world.release(0)
+        probe.model[0](torch.ones(1, 2))
+        probe.world.fail("rank 3 lost: connection reset; '1.weight' outstanding", 3, last=0)
+        for layer in (1, 0):
+            with pytest.raises(gradlane.PeerLost):
+                probe.model[layer](torch.ones(1, 2))
+
+    core = FakeCore(timeout_s=5.0)
+
+    def run(session: Any) -> None:
+        body(Probe(session, core, two_layers()))
+
+    (error,) = run_ranks(1, run, core=core, expect_errors=True)
+    assert isinstance(error, gradlane.PeerLost)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2, bias=False))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.inner(values)  # type: ignore[no-any-return]
+
+    def body(probe: Probe) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in probe.model:
+            layer.compile(backend="eager", fullgraph=True)
+        for _ in range(4):
+            probe.world.held = set(probe.tensors)
+            probe.step(probe.model(torch.ones(1, 2)).sum())
+            probe.world.calls.clear()
+            timer = probe.arrives_later(0)
+            probe.model[0](torch.ones(1, 2))
+            timer.join()
+            assert probe.waited_for() == [(0,)]
+            probe.world.release(1)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+    on_probe(lambda: nn.Sequential(Layer(), Layer()), body)
+
+
+def test_modules_that_share_parameters_are_plain_again_after_close() -> None:
+    model = two_layers()
+    hooks = nn.modules.module._global_parameter_registration_hooks
+    others = list(hooks)
+    followers: list[Any] = []
+
+    def body(session: Any) -> None:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        followers.append(nn.ParameterList(model.parameters()))
+        assert type(followers[0]._parameters) is not dict
+
+    run_ranks(1, body)
+    assert type(followers[0]._parameters) is dict
+    assert followers[0][0] is model[0].weight
+    assert list(hooks) == others

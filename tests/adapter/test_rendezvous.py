@@ -185,13 +185,14 @@ def test_a_rank_that_cannot_take_part_is_named_on_every_rank() -> None:
     for culprit in (0, 1):
 
         def body(session: Any, culprit: int = culprit) -> None:
-            dtype = torch.complex64 if session.rank == culprit else torch.float32
-            model = nn.Linear(3, 3, dtype=dtype)
+            model = nn.Linear(3, 3)
+            if session.rank == culprit:
+                model.weight = nn.Parameter(model.weight.to(torch.float8_e4m3fn))
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         errors = run_ranks(2, body, expect_errors=True)
         assert all(isinstance(error, ValueError) for error in errors)
-        assert all("complex64" in str(error) for error in errors)
+        assert all("float8_e4m3fn" in str(error) for error in errors)
         assert f"rank {culprit} cannot take part" in str(errors[1 - culprit])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradlane
 from tests.adapter.models import Awkward, seeded
 from tests.adapter.ranks import run_ranks
-from tests.adapter.reference import snapshot, train_reference
+from tests.adapter.reference import same_bits, snapshot, train_reference
 from tests.adapter.test_training import awkward_loss
 
 
@@ -31,43 +31,180 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 3)).square().sum().backward()
 
 
-def test_training_is_close_to_torchs_and_equal_on_all_ranks() -> None:
-    settings: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd-maximize": lambda p: torch.optim.SGD(p, lr=1e-3, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam-l2": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, betas=(0.3, 0.9)),
+    "adam-decoupled": lambda p: torch.optim.Adam(
+        p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, eps=1e-6),
+    "adamw-maximize": lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True),
+}
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """Changes the learning rate and the momentum, or the first of the betas, in each step."""
+    cycles = any("momentum" in group or "betas" in group for group in optimizer.param_groups)
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.05, total_steps=20, cycle_momentum=cycles
+    )
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_the_adapter_asks_the_servers_for_torchs_own_steps(name: str) -> None:
+    """The double steps with torch's single-tensor functions, so the bits are torch's own."""
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return RULES[name](model.parameters())
 
     def body(session: Any) -> list[Tensor]:
         model = seeded(Awkward)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **settings)
+        optimizer = make_optimizer(model)
         session.prepare(model, optimizer)
+        schedule = one_cycle(optimizer)
         for step in range(1, 11):
             awkward_loss(model, session.rank, step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
         return snapshot(model)
 
     (expected, *_) = train_reference(
         2,
         10,
         lambda: seeded(Awkward),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.05, **settings),
+        make_optimizer,
         awkward_loss,
+        make_scheduler=one_cycle,
     )
-    first, second = run_ranks(2, body, update="server")
-    for one, other, wanted in zip(first, second, snapshot(expected), strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, wanted, rtol=1e-6, atol=1e-6)
+    for parameters in run_ranks(2, body, update="server"):
+        assert same_bits(parameters, snapshot(expected))
 
 
-def test_only_plain_sgd() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_tensor_learning_rate_is_taken_as_its_number(kind: Any) -> None:
+    """Torch computes with it in f32, the servers in f64 as with any number."""
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind(
+            model.parameters(), lr=torch.tensor(0.05), weight_decay=0.01
+        )
+        return optimizer
+
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(Awkward)
+        optimizer = make_optimizer(model)
+        session.prepare(model, optimizer)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(1, 6):
+            awkward_loss(model, session.rank, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            # The step is the core's already: this changes the next one.
+            schedule.step()
+            optimizer.zero_grad()
+        return snapshot(model)
+
+    (expected, *_) = train_reference(
+        2,
+        5,
+        lambda: seeded(Awkward),
+        make_optimizer,
+        awkward_loss,
+        make_scheduler=lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9),
+    )
+    for found, wanted in zip(
+        run_ranks(2, body, update="server")[0], snapshot(expected), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Signed(torch.optim.SGD):
+    """Steps by code of its own."""
+
+    steps_per_parameter = True
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
+REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "rmsprop": (torch.optim.RMSprop, r"runs torch\.optim\.Adam, AdamW, SGD, not RMSprop"),
+    "subclass": (Signed, "not Signed"),
+    "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), "group 0 .* amsgrad=True"),
+    "infinite-lr": (lambda p: torch.optim.SGD(p, lr=float("inf")), "group 0 .* lr=inf"),
+    "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+    "second-group": (
+        lambda p: torch.optim.AdamW([{"params": []}, {"params": p, "eps": float("nan")}]),
+        "group 1 .* eps=nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_the_servers_do_not_run_is_refused_by_name(name: str) -> None:
+    make_optimizer, words = REFUSED[name]
+
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match=r"runs torch\.optim\.SGD, not Adam"):
-            session.prepare(model, torch.optim.Adam(model.parameters()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(ValueError, match="momentum buffer"):
+        with pytest.raises(ValueError, match=words):
+            session.prepare(model, make_optimizer(list(model.parameters())))
+
+    run_alone(body)
+
+
+def test_step_hooks_are_refused_also_later() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        handle = optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ValueError, match="step hooks"):
             session.prepare(model, optimizer)
+        handle.remove()
+        session.prepare(model, optimizer)
+        optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ValueError, match="step hooks"):
+            backward(model)
+
+    run_alone(body)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("lr", -0.1, "group 0 .* lr=-0.1"),
+        ("momentum", float("nan"), "group 0 .* momentum=nan"),
+        ("nesterov", True, "group 0 .* Nesterov momentum needs"),
+    ],
+)
+def test_a_setting_that_goes_bad_is_named(key: str, value: Any, words: str) -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        good = optimizer.param_groups[0][key]
+        optimizer.param_groups[0][key] = value
+        with pytest.raises(ValueError, match=words):
+            backward(model)
+        model.zero_grad()
+        optimizer.param_groups[0][key] = good
+        backward(model)
+        optimizer.step()
+
+    run_alone(body)
+
+
+def test_groups_may_not_gain_or_lose_parameters() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        lost = optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(ValueError, match="holds 3 of 4 trained parameters"):
+            backward(model)
+        optimizer.param_groups[0]["params"].append(lost)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(ValueError, match=r"group 1 .* was not trained when"):
+            backward(model)
 
     run_alone(body)
 
@@ -113,12 +250,13 @@ def test_gradients_cannot_be_read_or_forgotten() -> None:
     run_alone(body)
 
 
-def test_momentum_on_the_servers_is_not_in_the_state() -> None:
+def test_state_is_not_read_in_the_middle_of_an_update() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session, momentum=0.9)
         backward(model)
-        optimizer.step()
-        with pytest.raises(gradlane.UsageError, match="momentum"):
+        with pytest.raises(gradlane.UsageError, match=r"between backward\(\) and optimizer.step"):
             optimizer.state_dict()
+        optimizer.step()
+        assert len(optimizer.state_dict()["state"]) == 4
 
     run_alone(body)

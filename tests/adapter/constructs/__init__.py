@@ -1,0 +1,87 @@
+"""The constructs that people's training programs are made of, and what comes of each.
+
+Each entry says what a reader of `docs/constructs.md` wants to know, right or refused, and carries
+the check that proves it; `test_constructs.py` runs every check, and fails when the page is out of
+date. To add constructs, put a module into this package with a list `CONSTRUCTS`; to write the page
+again, run `python -m tests.adapter.constructs`.
+
+A check is called with `defer`, as `Session.prepare` has it, and asserts that the result is right.
+For a refused construct it must let the error through, and the error's text must contain
+`refused`. What is compared with what is the check's own business: constructs about *reads* use
+`reads.compare`, whose core delivers nothing that was not waited for; others can use
+`tests.adapter.ranks.run_ranks` with the reference of `tests.adapter.reference`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "constructs.md"
+
+_HEAD = """# Constructs
+
+What gradlane does with the constructs of PyTorch programs. *Right* means: bit for bit what the
+same loop gives without gradlane, both with deferred updates (the default) and with
+`prepare(..., defer=False)`; every line is a test. *Refused* means: an error with this message.
+This page is written by `python -m tests.adapter.constructs`; a test fails when it is out of date.
+
+References to parameters that a program holds by itself (a list made once from
+`model.parameters()`, the tensors of an old `state_dict()`) are not guarded: nothing sees the
+program look at them. Call `session.synchronize()` before, or use `defer=False`. What is read
+through `optimizer.param_groups` is guarded.
+"""
+
+
+@dataclass(frozen=True)
+class Construct:
+    """One line of the table.
+
+    Attributes:
+        section: heading under which it stands.
+        name: the construct, in Markdown, as the page has it.
+        check: called with `defer`; asserts, or raises the error that refuses.
+        refused: part of the error's text, or None if the construct is right.
+        note: what a reader should know besides, in Markdown.
+        defers: the values of `defer` that the check is run with.
+        needs: a module that must be installed, or None.
+    """
+
+    section: str
+    name: str
+    check: Callable[[bool | None], None]
+    refused: str | None = None
+    note: str = ""
+    defers: tuple[bool | None, ...] = (None, False)
+    needs: str | None = None
+
+    @property
+    def result(self) -> str:
+        """What the page says."""
+        result = "right" if self.refused is None else f'refused: "{self.refused}"'
+        return f"{result}; {self.note}" if self.note else result
+
+
+def all_constructs() -> list[Construct]:
+    """Return the constructs of all modules of this package, in the order of their names."""
+    found: list[Construct] = []
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
+        if module.name != "__main__":
+            entries = importlib.import_module(f"{__name__}.{module.name}")
+            found += getattr(entries, "CONSTRUCTS", [])
+    return found
+
+
+def page(constructs: list[Construct]) -> str:
+    """Return the page for a list of constructs."""
+    sections: dict[str, list[Construct]] = {}
+    for construct in constructs:
+        sections.setdefault(construct.section, []).append(construct)
+    parts = [_HEAD]
+    for section, members in sections.items():
+        rows = "".join(f"| {one.name} | {one.result} |\n" for one in members)
+        parts.append(f"## {section}\n\n| construct | result |\n| --- | --- |\n{rows}")
+    return "\n".join(parts)

@@ -1,0 +1,148 @@
+"""Constructs that save and load a training in the middle of it."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from tests.adapter.constructs import Construct
+from tests.adapter.constructs.reads import Small, values_of
+from tests.adapter.late_core import LateCore
+from tests.adapter.models import seeded
+from tests.adapter.ranks import run_ranks
+from tests.adapter.reference import same_bits, snapshot
+
+dcp: Any = torch.distributed.checkpoint
+Save = Callable[[Any, torch.optim.Optimizer, str], Any]
+Load = Callable[[Any, torch.optim.Optimizer, str, Any], None]
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Train some steps."""
+    for step in range(count):
+        model(values_of(step, (3, 4))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed(save: Save, load: Load) -> Callable[[bool | None], None]:
+    """Check that a training that is saved, goes astray and is loaded continues as it would have."""
+
+    def check(defer: bool | None) -> None:
+        def body(session: Any) -> list[list[Tensor]]:
+            model = seeded(Small)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer, defer=defer)
+            results = []
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                steps(model, optimizer, 2)
+                saved = save(model, optimizer, folder)
+                for _ in range(2):
+                    steps(model, optimizer, 3)
+                    results.append(snapshot(model))
+                    load(model, optimizer, folder, saved)
+            return results
+
+        (results,) = run_ranks(1, body, core=LateCore())
+        assert same_bits(results[0], results[1])
+
+    return check
+
+
+def save_states(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Save with torch.distributed.checkpoint."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def load_states(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: Any) -> None:
+    """Load in place, as torch.distributed.checkpoint does, and hand the result over."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def save_named(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Save with the names that torch.distributed.checkpoint gives."""
+    states, optimizer_states = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, no_dist=True)
+
+
+def load_named(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: Any) -> None:
+    """Load with those names."""
+    states, optimizer_states = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def save_file(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Save with torch.save."""
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, f"{folder}/file")
+
+
+def load_file(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: Any) -> None:
+    """Load with torch.load."""
+    state = torch.load(f"{folder}/file", weights_only=True)
+    model.load_state_dict(state["m"])
+    optimizer.load_state_dict(state["o"])
+
+
+def too_early(defer: bool | None) -> None:
+    """Ask for the optimizer's state by name while it has none."""
+
+    def body(session: Any) -> None:
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer, defer=defer)
+        assert len(get_model_state_dict(model)) == 5
+        get_state_dict(model, optimizer)
+
+    run_ranks(1, body, core=LateCore())
+
+
+SECTION = "Checkpoints"
+
+CONSTRUCTS = [
+    Construct(
+        SECTION,
+        "`torch.save` and `torch.load` of the states of model and optimizer",
+        resumed(save_file, load_file),
+    ),
+    Construct(
+        SECTION,
+        "`torch.distributed.checkpoint.save` and `load`",
+        resumed(save_states, load_states),
+        note="on rank 0 with `no_dist=True`, or on all ranks with torch.distributed initialized",
+    ),
+    Construct(
+        SECTION,
+        "`get_state_dict`, `set_state_dict` of `torch.distributed.checkpoint`",
+        resumed(save_named, load_named),
+    ),
+    Construct(
+        SECTION,
+        "the same before the first step, where they step the optimizer to make its state",
+        too_early,
+        refused="optimizer.step() without any gradient since step 0",
+        note="call them before `prepare`, where a checkpoint is loaded anyway",
+    ),
+]

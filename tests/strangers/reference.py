@@ -1,0 +1,208 @@
+"""What a loop must give: one thread, one copy of the program a rank, averages between actions.
+
+The rules are those that the documentation states, written down a second time: gradients add up on
+a rank until they are needed, the mean is ((g0 + g1) + ...) / N in rank order, a rank without a
+gradient counts as zeros, and a parameter without a gradient on every rank has none. Buffers become
+alike when gradients do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.strangers.description import Action, Loop
+from tests.strangers.program import LISTING_READS, Note, Program
+
+_LISTING_ACTIONS = ("keep", "load", "write", "freeze", "average", "reformat", "reload_optimizer")
+"""Actions that list a model's parameters, which makes a step's gradients and buffers right."""
+
+
+class SharedBuffers:
+    """The buffers of one model, which each step makes alike."""
+
+    def __init__(self, programs: list[Program], number: int, mode: str) -> None:
+        """Start with nothing exchanged; `mode`: `broadcast`, `average` or `local`."""
+        self._programs = programs
+        self._number = number
+        self._mode = mode
+        self._packs: list[list[Tensor]] | None = None
+        self._landed: set[int] = set()
+
+    def land(self, rank: int) -> None:
+        """Give a rank what all agreed on in this step, once."""
+        if self._mode == "local" or rank in self._landed:
+            return
+        if self._packs is None:
+            self._packs = [
+                [buffer.clone() for buffer in program.models[self._number].buffers()]
+                for program in self._programs
+            ]
+        self._landed.add(rank)
+        buffers = self._programs[rank].models[self._number].buffers()
+        for buffer, *packed in zip(buffers, *self._packs, strict=True):
+            averages = self._mode == "average" and buffer.is_floating_point()
+            if averages:
+                total = packed[0].double()
+                for one in packed[1:]:
+                    total = total + one.double()
+                buffer.copy_(total / len(packed))
+            else:
+                buffer.copy_(packed[0])
+
+    def finish(self) -> None:
+        """End the step: all ranks have the same, and the next step begins anew."""
+        for rank in range(len(self._programs)):
+            self.land(rank)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next exchange."""
+        self._packs = None
+        self._landed.clear()
+
+
+class Reference:
+    """Runs a loop on plain torch."""
+
+    def __init__(self, loop: Loop) -> None:
+        """Build every rank's program with rank 0's values."""
+        self.loop = loop
+        self.programs = [Program(loop, rank, values_of=0) for rank in range(loop.ranks)]
+        self._averaged = [False] * len(loop.models)
+        self._zeroed = [True] * len(loop.models)
+        self._begun = [False] * len(loop.models)
+        mode = "local" if loop.serves or loop.ranks == 1 else loop.buffers
+        self._buffers = [
+            SharedBuffers(self.programs, number, mode) for number in range(len(loop.models))
+        ]
+        for program in self.programs:
+            program.start()
+
+    def run(self) -> list[list[Note]]:
+        """Return what every rank must see."""
+        for number, action in enumerate(self.loop.actions):
+            self._before(number, action)
+            if action.do == "step" and action.given.get("closure") is not None:
+                self._step_with_closure(number, action)
+                continue
+            for program in self.programs:
+                with torch.no_grad():
+                    self._before_rank(program.rank, action)
+                program.perform(number, action)
+            if action.do in ("step", "scaled_step"):
+                self._end_step(action.model)
+        for program in self.programs:
+            program.at = len(self.loop.actions)
+            for model in program.models:
+                program.note("after close", list(model.parameters()))
+        return [program.notes for program in self.programs]
+
+    def _before(self, number: int, action: Action) -> None:
+        given = action.given
+        if action.do == "backward":
+            self._before_backward(given)
+        elif action.do == "zero":
+            self._zero(action.model)
+        elif action.do in ("clip", "scaled_step", "step"):
+            if given.get("closure") is None:
+                self._average(action.model)
+        elif self._lists(action) and self._begun[action.model]:
+            self._average(action.model)
+
+    def _before_rank(self, rank: int, action: Action) -> None:
+        """Make buffers right where a rank is about to list parameters in a step."""
+        if not self._begun[action.model] or (action.ranks and rank not in action.ranks):
+            return
+        if self._lists(action):
+            self._buffers[action.model].land(rank)
+
+    def _lists(self, action: Action) -> bool:
+        """Whether an action lists the parameters of its model, which makes gradients right."""
+        what = action.given.get("what")
+        if what in ("evaluate", "inference"):
+            return self._lists_in_forward(action.model)
+        return action.do in (*_LISTING_ACTIONS, "clip") or what in LISTING_READS
+
+    def _lists_in_forward(self, number: int) -> bool:
+        return any(block.call == "functional" for block in self.loop.models[number].blocks)
+
+    @torch.no_grad()
+    def _end_step(self, number: int) -> None:
+        self._zeroed[number] = False
+        self._begun[number] = False
+        self._buffers[number].finish()
+
+    @torch.no_grad()
+    def _zero(self, number: int) -> None:
+        self._zeroed[number] = True
+        if self._begun[number]:
+            self._buffers[number].finish()
+        self._begun[number] = False
+
+    def _before_backward(self, given: dict[str, Any]) -> None:
+        """Gradients do not add up over steps."""
+        through = given["through"]
+        for number in through[1:] if given.get("detach") else through:
+            if not self._zeroed[number] and given.get("zero") is None:
+                for program in self.programs:
+                    program.optimizers[number].zero_grad()
+            apart = given.get("no_sync") or given.get("zero") is not None
+            if self._begun[number] and self._lists_in_forward(number) and not apart:
+                self._average(number)
+                self._buffers[number].finish()
+            if given.get("zero") is not None:
+                self._zero(number)
+            if self._averaged[number]:
+                self._buffers[number].reset()
+            self._zeroed[number] = True
+            self._averaged[number] = False
+            self._begun[number] = self._begun[number] or not given.get("no_sync")
+
+    def _step_with_closure(self, number: int, action: Action) -> None:
+        closure = action.given["closure"]
+        self._zero(action.model)
+        self._averaged[action.model] = False
+        for program in self.programs:
+            program.at = number
+            with torch.enable_grad():
+                program.closure(action.model, closure)
+        self._average(action.model)
+        for program in self.programs:
+            program.optimizers[action.model].step()
+        self._end_step(action.model)
+
+    def _average(self, number: int) -> None:
+        if self._averaged[number]:
+            return
+        self._averaged[number] = True
+        everywhere = [program.models[number].parameters() for program in self.programs]
+        for copies in zip(*everywhere, strict=True):
+            gradients = [copy.grad for copy in copies]
+            known = next((one for one in gradients if one is not None), None)
+            if known is None or known.numel() == 0:
+                continue
+            mean = _mean_in_rank_order(gradients, known)
+            for copy in copies:
+                # Fused optimizers take gradients and parameters for memory in the same order.
+                own = known if copy.grad is None else copy.grad
+                layout = mean if own.is_sparse else own
+                copy.grad = torch.empty_like(layout).copy_(mean)
+
+
+def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:
+    """Return the mean, added up in f32, or in f64 for f64."""
+    if like.is_complex():
+        parts = [None if one is None else torch.view_as_real(one) for one in gradients]
+        return torch.view_as_complex(_mean_in_rank_order(parts, torch.view_as_real(like)))
+    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        term = torch.zeros(like.shape, dtype=wide) if gradient is None else gradient.to(wide)
+        total = term if total is None else total + term
+    assert total is not None
+    return (total / len(gradients)).to(like.dtype)
