@@ -8,8 +8,8 @@ use std::hint::black_box;
 
 use thiserror::Error;
 
-use crate::element::{Accumulator, Element, Register, Storage};
-use crate::reduce::{self, same_length, whole_elements, Buffer, Sum, Update};
+use crate::element::{splat, Accumulator, Element, Register, Storage};
+use crate::reduce::{self, pointers, same_length, Buffer, Lengths, Update};
 use crate::{Mean, ReduceError, Variant};
 
 /// Hyper-parameters of `torch.optim.Adam` and `AdamW`, by torch's names and with torch's meaning.
@@ -158,14 +158,7 @@ pub unsafe fn reduce_adam_with(
     elements: usize,
 ) -> Result<(), AdamError> {
     let factors = Factors::of(step)?;
-    let sum = Sum {
-        inputs,
-        output: memory.output,
-        copy_to: memory.copy_to,
-        elements,
-        divisor: mean.divisor.get(),
-        add_zero: mean.add_zero,
-    };
+    let sum = mean.sum(inputs, memory.output, memory.copy_to, elements);
     let update = Adam {
         factors,
         parameters: memory.parameters,
@@ -231,13 +224,6 @@ struct Adam {
     parameters: *const u8,
     exp_avg: *mut u8,
     exp_avg_sq: *mut u8,
-}
-
-/// `value` in every lane.
-#[inline(always)]
-unsafe fn splat<R: Register>(value: f64) -> R {
-    // SAFETY: the caller enables the instructions of `R`.
-    unsafe { R::splat(Accumulator::from_f64(value)) }
 }
 
 impl Update for Adam {
@@ -357,19 +343,16 @@ pub fn reduce_adam_slices(
     inputs: &[&[u8]],
     memory: AdamSlices<'_>,
 ) -> Result<(), AdamError> {
-    let bytes = memory.output.len();
-    let elements = whole_elements(mean.dtype, bytes)?;
-    for (index, input) in inputs.iter().enumerate() {
-        same_length(Buffer::Input(index), input.len(), bytes)?;
-    }
-    same_length(Buffer::Parameters, memory.parameters.len(), bytes)?;
-    if let Some(copy_to) = &memory.copy_to {
-        same_length(Buffer::Copy, copy_to.len(), bytes)?;
-    }
+    let lengths = Lengths {
+        inputs,
+        parameters: Some(memory.parameters),
+        output: memory.output,
+        copy_to: memory.copy_to.as_deref(),
+    };
+    let elements = lengths.elements(mean.dtype)?;
     let state_bytes = elements * mean.dtype.accumulator().element_bytes();
     same_length(Buffer::ExpAvg, memory.exp_avg.len(), state_bytes)?;
     same_length(Buffer::ExpAvgSq, memory.exp_avg_sq.len(), state_bytes)?;
-    let pointers: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr()).collect();
     let raw = AdamMemory {
         parameters: memory.parameters.as_ptr(),
         exp_avg: memory.exp_avg.as_mut_ptr(),
@@ -378,7 +361,7 @@ pub fn reduce_adam_slices(
         copy_to: memory.copy_to.map(<[u8]>::as_mut_ptr),
     };
     // SAFETY: all lengths fit, and slices that are borrowed together do not overlap.
-    unsafe { reduce_adam_with(variant, mean, step, &pointers, raw, elements) }
+    unsafe { reduce_adam_with(variant, mean, step, &pointers(inputs), raw, elements) }
 }
 
 /// A step of Adam that cannot be taken.

@@ -52,6 +52,17 @@ pub(crate) trait Accumulator:
     fn root(self) -> Self;
 }
 
+/// The nearest value to `value`, in every lane.
+///
+/// # Safety
+///
+/// Runs where the instructions of `R` are enabled.
+#[inline(always)]
+pub(crate) unsafe fn splat<R: Register>(value: f64) -> R {
+    // SAFETY: the caller enables the instructions of `R`.
+    unsafe { R::splat(Accumulator::from_f64(value)) }
+}
+
 /// A type that tensors are made of; one element can be held in a register of one lane.
 pub(crate) trait Element: Storage<<Self as Element>::Accumulator> {
     /// The type in which its sums are formed.

@@ -45,6 +45,18 @@ impl Mean {
     fn is_copy(self, inputs: usize) -> bool {
         inputs == 1 && self.divisor.get() == 1 && !self.add_zero
     }
+
+    /// The reduction of these buffers.
+    pub(crate) fn sum(
+        self,
+        inputs: &[*const u8],
+        output: *mut u8,
+        copy_to: Option<*mut u8>,
+        elements: usize,
+    ) -> Sum<'_> {
+        let (divisor, add_zero) = (self.divisor.get(), self.add_zero);
+        Sum { inputs, output, copy_to, elements, divisor, add_zero }
+    }
 }
 
 /// Averages buffers with the [`Variant::active`] kernels.
@@ -95,14 +107,7 @@ pub unsafe fn reduce_mean_with(
         }
         return;
     }
-    let sum = Sum {
-        inputs,
-        output,
-        copy_to,
-        elements,
-        divisor: mean.divisor.get(),
-        add_zero: mean.add_zero,
-    };
+    let sum = mean.sum(inputs, output, copy_to, elements);
     // SAFETY: the caller's promise about the memory is that of `Sum`.
     unsafe { run(variant, mean.dtype, sum, kernel::Keep) }
 }
@@ -143,24 +148,51 @@ pub fn reduce_mean_slices(
     output: &mut [u8],
     copy_to: Option<&mut [u8]>,
 ) -> Result<(), ReduceError> {
-    let elements = whole_elements(mean.dtype, output.len())?;
-    for (index, input) in inputs.iter().enumerate() {
-        same_length(Buffer::Input(index), input.len(), output.len())?;
-    }
-    if let Some(copy_to) = &copy_to {
-        same_length(Buffer::Copy, copy_to.len(), output.len())?;
-    }
-    let pointers: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr()).collect();
+    let lengths = Lengths { inputs, parameters: None, output, copy_to: copy_to.as_deref() };
+    let elements = lengths.elements(mean.dtype)?;
     let copy_to = copy_to.map(<[u8]>::as_mut_ptr);
     // SAFETY: all lengths are equal, and slices that are borrowed together do not overlap.
     unsafe {
-        reduce_mean_with(variant, mean, &pointers, output.as_mut_ptr(), copy_to, elements);
+        let inputs = pointers(inputs);
+        reduce_mean_with(variant, mean, &inputs, output.as_mut_ptr(), copy_to, elements);
     }
     Ok(())
 }
 
+/// The buffers of a reduction that hold as many elements of the dtype as the output.
+#[derive(Debug)]
+pub(crate) struct Lengths<'a> {
+    pub(crate) inputs: &'a [&'a [u8]],
+    pub(crate) parameters: Option<&'a [u8]>,
+    pub(crate) output: &'a [u8],
+    pub(crate) copy_to: Option<&'a [u8]>,
+}
+
+impl Lengths<'_> {
+    /// How many elements each of the buffers holds, if all hold as many, and whole ones.
+    pub(crate) fn elements(&self, dtype: Dtype) -> Result<usize, ReduceError> {
+        let bytes = self.output.len();
+        let elements = whole_elements(dtype, bytes)?;
+        for (index, input) in self.inputs.iter().enumerate() {
+            same_length(Buffer::Input(index), input.len(), bytes)?;
+        }
+        if let Some(parameters) = self.parameters {
+            same_length(Buffer::Parameters, parameters.len(), bytes)?;
+        }
+        if let Some(copy_to) = self.copy_to {
+            same_length(Buffer::Copy, copy_to.len(), bytes)?;
+        }
+        Ok(elements)
+    }
+}
+
+/// Where slices begin.
+pub(crate) fn pointers(inputs: &[&[u8]]) -> Vec<*const u8> {
+    inputs.iter().map(|input| input.as_ptr()).collect()
+}
+
 /// How many elements of a dtype a buffer holds, if it holds whole ones.
-pub(crate) fn whole_elements(dtype: Dtype, bytes: usize) -> Result<usize, ReduceError> {
+fn whole_elements(dtype: Dtype, bytes: usize) -> Result<usize, ReduceError> {
     if bytes.is_multiple_of(dtype.element_bytes()) {
         Ok(bytes / dtype.element_bytes())
     } else {

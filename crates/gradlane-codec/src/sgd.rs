@@ -6,8 +6,8 @@
 
 use thiserror::Error;
 
-use crate::element::{Accumulator, Element, Register, Storage};
-use crate::reduce::{self, same_length, whole_elements, Buffer, Sum, Update};
+use crate::element::{splat, Accumulator, Element, Register, Storage};
+use crate::reduce::{self, pointers, same_length, Buffer, Lengths, Update};
 use crate::{Mean, ReduceError, Variant};
 
 /// Hyper-parameters of `torch.optim.SGD`, by torch's names and with torch's meaning.
@@ -157,14 +157,7 @@ pub unsafe fn reduce_sgd_with(
         Some(buffer) => Some(buffer),
         None => return Err(SgdError::NoMomentumBuffer { momentum: step.options.momentum }),
     };
-    let sum = Sum {
-        inputs,
-        output: memory.output,
-        copy_to: memory.copy_to,
-        elements,
-        divisor: mean.divisor.get(),
-        add_zero: mean.add_zero,
-    };
+    let sum = mean.sum(inputs, memory.output, memory.copy_to, elements);
     let update = Sgd { step, parameters: memory.parameters, momentum_buffer };
     // SAFETY: the caller's promise about the memory is that of `Sum` and of `Sgd`.
     unsafe { reduce::run(variant, mean.dtype, sum, update) };
@@ -180,13 +173,6 @@ struct Sgd {
     step: SgdStep,
     parameters: *const u8,
     momentum_buffer: Option<*mut u8>,
-}
-
-/// `value` in every lane.
-#[inline(always)]
-unsafe fn splat<R: Register>(value: f64) -> R {
-    // SAFETY: the caller enables the instructions of `R`.
-    unsafe { R::splat(Accumulator::from_f64(value)) }
 }
 
 impl Update for Sgd {
@@ -286,20 +272,17 @@ pub fn reduce_sgd_slices(
     inputs: &[&[u8]],
     memory: SgdSlices<'_>,
 ) -> Result<(), SgdError> {
-    let bytes = memory.output.len();
-    let elements = whole_elements(mean.dtype, bytes)?;
-    for (index, input) in inputs.iter().enumerate() {
-        same_length(Buffer::Input(index), input.len(), bytes)?;
-    }
-    same_length(Buffer::Parameters, memory.parameters.len(), bytes)?;
-    if let Some(copy_to) = &memory.copy_to {
-        same_length(Buffer::Copy, copy_to.len(), bytes)?;
-    }
+    let lengths = Lengths {
+        inputs,
+        parameters: Some(memory.parameters),
+        output: memory.output,
+        copy_to: memory.copy_to.as_deref(),
+    };
+    let elements = lengths.elements(mean.dtype)?;
     if let Some(buffer) = &memory.momentum_buffer {
         let expected_bytes = elements * mean.dtype.accumulator().element_bytes();
         same_length(Buffer::Momentum, buffer.len(), expected_bytes)?;
     }
-    let pointers: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr()).collect();
     let raw = SgdMemory {
         parameters: memory.parameters.as_ptr(),
         momentum_buffer: memory.momentum_buffer.map(<[u8]>::as_mut_ptr),
@@ -307,7 +290,7 @@ pub fn reduce_sgd_slices(
         copy_to: memory.copy_to.map(<[u8]>::as_mut_ptr),
     };
     // SAFETY: all lengths fit, and slices that are borrowed together do not overlap.
-    unsafe { reduce_sgd_with(variant, mean, step, &pointers, raw, elements) }
+    unsafe { reduce_sgd_with(variant, mean, step, &pointers(inputs), raw, elements) }
 }
 
 /// A step of SGD that cannot be taken.
