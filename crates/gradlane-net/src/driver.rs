@@ -92,6 +92,7 @@ impl Driver {
             generation: options.generation,
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
+        let peers = streams.iter().flatten().count();
         let mut links = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
             links.push(match stream {
@@ -99,8 +100,9 @@ impl Driver {
                 Some(socket) => {
                     shared.poller.add(socket.as_fd(), rank as u64, false)?;
                     engine.handle_writable(Rank(rank as u32), true);
+                    let fixed_bytes = options.send_buffer_bytes;
                     Some(Link {
-                        send_buffer: SendBuffer::new(socket.as_fd(), options.send_buffer_bytes)?,
+                        send_buffer: SendBuffer::new(socket.as_fd(), fixed_bytes, peers)?,
                         connection: Connection::new(socket),
                         open: true,
                         writable: true,

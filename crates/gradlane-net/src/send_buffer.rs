@@ -12,6 +12,9 @@ use std::os::fd::BorrowedFd;
 
 /// In flight on any path, however short. The kernel doubles it for its own bookkeeping.
 const FLOOR_BYTES: u64 = 64 << 10;
+/// In flight to all peers together at least: few connections fill a port only if each of them has
+/// more, since acknowledgements wait behind the bytes that go the other way.
+const PORT_FLOOR_BYTES: u64 = 3 * FLOOR_BYTES;
 /// In flight on any path, however long.
 const CEILING_BYTES: u64 = 64 << 20;
 /// Bytes sent between two looks at the path.
@@ -21,20 +24,27 @@ const INTERVAL_BYTES: usize = 512 << 10;
 #[derive(Debug)]
 pub(crate) struct SendBuffer {
     adapts: bool,
+    floor_bytes: u64,
     bytes: u64,
     sent_bytes: usize,
 }
 
 impl SendBuffer {
-    /// The buffer of a new connection: of a fixed size, or (for 0) one that adapts to the path.
+    /// The buffer of a new connection, one of `peers`: of a fixed size, or (for 0) one that adapts
+    /// to the path.
     ///
     /// # Errors
     /// When the kernel refuses the size.
-    pub(crate) fn new(socket: BorrowedFd<'_>, fixed_bytes: u32) -> io::Result<SendBuffer> {
+    pub(crate) fn new(
+        socket: BorrowedFd<'_>,
+        fixed_bytes: u32,
+        peers: usize,
+    ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
-        let bytes = if adapts { FLOOR_BYTES } else { u64::from(fixed_bytes) };
+        let floor_bytes = floor_bytes(peers);
+        let bytes = if adapts { floor_bytes } else { u64::from(fixed_bytes) };
         syscall::set_send_buffer(socket, bytes)?;
-        Ok(SendBuffer { adapts, bytes, sent_bytes: 0 })
+        Ok(SendBuffer { adapts, floor_bytes, bytes, sent_bytes: 0 })
     }
 
     /// Notes bytes given to the kernel, and from time to time fits the buffer to the path.
@@ -47,7 +57,7 @@ impl SendBuffer {
             return Ok(());
         }
         self.sent_bytes = 0;
-        let target = target_bytes(syscall::path_estimate(socket)?);
+        let target = target_bytes(syscall::path_estimate(socket)?, self.floor_bytes);
         // Small changes are noise of the estimate.
         if target > self.bytes + self.bytes / 4 || target < self.bytes - self.bytes / 4 {
             self.bytes = target;
@@ -57,12 +67,17 @@ impl SendBuffer {
     }
 }
 
+/// What a connection may hold on the shortest path.
+fn floor_bytes(peers: usize) -> u64 {
+    FLOOR_BYTES.max(PORT_FLOOR_BYTES / (peers.max(1) as u64))
+}
+
 /// Twice the bandwidth-delay product plus the floor. While the buffer itself limits the rate, the
 /// product grows with the buffer, until a queue builds up and the smallest round-trip time is passed.
-fn target_bytes(path: PathEstimate) -> u64 {
+fn target_bytes(path: PathEstimate, floor_bytes: u64) -> u64 {
     let product = u128::from(path.delivery_bytes_per_s) * u128::from(path.min_rtt_us) / 1_000_000;
     let product = u64::try_from(product).unwrap_or(CEILING_BYTES);
-    product.saturating_mul(2).saturating_add(FLOOR_BYTES).min(CEILING_BYTES)
+    product.saturating_mul(2).saturating_add(floor_bytes).min(CEILING_BYTES)
 }
 
 #[cfg(test)]
@@ -73,10 +88,17 @@ mod tests {
     fn short_paths_get_the_floor_and_long_ones_twice_their_product() {
         let path =
             |delivery_bytes_per_s, min_rtt_us| PathEstimate { delivery_bytes_per_s, min_rtt_us };
-        assert_eq!(target_bytes(path(16_000_000, 50)), FLOOR_BYTES + 1_600);
-        assert_eq!(target_bytes(path(1_250_000_000, 200)), FLOOR_BYTES + 500_000);
-        assert_eq!(target_bytes(path(125_000_000, 40_000)), FLOOR_BYTES + 10_000_000);
-        assert_eq!(target_bytes(path(u64::MAX, u32::MAX)), CEILING_BYTES);
+        let target = |path| target_bytes(path, FLOOR_BYTES);
+        assert_eq!(target(path(16_000_000, 50)), FLOOR_BYTES + 1_600);
+        assert_eq!(target(path(1_250_000_000, 200)), FLOOR_BYTES + 500_000);
+        assert_eq!(target(path(125_000_000, 40_000)), FLOOR_BYTES + 10_000_000);
+        assert_eq!(target(path(u64::MAX, u32::MAX)), CEILING_BYTES);
+    }
+
+    #[test]
+    fn few_connections_hold_more_each() {
+        let floors: Vec<u64> = [1, 2, 3, 4, 100].map(floor_bytes).to_vec();
+        assert_eq!(floors, [192 << 10, 96 << 10, 64 << 10, 64 << 10, 64 << 10]);
     }
 
     #[test]
@@ -87,7 +109,7 @@ mod tests {
         let mut sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
             .expect("a stream");
         let (mut receiver, _) = listener.accept().expect("a caller");
-        let mut buffer = SendBuffer::new(sender.as_fd(), 0).expect("a buffer");
+        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 3).expect("a buffer");
         let reader = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             receiver.read_to_end(&mut bytes).map(|count| count as u64)
