@@ -65,19 +65,7 @@ class _KeepingCore:
 
     @property
     def plan_json(self) -> PlanBuilder:
-        return self._build_plan
-
-    def _build_plan(
-        self,
-        tensors_json: str,
-        strategy: str,
-        slice_elems: int | None,
-        seed: int,
-        update: str,
-        world_size: int,
-    ) -> str:
-        self.rows = json.loads(tensors_json)
-        return self._core.plan_json(tensors_json, strategy, slice_elems, seed, update, world_size)
+        return self._core.plan_json
 
     def Channel(  # noqa: N802
         self,
@@ -87,6 +75,7 @@ class _KeepingCore:
         peers: list[str],
         secret: bytes,
     ) -> Channel:
+        self.rows = json.loads(plan_json)["tensors"]
         self.channel = self._core.Channel(listener, options_json, plan_json, peers, secret)
         return self.channel
 
