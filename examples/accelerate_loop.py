@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradlane
-from common import arguments, build_data, build_model, digest
+from common import arguments, build_data, build_model, digest, leave
 
 
 def main() -> None:
@@ -39,6 +39,7 @@ def main() -> None:
     if session is not None:
         session.close()
     accelerator.end_training()
+    leave(engine)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from common import arguments, build_data, build_model, digest
+from common import arguments, build_data, build_model, digest, leave
 from gradlane.integrations.lightning import GradlaneStrategy
 
 
@@ -48,6 +48,7 @@ def main() -> None:
     )
     trainer.fit(module, DataLoader(build_data(), batch_size=8))
     print(f"learned {digest(list(module.parameters()))}\n", end="", flush=True)
+    leave(engine)
 
 
 if __name__ == "__main__":

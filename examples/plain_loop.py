@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import gradlane
-from common import arguments, build_data, build_model, digest
+from common import arguments, build_data, build_model, digest, leave
 
 
 def main() -> None:
@@ -36,7 +36,10 @@ def main() -> None:
     print(f"learned {digest(list(model.parameters()))}\n", end="", flush=True)
     if session is not None:
         session.close()
+    # Nobody leaves while another rank is still talking to it.
+    dist.barrier()
     dist.destroy_process_group()
+    leave(engine)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import gradlane
-from common import arguments, digest
+from common import arguments, digest, leave
 from gradlane.integrations.transformers import attach
 
 
@@ -47,6 +47,7 @@ def main() -> None:
         if session is not None:
             session.close()
     torch.distributed.destroy_process_group()
+    leave(engine)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ Copies and pickles of it are plain dictionaries.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,11 +25,12 @@ from gradlane.compiled import (
 )
 from gradlane.errors import UsageError
 from gradlane.steps import Steps
+from gradlane.waiting_dict import WaitingDict
 
 Parameter = nn.Parameter | None
 
 
-class GuardedParameters(dict[str, Parameter]):
+class GuardedParameters(WaitingDict[Parameter]):
     """Stands in for `Module._parameters` of one module."""
 
     __slots__ = ("_before_compiled_read", "_freshness", "_module", "_steps")
@@ -61,64 +61,6 @@ class GuardedParameters(dict[str, Parameter]):
             self._steps.before_read(parameter, self._evaluates())
         return parameter
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter once it has its update, or the default."""
-        return self[name] if name in self else default  # noqa: SIM401
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Take a parameter out once it has its update."""
-        if name in self:
-            self[name]
-        return dict.pop(self, name, *default)
-
-    def popitem(self) -> tuple[str, Parameter]:
-        """Take the last parameter out once it has its update."""
-        self._before_list()
-        return dict.popitem(self)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return a parameter once it has its update, or put the default there."""
-        return self[name] if name in self else dict.setdefault(self, name, default)
-
-    def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
-        """List names and parameters once they are right."""
-        self._before_list()
-        return dict.items(self)
-
-    def values(self) -> ValuesView[Parameter]:  # type: ignore[override]
-        """List parameters once they are right."""
-        self._before_list()
-        return dict.values(self)
-
-    def __iter__(self) -> Iterator[str]:
-        """List names. Being overridden, it makes `dict(self)` read through `__getitem__`."""
-        return dict.__iter__(self)
-
-    def copy(self) -> dict[str, Parameter]:
-        """Return a plain dictionary with the parameters once they are right."""
-        self._before_list()
-        return dict(dict.items(self))
-
-    def __or__(self, other: Any) -> Any:
-        """Merge into a plain dictionary."""
-        return self.copy() | other
-
-    def __ror__(self, other: Any) -> Any:
-        """Merge into a plain dictionary."""
-        return other | self.copy()
-
-    def __copy__(self) -> dict[str, Parameter]:
-        """Return a plain dictionary."""
-        return self.copy()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Parameter]:
-        """Return a plain dictionary with copies of the parameters."""
-        return copy.deepcopy(self.copy(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as a plain dictionary."""
-        return dict, (self.copy(),)
-
     def _wait_for_all(self) -> None:
         for parameter in dict.values(self):
             if parameter is not None:
@@ -130,7 +72,7 @@ class GuardedParameters(dict[str, Parameter]):
 
     def _before_list(self) -> None:
         if self._steps.lists_wait and not is_read_by_compiler():
-            self._steps.before_list([*super().values()])
+            self._steps.before_list([*dict.values(self)])
 
 
 def guard_parameters(module: nn.Module, steps: Steps, freshness: Freshness) -> None:

@@ -185,10 +185,17 @@ class Steps(StepReads):
             for index in self._exchange.present():
                 parameter = self._trained[index].tensor
                 parameter.grad = torch.zeros_like(parameter)
+        self._end_with_nothing()
+
+    def _end_with_nothing(self) -> None:
+        """Hand over nothing more in this step, and end it."""
+        self._give_nothing_more(shadow=False)
+        self._end(Ending.DISCARDED)
+
+    def _give_nothing_more(self, *, shadow: bool) -> None:
         self._discards = True
         self._exchange.complete(discards=True)
-        self._exchange.give_buffers(shadow=False)
-        self._end(Ending.DISCARDED)
+        self._exchange.give_buffers(shadow=shadow)
 
     def begin_shadow(self) -> None:
         """Go along in the next step of the others with nothing to contribute.
@@ -204,9 +211,7 @@ class Steps(StepReads):
             )
         keeps_local = self._phase
         self._begin_step(shadow=True)
-        self._discards = True
-        self._exchange.complete(discards=True)
-        self._exchange.give_buffers(shadow=True)
+        self._give_nothing_more(shadow=True)
         self._exchange.end()
         self._ending = Ending.SHADOWED
         self._phase = keeps_local
@@ -227,10 +232,7 @@ class Steps(StepReads):
         if self._failure is not None:
             return
         if self._phase is Phase.BACKWARD:
-            self._discards = True
-            self._exchange.complete(discards=True)
-            self._exchange.give_buffers(shadow=False)
-            self._end(Ending.DISCARDED)
+            self._end_with_nothing()
         elif self._phase is Phase.ATTACHED:
             self._end(Ending.DISCARDED)
         self.settle()

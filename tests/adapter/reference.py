@@ -119,7 +119,12 @@ class ReferenceSession:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **_: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Average before each step of the optimizer."""
+        """Take rank 0's values; from now on average before each step of the optimizer.
+
+        All ranks meet here, so nobody trains while another one builds its model: both use torch's
+        generator of random numbers, which is one for all threads.
+        """
+        self._take_values(model)
         step = optimizer.step
 
         def averaged_step(closure: Any = None) -> Any:
@@ -130,6 +135,14 @@ class ReferenceSession:
 
         optimizer.__dict__["step"] = averaged_step
         return model, optimizer
+
+    @torch.no_grad()
+    def _take_values(self, model: nn.Module) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        everyone = self._shared.exchange(self.rank, [tensor.detach().clone() for tensor in own])
+        if self.rank != 0:
+            for tensor, value in zip(own, everyone[0], strict=True):
+                tensor.copy_(value)
 
     def average(self, model: nn.Module) -> None:
         """Average now, as listing the parameters does in gradlane."""

@@ -8,7 +8,7 @@ again, run `python -m tests.adapter.constructs`.
 A check is called with `defer`, as `Session.prepare` has it, and asserts that the result is right.
 For a refused construct it must let the error through, and the error's text must contain
 `refused`. What is compared with what is the check's own business: constructs about *reads* use
-`reads.compare`, whose core delivers nothing that was not waited for; others can use
+`comparison.compare`, whose core delivers nothing that was not waited for; others can use
 `tests.adapter.ranks.run_ranks` with the reference of `tests.adapter.reference`.
 """
 

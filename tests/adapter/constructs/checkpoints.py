@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.adapter.constructs import Construct
-from tests.adapter.constructs.reads import Small, values_of
+from tests.adapter.constructs.comparison import Small, values_of
 from tests.adapter.late_core import LateCore
 from tests.adapter.models import seeded
 from tests.adapter.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.adapter.constructs import Construct
-from tests.adapter.constructs.reads import Small, values_of
+from tests.adapter.constructs.comparison import Small, values_of
 from tests.adapter.models import seeded
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.adapter.constructs import Construct
-from tests.adapter.constructs.reads import Small, values_of
+from tests.adapter.constructs.comparison import Small, values_of
 from tests.adapter.late_core import LateCore
 from tests.adapter.ranks import run_ranks
 
