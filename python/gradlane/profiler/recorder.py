@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gradlane.forward_order import inside_backward
 from gradlane.pauses import PAUSE
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
+from gradlane.profiler.nested import samples_in
 from gradlane.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.profiler.timeline import Steps, read_step
 
@@ -196,11 +197,14 @@ class Recorder:
         )
 
     def _tensors(self, steps: Steps, forward_s: float, compute_s: float) -> list[ProfileTensor]:
-        needs_s, layers = self._needs(steps)
+        needs_s, around_s, layers = self._needs(steps)
         tensors = []
         for index, (name, parameter) in enumerate(self._parameters.items()):
-            # That there is no gradient is known when backward is over.
+            # That there is no gradient is known when the step is over, and nobody waits for it.
             ready_s = steps.ready_s(index)
+            need_s = needs_s.get(id(parameter))
+            if need_s is None:
+                need_s = forward_s if ready_s is None else around_s[id(parameter)]
             shape = tuple(parameter.shape) + ((2,) if parameter.is_complex() else ())
             # Medians of different steps may lie a little beyond each other.
             tensors.append(
@@ -208,7 +212,7 @@ class Recorder:
                     name=name,
                     shape=shape,
                     dtype=_DTYPES[parameter.dtype],
-                    need_s=min(max(needs_s[id(parameter)], 0.0), forward_s),
+                    need_s=min(max(need_s, 0.0), forward_s),
                     ready_s=min(
                         max(compute_s if ready_s is None else ready_s, forward_s), compute_s
                     ),
@@ -218,23 +222,28 @@ class Recorder:
             )
         return tensors
 
-    def _needs(self, steps: Steps) -> tuple[dict[int, float], dict[int, str]]:
+    def _needs(self, steps: Steps) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
         """When forward first needs each parameter, and the class of its layer, by `id`.
 
-        A parameter is needed when a module that owns it is called. Where none is (attention uses
-        the weights of its output projection without calling it), the nearest module around it
-        that is called counts; it may be needed a little later.
+        Returns:
+            When a module that owns the parameter is first called, if ever; when the nearest module
+            around one is, for parameters that are used without calling their module (attention
+            does so with its output projection; it may need them a little later); and layers.
         """
         starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
         needs_s: dict[int, float] = {}
+        around_s: dict[int, float] = {}
         layers: dict[int, str] = {}
         for name, module in self._modules.items():
-            start_s = _start_around(name, starts_s)
+            start_s = starts_s[name]
+            outer_s = _start_around(name, starts_s)
             for _, parameter in module.named_parameters(recurse=False):
                 key = id(parameter)
                 layers.setdefault(key, type(module).__name__)
-                needs_s[key] = min(needs_s.get(key, start_s), start_s)
-        return needs_s, layers
+                around_s[key] = min(around_s.get(key, outer_s), outer_s)
+                if start_s is not None:
+                    needs_s[key] = min(needs_s.get(key, start_s), start_s)
+        return needs_s, around_s, layers
 
 
 def _start_around(name: str, starts_s: Mapping[str, float | None]) -> float:
@@ -352,14 +361,3 @@ def _hook_of_nobody(*_: Any) -> None:
 
 def _no_hook() -> Callable[..., None]:
     return _hook_of_nobody
-
-
-def samples_in(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch; None where there is no such."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return next((found for found in map(samples_in, batch) if found is not None), None)
-    return None
