@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.forward_order import inside_backward
+from gradlane.compiled import is_tracing
 from gradlane.pauses import PAUSE
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.profiler.nested import samples_in
@@ -37,7 +37,8 @@ _DTYPES = {
 }
 """Element types of gradients, as profiles name them; complex numbers are pairs."""
 
-_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside of backward. Asked for each mark, so without another function around it."""
 
 
 class Recorder:
@@ -298,7 +299,7 @@ class _ForwardMark:
         self._code = code
 
     def __call__(self, *_: Any) -> None:
-        if _is_compiling() or inside_backward():
+        if is_tracing() or _graph_task() != -1:
             return
         tape = self._tape
         tape.append((self._code, tape.now()))
@@ -343,7 +344,7 @@ class _SampleCount:
             self.in_step = self._samples
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not self._tape.runs or _is_compiling() or inside_backward():
+        if not self._tape.runs or is_tracing() or _graph_task() != -1:
             return
         if not module.training:
             self._tape.append((EVALUATION, self._tape.now()))
