@@ -1,7 +1,8 @@
 """gradlane: communication for data-parallel training that hides behind the computation.
 
 `init` opens a session, `Session.prepare` hooks a model and its optimizer; the training loop stays
-as it is. Importing this package is cheap: torch and the compiled core are loaded by the first use.
+as it is. `profile` says what a training step computes. Importing this package is cheap: torch and
+the compiled core are loaded by the first use.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gradlane.errors import (
 )
 
 if TYPE_CHECKING:
+    from gradlane.profiler.measure import profile
     from gradlane.session import Session, init
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "init",
+    "profile",
 ]
 
 
@@ -47,4 +50,8 @@ def __getattr__(name: str) -> Any:
         from gradlane import session
 
         return getattr(session, name)
+    if name == "profile":
+        from gradlane.profiler import measure
+
+        return measure.profile
     raise AttributeError(f"module 'gradlane' has no attribute {name!r}")

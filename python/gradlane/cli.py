@@ -302,6 +302,48 @@ def whatif(
         typer.echo(f"wrote {json_path}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def profile(
+    script: Annotated[str, typer.Argument(help="A training script, run as it is.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after `python -m`.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Recorded steps.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
+    to_the_end: Annotated[
+        bool, typer.Option("--to-the-end", help="Let the script go on after the last step.")
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a step, where the model's inputs do not tell.")
+    ] = None,
+    batch_time_s: Annotated[
+        float | None,
+        typer.Option(help="Time of a batch elsewhere: made from operations, not measured here."),
+    ] = None,
+    json_path: Annotated[Path, typer.Option("--json", help="Where the profile goes.")] = Path(
+        "profile.json"
+    ),
+) -> None:
+    """Record what a training script computes: times of layers and gradients, for `whatif`."""
+    from gradlane.lab.display import wide_console
+    from gradlane.profiler.command import run_profile
+
+    _require_writable(json_path)
+    run_profile(
+        script,
+        arguments or [],
+        console=wide_console(),
+        path=json_path.absolute(),
+        steps=steps,
+        warmup=warmup,
+        is_module=module,
+        to_the_end=to_the_end,
+        batch_size=batch_size,
+        batch_time_s=batch_time_s,
+    )
+
+
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],

@@ -20,6 +20,7 @@ from gradlane.carrier import Carrier
 from gradlane.core import Channel, CoreModule, translate_error
 from gradlane.errors import SessionFailed
 from gradlane.gradients import GradientIntake
+from gradlane.pauses import PAUSE
 from gradlane.table import Entry, in_layout, is_dense
 
 
@@ -123,7 +124,8 @@ class Exchange:
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
-            self._channel.wait_step(self.step)
+            with PAUSE:
+                self._channel.wait_step(self.step)
             self.votes()
             self._channel.step_begin(self.step + 1)
             self.step += 1
@@ -227,7 +229,8 @@ class Exchange:
             run: called with the step's number; it begins the step and waits for its end.
         """
         try:
-            self._channel.wait_step(self.step)
+            with PAUSE:
+                self._channel.wait_step(self.step)
             self.step += 1
             self._spent_steps += 1
             run(self.step)
@@ -252,11 +255,12 @@ class Exchange:
         """
         members = self._members
         try:
-            if needed is None:
-                self._channel.wait_step(self.step)
-            else:
-                self._channel.wait(needed, self.step)
-                self._wait_for_ballot()
+            with PAUSE:
+                if needed is None:
+                    self._channel.wait_step(self.step)
+                else:
+                    self._channel.wait(needed, self.step)
+                    self._wait_for_ballot()
             self.votes()
             ready = self._channel.take_ready(self.step)
         except self._core.ChannelError as error:
@@ -307,7 +311,8 @@ class Exchange:
     def wait_for_votes(self) -> list[Vote]:
         """Wait for the votes of the current step alone; everything must be handed over."""
         try:
-            self._wait_for_ballot()
+            with PAUSE:
+                self._wait_for_ballot()
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' votes")
         return self.votes()

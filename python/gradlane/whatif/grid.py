@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.lab.bound import bound_step_s
-from gradlane.whatif.profiles import Profile
+from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
 
 GOODPUT_SHARE = 1448 / 1514
@@ -122,7 +122,7 @@ def _evaluate_one(profile: Profile, cluster: Cluster) -> Row:
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
     return bound_step_s(
-        profile.timings(),
+        timings_in(profile),
         workers=cluster.workers,
         goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
         compute_s=profile.compute_s,
@@ -136,7 +136,7 @@ def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
     if cluster.topology == "hierarchical":
         nodes //= cluster.workers_per_node
     return bound_step_s(
-        profile.timings(),
+        timings_in(profile),
         workers=nodes,
         goodput_bps=cluster.rate_bps,
         compute_s=profile.compute_s,

@@ -1,0 +1,109 @@
+"""Marks of moments, and the clocks that they are read from.
+
+A mark costs one reading of a clock and one entry in a list; what it means is worked out when a
+profile is asked for. On CUDA a moment is an event on the current stream, which the device passes
+when it has done what was queued before: nothing waits for it inside the step.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+STEP_BEGIN = -1
+STEP_END = -2
+PAUSE_BEGIN = -3
+PAUSE_END = -4
+EVALUATION = -5
+
+Mark = tuple[int, Any]
+"""What happened (a code of this file, or one of the tape's owner) and its moment."""
+
+
+class Clock(ABC):
+    """Reads moments now, and says later what they were."""
+
+    now: Callable[[], Any]
+    """Returns a moment; called in every hook."""
+
+    @abstractmethod
+    def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
+        """Return the marks of one step with seconds (from anywhere) in place of moments."""
+
+
+class HostClock(Clock):
+    """The time of this machine, for models that compute on the CPU."""
+
+    def __init__(self) -> None:
+        """Read the monotonic clock of highest resolution."""
+        self.now = time.perf_counter
+
+    def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
+        """Return the marks as they are."""
+        return list(marks)
+
+
+class CudaClock(Clock):
+    """The time of one CUDA device, by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Mark on whatever stream of `device` is current."""
+        self._device = device
+        self.now = self._record
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
+        """Wait until the device has passed the marks, and return when it did."""
+        for _, event in marks:
+            event.synchronize()
+        first = marks[0][1]
+        return [(code, first.elapsed_time(event) / 1e3) for code, event in marks]
+
+
+class Tape:
+    """Takes marks while a step is recorded, and none otherwise."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Start outside of a step."""
+        self.clock = clock
+        self.now = clock.now
+        self.append: Callable[[Mark], None] = _ignore
+        self._marks: list[Mark] = []
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step is being recorded."""
+        return self.append is not _ignore
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._marks = [(STEP_BEGIN, self.now())]
+        self.append = self._marks.append
+
+    def end(self) -> list[Mark]:
+        """End the step and return its marks."""
+        self.append((STEP_END, self.now()))
+        self.append = _ignore
+        return self._marks
+
+    def pause_begins(self) -> None:
+        """The step waits for other ranks from now on."""
+        if self.runs:
+            self.append((PAUSE_BEGIN, self.now()))
+
+    def pause_ends(self) -> None:
+        """The step goes on."""
+        if self.runs:
+            self.append((PAUSE_END, self.now()))
+
+
+def _ignore(mark: Mark) -> None:
+    return None
