@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GRADLANE_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-DDP_BUCKET_MB_DEFAULT = 25.0
+from gradlane.options import SLICE_ELEMS, STRATEGIES
 
-_SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+DDP_BUCKET_MB_DEFAULT = 25.0
 
 Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
 
@@ -44,9 +42,9 @@ class Strategy:
         Args:
             wanted: what was asked for, or None for the strategy's own.
         """
-        if self.setting not in _SLICE_ELEMS:
+        if self.setting not in SLICE_ELEMS:
             return None
-        return _SLICE_ELEMS[self.setting] if wanted is None else wanted
+        return SLICE_ELEMS[self.setting] if wanted is None else wanted
 
     @property
     def communicates(self) -> bool:
@@ -68,7 +66,7 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, argument = text.strip().partition(":")
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in GRADLANE_STRATEGIES and not colon:
+    if name in STRATEGIES and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
@@ -81,9 +79,7 @@ def parse_strategy(text: str) -> Strategy:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb)
-    known = ", ".join(
-        ("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *GRADLANE_STRATEGIES)
-    )
+    known = ", ".join(("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *STRATEGIES))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 
