@@ -303,6 +303,46 @@ def whatif(
 
 
 @app.command()
+def plan(
+    profile: Annotated[
+        str,
+        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+    ],
+    workers: Annotated[int, typer.Option(help="Ranks.")],
+    rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
+    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
+        "worker"
+    ),
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Choose the settings for a profile and a cluster, with the reason for each.
+
+    What --json writes is the plan: `session.prepare(model, optimizer, plan="plan.json")`.
+    """
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.rates import parse_rate
+    from gradlane.planner.command import run_plan
+    from gradlane.planner.settings import ClusterFacts
+    from gradlane.whatif.profiles import find_profile
+
+    _require_writable(json_path)
+    made = run_plan(
+        find_profile(profile, batch_time_s),
+        ClusterFacts(workers, parse_rate(rate), latency_s, update),
+        budget_s=budget_s,
+        console=wide_console(),
+    )
+    if json_path is not None:
+        made.save(json_path)
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
     html_path: HtmlPath = None,
