@@ -343,6 +343,37 @@ def plan(
 
 
 @app.command()
+def probe(
+    window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
+    interface: Annotated[str | None, typer.Option(help="Network interface to use.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Address that other ranks reach this one at.")
+    ] = None,
+    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure bandwidth and latency between the ranks of a real cluster.
+
+    Start it as a training is started, one process a node:
+    `torchrun --nnodes 4 --nproc-per-node 1 ... -m gradlane probe`.
+    """
+    from gradlane.lab.display import wide_console
+    from gradlane.planner.probe_command import run_probe
+
+    _require_writable(json_path)
+    measured = run_probe(
+        window_s=window_s,
+        interface=interface,
+        advertise=advertise,
+        connect_timeout_s=connect_timeout_s,
+        console=wide_console(),
+    )
+    if json_path is not None and measured is not None:
+        _write_json(json_path, measured.to_json())
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
     html_path: HtmlPath = None,
