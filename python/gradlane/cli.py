@@ -62,7 +62,7 @@ def lab_run(
         str,
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull."
+            "slicing, wfbp, kvstore, deferred-pull, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradlane.planner.learning import LEARNING_STEPS
 from gradlane.planner.plan import Plan, PlannedTensor
-from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 from tests.adapter.pool import RankPool
 from tests.planner.scenarios import OTHER
 

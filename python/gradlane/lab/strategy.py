@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.planner.settings import LEARNING_STEPS
+
+AUTO = "auto"
+"""The strategy that is none: gradlane finds its settings while training."""
 
 DDP_BUCKET_MB_DEFAULT = 25.0
 
@@ -22,7 +26,8 @@ class Strategy:
     Attributes:
         text: as it was written; it names the strategy in results.
         family: what implements it.
-        setting: the gradlane strategy; empty in the other families.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself; empty in the
+            other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
     """
 
@@ -47,6 +52,16 @@ class Strategy:
         return SLICE_ELEMS[self.setting] if wanted is None else wanted
 
     @property
+    def is_planned(self) -> bool:
+        """Whether gradlane finds its settings by itself."""
+        return self.setting == AUTO
+
+    @property
+    def learning_steps(self) -> int:
+        """Steps before the warm-up in which a plan is found."""
+        return LEARNING_STEPS if self.is_planned else 0
+
+    @property
     def communicates(self) -> bool:
         """Whether ranks exchange gradients at all."""
         return self.family != "none"
@@ -66,7 +81,7 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, argument = text.strip().partition(":")
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in STRATEGIES and not colon:
+    if name in (*STRATEGIES, AUTO) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
@@ -79,7 +94,7 @@ def parse_strategy(text: str) -> Strategy:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb)
-    known = ", ".join(("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *STRATEGIES))
+    known = ", ".join(("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *STRATEGIES, AUTO))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 

@@ -19,14 +19,11 @@ from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.links import LinkReport
 from gradlane.planner.plan import Plan, parse_plan
 from gradlane.planner.reasons import shown
-from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.profiler import Profile, ProfileError, Recorder
 from gradlane.rendezvous import Meeting
 from gradlane.steps import Steps
 
-LEARNING_STEPS = 7
-"""Training steps after which the plan is decided. The first one is not recorded: it sends
-everything at its end, and whatever is slow once is slow there."""
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from gradlane.options import SLICE_ELEMS, UPDATES, Options
 
+LEARNING_STEPS = 7
+"""Training steps after which a session that finds its own plan decides. The first one is not
+recorded: it sends everything at its end, and whatever is slow once is slow there."""
 _FRAME_BYTES_MOST = 4 << 20
 _WORKERS_MOST = 100_000
 
