@@ -62,7 +62,7 @@ def lab_run(
         str,
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull."
+            "slicing, wfbp, kvstore, deferred-pull, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
@@ -342,6 +342,77 @@ def profile(
         batch_size=batch_size,
         batch_time_s=batch_time_s,
     )
+
+
+@app.command()
+def plan(
+    profile: Annotated[
+        str,
+        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+    ],
+    workers: Annotated[int, typer.Option(help="Ranks.")],
+    rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
+    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
+        "worker"
+    ),
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Choose the settings for a profile and a cluster, with the reason for each.
+
+    What --json writes is the plan: `session.prepare(model, optimizer, plan="plan.json")`.
+    """
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.rates import parse_rate
+    from gradlane.planner.command import run_plan
+    from gradlane.planner.settings import ClusterFacts
+    from gradlane.whatif.profiles import find_profile
+
+    _require_writable(json_path)
+    made = run_plan(
+        find_profile(profile, batch_time_s),
+        ClusterFacts(workers, parse_rate(rate), latency_s, update),
+        budget_s=budget_s,
+        console=wide_console(),
+    )
+    if json_path is not None:
+        made.save(json_path)
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
+def probe(
+    window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
+    interface: Annotated[str | None, typer.Option(help="Network interface to use.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Address that other ranks reach this one at.")
+    ] = None,
+    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure bandwidth and latency between the ranks of a real cluster.
+
+    Start it as a training is started, one process a node:
+    `torchrun --nnodes 4 --nproc-per-node 1 ... -m gradlane probe`.
+    """
+    from gradlane.lab.display import wide_console
+    from gradlane.planner.probe_command import run_probe
+
+    _require_writable(json_path)
+    measured = run_probe(
+        window_s=window_s,
+        interface=interface,
+        advertise=advertise,
+        connect_timeout_s=connect_timeout_s,
+        console=wide_console(),
+    )
+    if json_path is not None and measured is not None:
+        _write_json(json_path, measured.to_json())
+        typer.echo(f"wrote {json_path}")
 
 
 @app.command()

@@ -107,28 +107,36 @@ def _channel_options(around: Surroundings, job: str, rank: int) -> str:
     )
 
 
-def _listen(around: Surroundings) -> tuple[Listener, str]:
-    """Bind a socket; returns it and the address that others reach it at."""
+def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
+    """Return the addresses to try to listen on, and the one that others use if it is another.
+
+    Raises:
+        RendezvousError: none is found.
+    """
     options = around.options
-    low, high = options.ports or (0, 0)
     advertised = options.advertise
     interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
     try:
         if interface:
-            hosts = [addresses.interface_address(interface)]
-        elif advertised:
+            return [addresses.interface_address(interface)], advertised
+        if advertised:
             literal = addresses.resolve(advertised)
             # Behind address translation the advertised address is none of this machine's.
-            hosts = [literal, "::" if ":" in literal else "0.0.0.0"]
-        elif around.place.world_size == 1:
-            hosts = ["127.0.0.1"]
-        else:
-            hosts = [addresses.address_towards(around.store_host, around.store_port)]
+            return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
+        if around.place.world_size == 1:
+            return ["127.0.0.1"], None
+        return [addresses.address_towards(around.store_host, around.store_port)], None
     except OSError as error:
         raise RendezvousError(
             f"rank {around.place.rank} finds no address to listen on ({error}): give "
             "interface= or advertise="
         ) from error
+
+
+def _listen(around: Surroundings) -> tuple[Listener, str]:
+    """Bind a socket; returns it and the address that others reach it at."""
+    low, high = around.options.ports or (0, 0)
+    hosts, advertised = listening_hosts(around)
     for host in hosts:
         try:
             return around.core.Listener(host, low, high), advertised or host

@@ -127,6 +127,8 @@ class Installation:
             buffer_owners: modules with buffers that are kept alike, by `id`.
         """
         self._buffer_owners = buffer_owners
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after each `optimizer.step()`; may take everything off."""
         self.step_whole: Callable[..., Any] = optimizer.step
         self._model = model
         self._optimizer = optimizer
@@ -202,6 +204,7 @@ class Installation:
         installation, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
         end_step = opaque(steps.end_step)
+        after_step = opaque(self._after_step)
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
@@ -209,7 +212,9 @@ class Installation:
                 return step_whole() if closure is None else step_whole(closure)
             # Learning rate schedulers look at this to see the order of calls.
             self._opt_called = True  # type: ignore[attr-defined]
-            return end_step(closure)
+            result = end_step(closure)
+            after_step()
+            return result
 
         def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
             """Reset the gradients; between backward and step, forget those under way."""
@@ -236,6 +241,9 @@ class Installation:
             optimizer.register_state_dict_pre_hook(before_state, prepend=True),
             optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
         ]
+
+    def _after_step(self) -> None:
+        self.after_step()
 
     def mark_stale(self) -> None:
         """Have compiled code wait, or raise, before it uses any parameter again."""

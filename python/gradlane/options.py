@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
+"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
 UPDATES = ("worker", "server")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `gradlane.init` was given.
+    """What `gradlane.init` was given; its defaults are these.
 
     Attributes:
         strategy: one of `STRATEGIES`.
@@ -43,7 +45,7 @@ class Options:
     progress_timeout_s: float = 1800.0
     connect_timeout_s: float = 300.0
     frame_bytes: int = 65_536
-    low_water_bytes: int = 65536
+    low_water_bytes: int = 65_536
     send_buffer_bytes: int = 0
     work_threads: int = 1
     check_every: int = 0

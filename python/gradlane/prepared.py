@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +28,7 @@ from gradlane.exchange import Exchange, Members
 from gradlane.forward_order import ForwardOrder
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
+from gradlane.options import Options
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.server_state import ServerState, check_taken_over
@@ -153,6 +156,38 @@ class Prepared:
             return
         votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
         check_votes(votes, lanes[0][0])
+
+    def reconnected(self, options: Options, timeout_s: float) -> Prepared:
+        """Close, and connect the same model with other options; a collective call between steps.
+
+        The optimizer's state stays, also that on the servers, and so do buffers.
+
+        Args:
+            options: in place of the session's.
+            timeout_s: how long to wait for the other ranks' goodbyes.
+
+        Raises:
+            GradlaneError: a rank was lost, or cannot connect.
+        """
+        self.steps.raise_failure()
+        self.steps.settle()
+        if self._server is not None:
+            self._server.bring_home()
+        self.close(timeout_s)
+        # Connecting spreads rank 0's; buffers may be each rank's own.
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        again = Prepared(
+            replace(self._around, options=options),
+            self._meet,
+            self.model,
+            self._optimizer,
+            self._defer,
+            self._buffers,
+        )
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+        return again
 
     def hand_over(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""

@@ -104,6 +104,16 @@ class ServerState:
                     "optimizer states: load the same checkpoint on every rank"
                 )
 
+    def bring_home(self) -> None:
+        """Put all state into the optimizer, on every rank, for whoever goes on; a collective call.
+
+        Raises:
+            RanksDiffer: the ranks have state of different tensors.
+        """
+        self._before_save(self._optimizer)
+        self._steps = [0] * len(self._trained)
+        self._buffered.clear()
+
     def release(self) -> None:
         """Let go of the optimizer; if its state stays behind, it refuses to go on without."""
         for handle in self._handles:

@@ -23,11 +23,13 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch._C._distributed_c10d import Store
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradlane import lifecycle
@@ -39,8 +41,14 @@ from gradlane.errors import GradlaneError, SessionClosed
 from gradlane.join import Join
 from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options
+from gradlane.planner.plan import Plan
+from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+
+if TYPE_CHECKING:
+    from gradlane.planner.learning import Learning
+    from gradlane.planner.links import LinkReport
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -55,24 +63,24 @@ def init(
     store: Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-    strategy: str = "p3",
-    slice_elems: int | None = None,
-    seed: int = 0,
-    update: str = "worker",
-    interface: str | None = None,
-    advertise: str | None = None,
-    ports: tuple[int, int] | None = None,
+    strategy: str = Options.strategy,
+    slice_elems: int | None = Options.slice_elems,
+    seed: int = Options.seed,
+    update: str = Options.update,
+    interface: str | None = Options.interface,
+    advertise: str | None = Options.advertise,
+    ports: tuple[int, int] | None = Options.ports,
     secret: str | None = None,
     job: str | None = None,
-    silence_timeout_s: float = 30.0,
-    progress_timeout_s: float = 1800.0,
-    connect_timeout_s: float = 300.0,
-    frame_bytes: int = 65_536,
-    low_water_bytes: int = 65536,
-    send_buffer_bytes: int = 0,
-    work_threads: int = 1,
-    check_every: int = 0,
-    trace: bool = False,
+    silence_timeout_s: float = Options.silence_timeout_s,
+    progress_timeout_s: float = Options.progress_timeout_s,
+    connect_timeout_s: float = Options.connect_timeout_s,
+    frame_bytes: int = Options.frame_bytes,
+    low_water_bytes: int = Options.low_water_bytes,
+    send_buffer_bytes: int = Options.send_buffer_bytes,
+    work_threads: int = Options.work_threads,
+    check_every: int = Options.check_every,
+    trace: bool = Options.trace,
     core: CoreModule | None = None,
 ) -> Session:
     """Open a session on this rank; every rank calls it with the same options.
@@ -153,6 +161,8 @@ class Session:
         self._around = Surroundings(core, options, place, host, port, secret)
         self._store = store
         self._prepared: list[Prepared] = []
+        self._learnings: dict[int, Learning] = {}
+        self._plan: Plan | None = None
         self._ended: str | None = None
         lifecycle.watch(self)
 
@@ -173,6 +183,7 @@ class Session:
         *,
         defer: bool | None = None,
         buffers: str = "broadcast",
+        plan: PlanArgument = None,
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer to all ranks; a collective call.
 
@@ -208,6 +219,10 @@ class Session:
                 `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
                 averaged over the ranks, others are rank 0's; `"local"`: nothing. With
                 `update="server"` nothing happens to them either.
+            plan: settings for this model in place of the session's: a plan or the path of a plan
+                file, which only rank 0 needs to have; `"auto"`: measure the links, record some
+                steps of this training, simulate, and switch to what is fastest, if anything is
+                (see `docs/planning.md`); None: the session's. Results are the same bits.
 
         Returns:
             The same two objects.
@@ -215,17 +230,28 @@ class Session:
         Raises:
             UsageError: the model was prepared before and is in the middle of a step.
             ValueError: the model or the optimizer cannot take part; the message names the tensor.
-            RanksDiffer: the ranks' models or options differ; raised on every rank.
+            RanksDiffer: the ranks' models, options or plans differ; raised on every rank.
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
-        self._take_apart(model)
+        before = self._prepared_before(model)
+        agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model))
+        if before is not None:
+            self._part_with(before)
+        around = self._around
+        if agreed.plan is not None:
+            options = agreed.plan.settings.applied_to(around.options)
+            around = replace(around, options=options)
+            self._plan = agreed.plan
+        learns = agreed.learns and self.world_size > 1
+        links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
-        self._prepared.append(
-            Prepared(self._around, self._meet, model, optimizer, deferred, buffers)
-        )
+        prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        self._prepared.append(prepared)
+        if links is not None:
+            self._learn(prepared, links)
         if defer is None and not deferred and self._around.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
@@ -235,6 +261,30 @@ class Session:
                 stacklevel=2,
             )
         return model, optimizer
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force: the last one that was given, or found; None before."""
+        return self._plan
+
+    def probe(self, *, window_s: float = 1.0, directions: bool = True) -> LinkReport:
+        """Measure bandwidth and latency between all ranks; a collective call.
+
+        Args:
+            window_s: seconds that each stream is measured for.
+            directions: whether ports are also measured in one direction at a time.
+
+        Returns:
+            The same report on every rank.
+
+        Raises:
+            ValueError: the window is not 0.05 to 60 seconds.
+            RendezvousError: two ranks cannot reach each other; raised on every rank.
+        """
+        from gradlane.planner.links import probe
+
+        self._check_open()
+        return probe(self._around, self._meet(), window_s=window_s, directions=directions)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -323,6 +373,7 @@ class Session:
             return
         self._ended = "closed"
         lifecycle.unwatch(self)
+        self._stop_learning()
         errors: list[GradlaneError] = []
         for prepared in self._prepared:
             try:
@@ -342,6 +393,7 @@ class Session:
             return
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
+        self._stop_learning()
         for prepared in self._prepared:
             prepared.abort(reason)
 
@@ -385,8 +437,13 @@ class Session:
         _channels[key] = number + 1
         return Meeting(self._store, place, number, self._around.options.connect_timeout_s)
 
-    def _take_apart(self, model: nn.Module) -> None:
-        """Part with a model that is to be prepared again; refuse what is in another one's hands."""
+    def _stop_learning(self) -> None:
+        for learning in self._learnings.values():
+            learning.stop()
+        self._learnings.clear()
+
+    def _prepared_before(self, model: nn.Module) -> Prepared | None:
+        """Find a model that is to be prepared again; refuse what is in another one's hands."""
         again = next((one for one in self._prepared if one.model is model), None)
         for other in self._prepared:
             if other is not again and other.shares_with(model):
@@ -394,12 +451,54 @@ class Session:
                     "this model and one that is prepared already have trained parameters in "
                     "common: prepare one module that holds both, such as nn.ModuleList"
                 )
-        if again is None:
+        if again is not None:
+            again.check_between_steps()
+        return again
+
+    def _part_with(self, prepared: Prepared) -> None:
+        learning = self._learnings.pop(id(prepared), None)
+        if learning is not None:
+            learning.stop()
+        prepared.close(_CLOSE_TIMEOUT_S)
+        self._prepared.remove(prepared)
+
+    def _learn(self, prepared: Prepared, links: LinkReport) -> None:
+        """Have a model's plan found in its first steps."""
+        from gradlane.planner.learning import Learning
+
+        learning = Learning(
+            prepared,
+            links,
+            self._around.options,
+            self._meet,
+            lambda plan: self._switch(prepared, plan),
+        )
+        self._learnings[id(prepared)] = learning
+        prepared.installation.after_step = learning.after_step
+
+    def _switch(self, prepared: Prepared, plan: Plan) -> None:
+        """Go on under a plan; a collective call between two steps."""
+        self._learnings.pop(id(prepared), None)
+        self._plan = plan
+        options = plan.settings.applied_to(self._around.options)
+        if options == self._around.options:
             return
-        again.check_between_steps()
-        again.close(_CLOSE_TIMEOUT_S)
-        self._prepared.remove(again)
+        position = self._prepared.index(prepared)
+        try:
+            self._prepared[position] = prepared.reconnected(options, _CLOSE_TIMEOUT_S)
+        except GradlaneError as error:
+            self.abort(f"the plan could not be put into force: {error}")
+            raise
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
+
+
+def _trained_sizes(model: nn.Module) -> dict[str, int]:
+    """Numbers of elements that are averaged, by name; complex numbers are pairs."""
+    return {
+        name: parameter.numel() * (2 if parameter.is_complex() else 1)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not is_lazy(parameter) and parameter.numel() > 0
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import traceback
@@ -34,9 +35,12 @@ class RankPool:
     def run(
         self, scenario: str, *, ranks: int | None = None, timeout_s: float = 120.0, **arguments: Any
     ) -> list[Any]:
-        """Run a function of `tests.adapter.scenarios` on the first ranks; returns their results."""
+        """Run a scenario on the first ranks and return their results.
+
+        It is a function of `tests.adapter.scenarios`, or of another module as `module:function`.
+        """
         count = ranks or self.world_size
-        job = f"{scenario}-{uuid.uuid4().hex[:8]}"
+        job = f"{scenario.rpartition(':')[2]}-{uuid.uuid4().hex[:8]}"
         for pipe in self.pipes[:count]:
             pipe.send((scenario, count, job, arguments))
         results = []
@@ -81,7 +85,9 @@ def serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
         except EOFError:
             return
         try:
-            function = getattr(scenarios, name)
+            module, _, function_name = name.rpartition(":")
+            place = importlib.import_module(module) if module else scenarios
+            function = getattr(place, function_name)
             pipe.send({"result": function(store, rank, count, job, **arguments)})
         except BaseException:
             pipe.send({"error": f"rank {rank}: {traceback.format_exc()}"})

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlane.lab.strategy import Strategy
+from gradlane.options import Options
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -156,11 +157,12 @@ class Gradlane:
         """Open a session over the store."""
         import gradlane
 
+        self._planned = strategy.is_planned
         self._session: Any = gradlane.init(
             store=_prefixed(place, store),
             rank=place.rank,
             world_size=place.world_size,
-            strategy=strategy.setting,
+            strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
             update="worker",
             interface=None,
@@ -172,7 +174,9 @@ class Gradlane:
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hook the model and the optimizer."""
-        prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(model, optimizer)
+        prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(
+            model, optimizer, plan="auto" if self._planned else None
+        )
         return prepared
 
     def settle(self) -> None:
@@ -181,7 +185,12 @@ class Gradlane:
 
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
-        return dict(self._session.metrics())
+        counters = dict(self._session.metrics())
+        if self._session.plan is not None:
+            plan = self._session.plan.to_json()
+            del plan["tensors"]
+            counters["plan"] = plan
+        return counters
 
     def close(self) -> None:
         """Close the session."""

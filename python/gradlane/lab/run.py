@@ -108,8 +108,12 @@ class LabOptions:
     @property
     def steps_in_total(self) -> int:
         """Steps of all runs together, warm-up and verification included."""
-        runs = len(self.rates_bps) * self.repeat * len(self.strategies)
-        return runs * (self.warmup + self.steps)
+        steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
+        return len(self.rates_bps) * self.repeat * sum(steps)
+
+    def warmup_of(self, strategy: Strategy) -> int:
+        """Steps before the measured ones: those of a plan being found come first."""
+        return strategy.learning_steps + self.warmup
 
 
 class LabProgress:
@@ -216,7 +220,7 @@ class _Runner:
             "addresses": self._cluster.addresses,
             "store_port": port,
             "steps": options.steps,
-            "warmup": options.warmup,
+            "warmup": options.warmup_of(strategy),
             "slice_elems": options.slice_elems,
             "seed": options.seed,
             "dilation": options.dilation,
@@ -234,7 +238,7 @@ class _Runner:
 
         with TrafficSampler(self._cluster.counter_descriptors()) as sampler:
             results = self._pool.ask([request] * options.workers, advance)
-        self._progress.advance(options.warmup + options.steps - reported)
+        self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
         return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
 
@@ -251,7 +255,7 @@ class _Runner:
         dilation = options.dilation
         # A step begins when its slowest rank begins it.
         boundaries_s = [max(times) for times in _columns(results, "boundaries_s")]
-        boundaries_s = boundaries_s[options.warmup :]
+        boundaries_s = boundaries_s[options.warmup_of(strategy) :]
         start_s, end_s = boundaries_s[0], boundaries_s[-1]
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
@@ -270,7 +274,7 @@ class _Runner:
             slice_elems=strategy.slice_elems(options.slice_elems),
             codec=options.codec,
             steps=options.steps,
-            warmup=options.warmup,
+            warmup=options.warmup_of(strategy),
             repeat=repeat,
             seed=options.seed,
             batch_size=batch_size,

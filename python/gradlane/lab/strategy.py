@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GRADLANE_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-DDP_BUCKET_MB_DEFAULT = 25.0
+from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.planner.settings import LEARNING_STEPS
 
-_SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+AUTO = "auto"
+"""The strategy that is none: gradlane finds its settings while training."""
+
+DDP_BUCKET_MB_DEFAULT = 25.0
 
 Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
 
@@ -24,7 +26,8 @@ class Strategy:
     Attributes:
         text: as it was written; it names the strategy in results.
         family: what implements it.
-        setting: the gradlane strategy; empty in the other families.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself; empty in the
+            other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
     """
 
@@ -44,9 +47,19 @@ class Strategy:
         Args:
             wanted: what was asked for, or None for the strategy's own.
         """
-        if self.setting not in _SLICE_ELEMS:
+        if self.setting not in SLICE_ELEMS:
             return None
-        return _SLICE_ELEMS[self.setting] if wanted is None else wanted
+        return SLICE_ELEMS[self.setting] if wanted is None else wanted
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether gradlane finds its settings by itself."""
+        return self.setting == AUTO
+
+    @property
+    def learning_steps(self) -> int:
+        """Steps before the warm-up in which a plan is found."""
+        return LEARNING_STEPS if self.is_planned else 0
 
     @property
     def communicates(self) -> bool:
@@ -68,7 +81,7 @@ def parse_strategy(text: str) -> Strategy:
     name, colon, argument = text.strip().partition(":")
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in GRADLANE_STRATEGIES and not colon:
+    if name in (*STRATEGIES, AUTO) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
@@ -81,9 +94,7 @@ def parse_strategy(text: str) -> Strategy:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb)
-    known = ", ".join(
-        ("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *GRADLANE_STRATEGIES)
-    )
+    known = ", ".join(("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *STRATEGIES, AUTO))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 

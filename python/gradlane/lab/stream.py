@@ -47,7 +47,8 @@ def _connect(address: str, port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def _send_until(connection: socket.socket, end_s: float) -> None:
+def send_until(connection: socket.socket, end_s: float) -> None:
+    """Send as fast as it goes until a time, or until the receiver closes."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     connection.settimeout(2.0)
     # A receiver that is done closes first: that ends the stream as well as the clock does.
@@ -87,24 +88,24 @@ def run_stream(
     congestion_control = outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     time.sleep(max(0.0, start_s - time.monotonic()))
     # The sender goes on a little after the window, so that no receiver's window sees its end.
-    sender = threading.Thread(target=_send_until, args=(outgoing, close_s + 0.2))
+    sender = threading.Thread(target=send_until, args=(outgoing, close_s + 0.2))
     sender.start()
     incoming.settimeout(2.0)
     try:
-        arrivals = _receive_until(incoming, close_s)
+        arrivals = receive_until(incoming, close_s)
     finally:
         # Unread bytes make this a reset, which ends the other node's sender at once.
         incoming.close()
         sender.join()
         outgoing.close()
-    rates_bps = _part_rates(arrivals, open_s, close_s)
+    rates_bps = part_rates(arrivals, open_s, close_s)
     if not rates_bps or max(rates_bps) == 0:
         raise OSError(f"node {node} received no stream in {ramp_s + window_s:.1f} s")
     name = congestion_control.rstrip(b"\0").decode()
     return StreamResult(statistics.median(rates_bps), statistics.fmean(rates_bps), name)
 
 
-def _receive_until(connection: socket.socket, end_s: float) -> list[tuple[float, int]]:
+def receive_until(connection: socket.socket, end_s: float) -> list[tuple[float, int]]:
     """Read until a time or the end of the stream; returns (time, bytes so far) of each read."""
     scratch = bytearray(_CHUNK_BYTES)
     arrivals: list[tuple[float, int]] = []
@@ -119,8 +120,11 @@ def _receive_until(connection: socket.socket, end_s: float) -> list[tuple[float,
     return arrivals
 
 
-def _part_rates(
-    arrivals: Sequence[tuple[float, int]], open_s: float, close_s: float
+def part_rates(
+    arrivals: Sequence[tuple[float, int]],
+    open_s: float,
+    close_s: float,
+    part_s: float = _PART_S,
 ) -> list[float]:
     """Return bits a second of each full part of the window, between the reads that bound it."""
     rates_bps: list[float] = []
@@ -130,7 +134,7 @@ def _part_rates(
             continue
         if start is None:
             start = (time_s, total_bytes)
-        elif time_s - start[0] >= _PART_S:
+        elif time_s - start[0] >= part_s:
             rates_bps.append(8 * (total_bytes - start[1]) / (time_s - start[0]))
             start = (time_s, total_bytes)
     return rates_bps

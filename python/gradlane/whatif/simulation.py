@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradlane import options
 from gradlane.whatif.profiles import Profile
 
-ENGINE_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+ENGINE_STRATEGIES = options.STRATEGIES
 """Strategies of gradlane's own engine."""
 RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""

@@ -1,0 +1,281 @@
+"""The coordinator and its information book: what is known of model and cluster, and what follows.
+
+After Poseidon (Zhang et al., USENIX ATC 2017, section 4.1): `query` reads the book, `best_scheme`
+says how a layer is to be aggregated. `plan` simulates what the book leaves open. The same book
+gives the same answers on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.planner.plan import Plan, PlannedTensor
+from gradlane.planner.reasons import reason_of, summary_of
+from gradlane.planner.schemes import Cost, Layer, costs_of
+from gradlane.planner.search import Choice, Found, search
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.grid import GOODPUT_SHARE
+from gradlane.whatif.profiles import Profile, ProfileTensor, timings_in
+
+
+@dataclass(frozen=True)
+class SchemeChoice:
+    """How one layer is to be aggregated.
+
+    Attributes:
+        scheme: the cheapest that the engine has.
+        costs: of each scheme that fits the layer, the cheapest first.
+        reason: why, in words.
+    """
+
+    scheme: str
+    costs: tuple[Cost, ...]
+    reason: str
+
+
+class Coordinator:
+    """Knows a model and a cluster."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        facts: ClusterFacts,
+        *,
+        base: Settings | None = None,
+        source: str = "given",
+    ) -> None:
+        """Write the information book.
+
+        Args:
+            profile: what a training step computes.
+            facts: the cluster.
+            base: the settings without a plan; None: gradlane's own.
+            source: where the cluster's figures come from, `"given"` or `"probed"`.
+        """
+        self._profile = profile
+        self._facts = facts
+        self._base = base or Settings()
+        self._source = source
+        self._layers = _layers_of(profile)
+        self._book: dict[str, Any] = {
+            "model": profile.model,
+            "batch_size": profile.batch_size,
+            "forward_s": profile.forward_s,
+            "compute_s": profile.compute_s,
+            "gradient_bytes": profile.size_bytes,
+            "workers": facts.workers,
+            # Every rank is both.
+            "servers": facts.workers,
+            "rate_bps": facts.rate_bps,
+            "latency_s": facts.latency_s,
+            "update": facts.update,
+            "layers": tuple(layer.name for layer in self._layers),
+        }
+
+    def query(self, *names: str) -> Any:
+        """Read the information book.
+
+        Args:
+            names: of entries: `model`, `batch_size`, `forward_s`, `compute_s`, `gradient_bytes`,
+                `workers`, `servers`, `rate_bps`, `latency_s`, `update`, `layers`, or the name of a
+                layer, which gives its `Layer`. An entry goes before a layer of the same name.
+
+        Returns:
+            The value of one name, or a tuple of those of several.
+
+        Raises:
+            ValueError: no name is given, or one is unknown.
+        """
+        if not names:
+            raise ValueError(f"query() of nothing; known are {', '.join(self._book)}, and layers")
+        values = tuple(
+            self._book[name] if name in self._book else self._layer(name) for name in names
+        )
+        return values[0] if len(values) == 1 else values
+
+    def best_scheme(self, layer: str | int) -> SchemeChoice:
+        """Say how a layer is to be aggregated: by the scheme that moves the fewest numbers.
+
+        Args:
+            layer: its name, or its place in `query("layers")`.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self._scheme_of(self._layer(layer))
+
+    def bound(self) -> Bound:
+        """Return the step time that no exact strategy can beat."""
+        return bound_step_s(
+            timings_in(self._profile),
+            workers=self._facts.workers,
+            goodput_bps=self._facts.rate_bps * GOODPUT_SHARE,
+            compute_s=self._profile.compute_s,
+        )
+
+    def plan(
+        self, *, budget_s: float = 60.0, on_simulated: Callable[[], None] = lambda: None
+    ) -> Plan:
+        """Simulate candidates and choose.
+
+        Args:
+            budget_s: seconds that the simulations may take, about.
+            on_simulated: called after each simulation.
+
+        Raises:
+            ValueError: the simulator refuses the profile or the cluster.
+        """
+        if self._facts.workers == 1:
+            found: Found | None = Found(
+                self._base, self._profile.compute_s, self._profile.compute_s, ()
+            )
+        else:
+            found = search(
+                self._profile,
+                self._facts,
+                self._base,
+                budget_s=budget_s,
+                on_simulated=on_simulated,
+            )
+        settings = found.settings if found else self._base
+        bound = self.bound()
+        return Plan(
+            model=self._profile.model,
+            facts=self._facts,
+            source=self._source,
+            settings=settings,
+            tensors=self._planned_tensors(settings),
+            prediction=_prediction(found, bound, self._profile, self._facts),
+            choices=tuple(_choice_row(choice) for choice in found.choices) if found else (),
+            summary=summary_of(found, self._facts, bound)
+            if found
+            else f"The settings stay as they are: a simulation takes more than {budget_s:g} s.",
+        )
+
+    def _layer(self, layer: str | int) -> Layer:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            if 0 <= layer < len(self._layers):
+                return self._layers[layer]
+            raise ValueError(f"there is no layer {layer}: they are 0 to {len(self._layers) - 1}")
+        for one in self._layers:
+            if one.name == layer:
+                return one
+        raise ValueError(
+            f"the book has no {layer!r}: it has {', '.join(self._book)}, and the layers that "
+            "query('layers') names"
+        )
+
+    def _scheme_of(self, layer: Layer) -> SchemeChoice:
+        workers, servers, batch_size = self.query("workers", "servers", "batch_size")
+        costs = costs_of(layer, workers, servers, batch_size)
+        best = costs[0]
+        reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
+        if len(costs) == 1:
+            reason += ", the only scheme that there is for it"
+        else:
+            others = ", ".join(f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in costs[1:])
+            reason += f"; {others}"
+        return SchemeChoice(best.scheme, tuple(costs), reason)
+
+    def _planned_tensors(self, settings: Settings) -> tuple[PlannedTensor, ...]:
+        """Every tensor with the scheme of its layer and the slices that the engine cuts."""
+        slices = _slices_of(self._profile, self._facts, settings)
+        schemes = {}
+        for layer in self._layers:
+            choice = self._scheme_of(layer)
+            schemes.update(dict.fromkeys(layer.parameters, choice))
+        return tuple(
+            PlannedTensor(
+                name=tensor.name,
+                numel=tensor.numel,
+                scheme=schemes[tensor.name].scheme,
+                codec="raw",
+                slices=count,
+                reason=schemes[tensor.name].reason,
+            )
+            for tensor, count in zip(self._profile.tensors, slices, strict=True)
+        )
+
+
+def _layers_of(profile: Profile) -> list[Layer]:
+    """Group tensors by module, in the order in which modules first appear."""
+    groups: dict[str, list[ProfileTensor]] = {}
+    for tensor in profile.tensors:
+        groups.setdefault(tensor.name.rpartition(".")[0] or tensor.name, []).append(tensor)
+    return [
+        Layer(
+            name=name,
+            index=index,
+            kind=next((tensor.layer for tensor in tensors if tensor.layer), None),
+            parameters=tuple(tensor.name for tensor in tensors),
+            shapes=tuple(tensor.shape for tensor in tensors),
+            elements=sum(tensor.numel for tensor in tensors),
+            size_bytes=sum(tensor.size_bytes for tensor in tensors),
+            need_s=min(tensor.need_s for tensor in tensors),
+            ready_s=max(tensor.ready_s for tensor in tensors),
+        )
+        for index, (name, tensors) in enumerate(groups.items())
+    ]
+
+
+def _slices_of(profile: Profile, facts: ClusterFacts, settings: Settings) -> list[int]:
+    """Into how many slices the engine cuts each tensor; none where it has no elements."""
+    from gradlane import _core
+
+    filled = [tensor for tensor in profile.tensors if tensor.numel > 0]
+    if not filled:
+        return [0] * len(profile.tensors)
+    rows = [
+        {"name": one.name, "numel": one.numel, "dtype": one.dtype, "role": "parameter"}
+        for one in filled
+    ]
+    made = json.loads(
+        _core.plan_json(
+            json.dumps(rows),
+            settings.strategy,
+            settings.slice_elems,
+            0,
+            facts.update,
+            facts.workers,
+        )
+    )
+    counts = {row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in made["tensors"]}
+    return [counts.get(tensor.name, 0) for tensor in profile.tensors]
+
+
+def _prediction(
+    found: Found | None, bound: Bound, profile: Profile, facts: ClusterFacts
+) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "compute_s": profile.compute_s,
+        "bound_step_s": bound.step_s,
+        "bound_binding": bound.binding,
+    }
+    if found is not None:
+        figures |= {
+            "step_s": found.step_s,
+            "base_step_s": found.base_step_s,
+            "scaling_factor": profile.compute_s / found.step_s,
+            "samples_per_s": facts.workers * profile.batch_size / found.step_s,
+        }
+    return figures
+
+
+def _choice_row(choice: Choice) -> dict[str, Any]:
+    runner_up = choice.runner_up
+    return {
+        "setting": choice.setting,
+        "value": choice.value,
+        "base": choice.base,
+        "step_s": choice.step_s,
+        "base_step_s": choice.base_step_s,
+        "runner_up": runner_up.value if runner_up else None,
+        "runner_up_step_s": runner_up.step_s if runner_up else None,
+        "tried": [{"value": one.value, "step_s": one.step_s} for one in choice.tried],
+        "skipped": list(choice.skipped),
+        "reason": reason_of(choice),
+    }

@@ -1,0 +1,103 @@
+"""Choices in words and figures."""
+
+from __future__ import annotations
+
+from gradlane.lab.bound import Bound
+from gradlane.lab.rates import format_rate
+from gradlane.planner.search import TIE, Choice, Found, Value
+from gradlane.planner.settings import ClusterFacts
+
+_NO_DIFFERENCE = 0.002
+_WHAT = {
+    "strategy": {
+        "p3": "slices, the most urgent first",
+        "slicing": "slices, first come first served",
+        "wfbp": "slices of 2 MB, first come first served, and a barrier between steps",
+        "kvstore": "whole tensors, first come first served, pulled after a notice",
+        "deferred-pull": "whole tensors, pulled when the next step begins",
+    }
+}
+
+
+def reason_of(choice: Choice) -> str:
+    """Say in one sentence why a value was chosen."""
+    runner_up = choice.runner_up
+    skipped = ""
+    if choice.skipped:
+        skipped = f"; no time to simulate {', '.join(map(shown, choice.skipped))}"
+    if runner_up is None:
+        return f"kept: nothing else was simulated{skipped}"
+    times = [one.step_s for one in choice.tried]
+    if choice.value != choice.base:
+        gain = _percent(choice.base_step_s / choice.step_s - 1.0)
+        text = (
+            f"{_described(choice)}{gain} faster than {shown(choice.base)} "
+            f"({_ms(choice.base_step_s)}); next best {shown(runner_up.value)}, "
+            f"{_ms(runner_up.step_s)}"
+        )
+    elif max(abs(time_s / choice.step_s - 1.0) for time_s in times) <= _NO_DIFFERENCE:
+        text = "kept: makes no difference here"
+    elif abs(runner_up.step_s / choice.step_s - 1.0) <= _NO_DIFFERENCE:
+        text = f"{_described(choice)}kept: {shown(runner_up.value)} is as fast"
+    elif runner_up.step_s < choice.step_s:
+        gain = _percent(1.0 - runner_up.step_s / choice.step_s)
+        text = (
+            f"kept: {shown(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} less, "
+            f"and below {TIE * 100:g} % the simulator cannot tell"
+        )
+    else:
+        loss = _percent(runner_up.step_s / choice.step_s - 1.0)
+        text = (
+            f"{_described(choice)}kept: next best is {shown(runner_up.value)}, "
+            f"{_ms(runner_up.step_s)}, {loss} slower"
+        )
+    return text + skipped
+
+
+def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
+    """Say what the plan brings, and what the limit is."""
+    step_s = found.step_s
+    where = f"{facts.workers} workers at {format_rate(facts.rate_bps)}"
+    reached = f"{_ms(step_s)} a step, {bound.compute_s / step_s * 100:.0f} % of linear scaling"
+    if facts.workers == 1:
+        return "One worker: nothing is sent, so nothing is to be planned."
+    compute_binds = bound.step_s <= bound.compute_s * (1.0 + TIE)
+    if _is_base(found):
+        if compute_binds and step_s <= bound.compute_s * (1.0 + 2.0 * TIE):
+            return (
+                f"Nothing helps here: the compute is the bound, and {where} reach it ({reached}); "
+                "the settings stay as they are."
+            )
+        head = f"The settings stay as they are: nothing that was simulated is faster ({reached})"
+    else:
+        gain = _percent(found.base_step_s / step_s - 1.0)
+        head = f"The plan gives {reached}, {gain} faster than without ({_ms(found.base_step_s)})"
+    limit = f"nothing exact can be faster than {_ms(bound.step_s)}"
+    if compute_binds:
+        return f"{head}; the compute is the bound: {limit}."
+    what = "the port" if bound.binding == "port" else f"the {bound.binding}"
+    return f"{head}; {what} is the bound: {limit}, unless fewer bytes travel or the link is faster."
+
+
+def shown(value: Value) -> str:
+    """Return a value as people read it."""
+    if isinstance(value, int):
+        return f"{value:,}" if value else "fitted"
+    return str(value)
+
+
+def _described(choice: Choice) -> str:
+    what = _WHAT.get(choice.setting, {}).get(str(choice.value))
+    return f"{what}; " if what else ""
+
+
+def _is_base(found: Found) -> bool:
+    return all(choice.value == choice.base for choice in found.choices)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"

@@ -1,0 +1,96 @@
+"""The settings of the engine that a plan decides, and the cluster that it decides them for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradlane.options import SLICE_ELEMS, UPDATES, Options
+
+LEARNING_STEPS = 7
+"""Training steps after which a session that finds its own plan decides. The first one is not
+recorded: it sends everything at its end, and whatever is slow once is slow there."""
+_FRAME_BYTES_MOST = 4 << 20
+_WORKERS_MOST = 100_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan decides. All settings give the same results, bit by bit.
+
+    Attributes:
+        strategy: one of `gradlane.options.STRATEGIES`.
+        slice_elems: elements in a slice at most; None is the strategy's own choice.
+        frame_bytes: largest payload of a frame.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
+    """
+
+    strategy: str = Options.strategy
+    slice_elems: int | None = Options.slice_elems
+    frame_bytes: int = Options.frame_bytes
+    send_buffer_bytes: int = Options.send_buffer_bytes
+
+    def __post_init__(self) -> None:
+        """Check every setting, and write a strategy's own slice size as None.
+
+        Raises:
+            ValueError: one is out of its range; the message names it.
+        """
+        self.applied_to(Options())
+        if not 64 <= self.frame_bytes <= _FRAME_BYTES_MOST:
+            raise ValueError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
+        if self.slice_elems is not None and (
+            self.strategy not in SLICE_ELEMS or self.slice_elems == SLICE_ELEMS[self.strategy]
+        ):
+            object.__setattr__(self, "slice_elems", None)
+
+    @classmethod
+    def of(cls, options: Options) -> Settings:
+        """Return those of a session."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: getattr(options, name) for name in names})
+
+    def applied_to(self, options: Options) -> Options:
+        """Return a session's options with these in place of its own."""
+        return replace(options, **asdict(self))
+
+    @property
+    def slice_elems_in_force(self) -> int | None:
+        """The slice size, also where it is the strategy's own; None where it has none."""
+        return self.slice_elems or SLICE_ELEMS.get(self.strategy)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings with the units in their names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """The cluster that is planned for.
+
+    Attributes:
+        workers: number of ranks; each is a worker and a server.
+        rate_bps: bits a second of each rank's port in each direction, headers of packets included.
+        latency_s: one-way time between two ports without queues.
+        update: where the optimizer runs, `"worker"` or `"server"`.
+    """
+
+    workers: int
+    rate_bps: float
+    latency_s: float = 0.0
+    update: str = "worker"
+
+    def __post_init__(self) -> None:
+        """Check every fact.
+
+        Raises:
+            ValueError: one is out of its range; the message names it.
+        """
+        if not 1 <= self.workers <= _WORKERS_MOST:
+            raise ValueError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
+        if not 1e3 <= self.rate_bps <= 1e15:
+            raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
+        if not 0.0 <= self.latency_s <= 10.0:
+            raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
+        if self.update not in UPDATES:
+            raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")

@@ -1,0 +1,45 @@
+"""One simulation of a profile on a cluster with some settings, and what it costs."""
+
+from __future__ import annotations
+
+import math
+
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.profiles import Profile
+from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
+
+_WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
+"""What a connection holds over the send buffer asked for: the kernel doubles it, less its books."""
+
+
+def predict_step_s(profile: Profile, facts: ClusterFacts, settings: Settings) -> float:
+    """Simulate a cluster with some settings and return the time of a step, in seconds.
+
+    Raises:
+        ValueError: the simulator refuses the profile or the settings; the text names the field.
+    """
+    cluster = Cluster(
+        workers=facts.workers,
+        rate_bps=facts.rate_bps,
+        strategy=settings.strategy,
+        latency_s=facts.latency_s,
+        slice_elems=settings.slice_elems,
+    )
+    scenario = scenario_of(profile, cluster)
+    scenario["frame_bytes"] = settings.frame_bytes
+    scenario["update"] = facts.update
+    window_bytes = round(settings.send_buffer_bytes * _WINDOW_PER_BUFFER_BYTE)
+    scenario["network"]["send_buffer_bytes"] = window_bytes
+    return float(run_scenario(scenario)["report"]["step_s"])
+
+
+def simulated_frames(profile: Profile, facts: ClusterFacts, settings: Settings) -> int:
+    """Return about how many frames a simulation of these has to move: what it costs."""
+    split = settings.slice_elems_in_force
+    frames = 0
+    for tensor in profile.tensors:
+        elems = min(split or math.ceil(tensor.numel / facts.workers), max(1, tensor.numel))
+        slices = math.ceil(max(1, tensor.numel) / elems)
+        slice_bytes = max(1.0, tensor.size_bytes / slices)
+        frames += slices * math.ceil(slice_bytes / settings.frame_bytes)
+    return 3 * 2 * (facts.workers - 1) * frames

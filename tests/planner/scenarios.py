@@ -1,0 +1,207 @@
+"""What rank processes run in the tests of plans in sessions: each function is one scenario."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from gradlane.errors import GradlaneError
+from gradlane.planner import learning, streams
+from gradlane.planner.plan import Plan
+from gradlane.planner.settings import ClusterFacts, Settings
+from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
+
+OTHER = Settings("slicing", slice_elems=700, frame_bytes=4096, send_buffer_bytes=100_000)
+"""Settings that no search would choose: in force, they show that a switch took place."""
+
+
+class Decided:
+    """In place of the coordinator: the decision is known, everything around it is real."""
+
+    def __init__(self, profile: Any, facts: ClusterFacts, *, base: Settings, source: str) -> None:
+        assert profile.compute_s > 0.0 and len(profile.tensors) > 0
+        assert facts.rate_bps > 1e6 and facts.latency_s > 0.0
+        self._plan = Plan("decided", facts, source, OTHER)
+
+    def plan(self, *, budget_s: float) -> Plan:
+        return self._plan
+
+
+def train(
+    store: Store,
+    rank: int,
+    world_size: int,
+    job: str,
+    runs: list[dict[str, Any]],
+    model_name: str,
+    steps: int,
+    optimizer_name: str = "sgd",
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train once for each set of arguments of `_train`; returns what each came to."""
+    results = []
+    for number, run in enumerate(runs):
+        one = f"{job}-{number}"
+        arguments = {**options, **run}
+        results.append(
+            _train(store, rank, world_size, one, model_name, steps, optimizer_name, **arguments)
+        )
+    return results
+
+
+def _train(
+    store: Store,
+    rank: int,
+    world_size: int,
+    job: str,
+    model_name: str,
+    steps: int,
+    optimizer_name: str,
+    plan: Any = None,
+    decided: bool = False,
+    buffers: str = "broadcast",
+    micro_batches: int = 1,
+    joins: bool = False,
+    cosine: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    stub = mock.patch.object(learning, "Coordinator", Decided)
+    with (
+        stub if decided else contextlib.nullcontext(),
+        open_session(store, rank, world_size, job, **options) as session,
+    ):
+        model = MODELS[model_name]()
+        optimizer = optimizer_of(optimizer_name, model)
+        session.prepare(model, optimizer, plan=plan, buffers=buffers)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50) if cosine else None
+        digests, settings = [], []
+        # With join() rank 0 has two batches more than the others.
+        count = steps + 2 if joins and rank == 0 else steps
+        with session.join() if joins else contextlib.nullcontext():
+            for step in range(1, count + 1):
+                for part in range(micro_batches - 1):
+                    with session.no_sync():
+                        loss_of(model_name, model, rank, 1000 * part + step).backward()  # type: ignore[no-untyped-call]
+                loss_of(model_name, model, rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if schedule is not None:
+                    schedule.step()
+                settings.append(_settings_in_force(session))
+                if not joins:
+                    digests.append(digest(model))
+        for step in range(2 if joins else 0):
+            loss_of(model_name, model, rank, 50 + step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            settings.append(_settings_in_force(session))
+        session.synchronize()
+        digests.append(digest(model))
+        own_buffers = [buffer.sum().item() for buffer in model.buffers()]
+        state = optimizer.state_dict()["state"]
+        found = session.plan
+    return {
+        "digests": digests,
+        "settings": settings,
+        "buffers": own_buffers,
+        "state": {key: sorted(value) for key, value in state.items()},
+        "plan": found.to_json() if found else None,
+    }
+
+
+def _settings_in_force(session: Any) -> dict[str, Any]:
+    """What the connection was opened with."""
+    (prepared,) = session._prepared
+    return Settings.of(prepared._around.options).to_json()
+
+
+def given(
+    store: Store, rank: int, world_size: int, job: str, plans: list[Any], sizes: list[int]
+) -> str:
+    """Prepare with another plan on each rank; returns the settings in force, or the error."""
+    session = open_session(store, rank, world_size, job)
+    model = nn.Linear(sizes[rank], 2)
+    try:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plans[rank])
+        settings = str(_settings_in_force(session))
+        session.close()
+        return settings
+    except ValueError as error:
+        session.abort("the test is over")
+        return f"{type(error).__name__}: {error}"
+
+
+def prepare_again(store: Store, rank: int, world_size: int, job: str, path: str) -> dict[str, Any]:
+    """Prepare under `auto`, again while it learns, and with a plan of its own."""
+    with (
+        mock.patch.object(learning, "Coordinator", Decided),
+        open_session(store, rank, world_size, job) as session,
+    ):
+        model = MODELS["cnn"]()
+        optimizer = optimizer_of("sgd", model)
+        seen = []
+        for plan in ("auto", "auto", Path(path)):
+            session.prepare(model, optimizer, plan=plan)
+            for step in range(1, 4):
+                loss_of("cnn", model, rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(_settings_in_force(session))
+        hooks = len(model._forward_pre_hooks)
+    return {"seen": seen, "hooks": hooks, "left": len(model._forward_pre_hooks)}
+
+
+def logged(store: Store, rank: int, world_size: int, job: str) -> list[str]:
+    """Train under `auto`; returns what the logger was told."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("gradlane")
+    handler, level = Keep(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        _train(store, rank, world_size, job, "cnn", 10, "sgd", plan="auto")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return lines
+
+
+def probe(
+    store: Store,
+    rank: int,
+    world_size: int,
+    job: str,
+    directions: bool = True,
+    blocked: bool = False,
+) -> Any:
+    """Measure the links; `blocked`: the last rank connects to a port where nobody listens."""
+    with open_session(store, rank, world_size, job) as session:
+        if not blocked:
+            return session.probe(window_s=0.1, directions=directions).to_json()
+        call = streams.Node._call
+
+        def call_nobody(self: Any, peer: int, address: str, deadline_s: float) -> Any:
+            return call(self, peer, "127.0.0.1:9", deadline_s)
+
+        last = rank == world_size - 1
+        with (
+            mock.patch.object(streams.Node, "_call", call_nobody if last else call),
+            mock.patch.object(streams, "CONNECT_TIMEOUT_S", 1.0),
+        ):
+            try:
+                session.probe(window_s=0.1)
+            except GradlaneError as error:
+                return f"{type(error).__name__}: {error}"
+        return "no error"

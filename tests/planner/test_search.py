@@ -1,0 +1,231 @@
+"""What is chosen, and when nothing is: small profiles through the compiled core's simulator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradlane import cli
+from gradlane.options import Options
+from gradlane.planner import search as searching
+from gradlane.planner.coordinator import Coordinator
+from gradlane.planner.reasons import reason_of
+from gradlane.planner.search import Choice, Tried, search
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.planner.simulations import predict_step_s, simulated_frames
+from gradlane.whatif.profiles import Profile, ProfileTensor, write_profile
+
+SMALL = Profile(
+    "small",
+    16,
+    0.1,
+    0.3,
+    tuple(
+        ProfileTensor(f"layer{i}.weight", (250, 1000), "f32", 0.02 * i, 0.3 - 0.03 * i)
+        for i in range(5)
+    ),
+)
+SLOW = ClusterFacts(workers=4, rate_bps=2e8)
+
+
+def test_where_order_matters_the_urgent_first_is_chosen() -> None:
+    found = search(SMALL, SLOW, Settings(strategy="wfbp"))
+    assert found is not None
+    assert found.settings.strategy == "p3"
+    assert found.step_s == predict_step_s(SMALL, SLOW, found.settings)
+    assert found.base_step_s == predict_step_s(SMALL, SLOW, Settings(strategy="wfbp"))
+    assert found.step_s < found.base_step_s * (1 - searching.TIE)
+    strategy = found.choices[0]
+    assert {one.value for one in strategy.tried} == {
+        "p3",
+        "slicing",
+        "wfbp",
+        "kvstore",
+        "deferred-pull",
+    }
+    runner_up = strategy.runner_up
+    assert runner_up is not None and runner_up.value != "p3"
+    assert runner_up.step_s == min(one.step_s for one in strategy.tried if one.value != "p3")
+
+
+@pytest.mark.parametrize("strategy", ["p3", "wfbp", "slicing"])
+def test_where_the_compute_is_the_bound_everything_stays(strategy: str) -> None:
+    fast = ClusterFacts(workers=4, rate_bps=1e11)
+    base = Settings(strategy=strategy, frame_bytes=50_000)
+    plan = Coordinator(SMALL, fast, base=base).plan()
+    assert plan.settings == base
+    assert "Nothing helps here: the compute is the bound" in plan.summary
+
+
+def test_nothing_is_chosen_that_is_predicted_to_be_slower() -> None:
+    for rate_bps in (1e8, 5e8, 2e9):
+        for latency_s in (0.0, 0.01):
+            facts = ClusterFacts(4, rate_bps, latency_s)
+            found = search(SMALL, facts, Settings())
+            assert found is not None
+            assert found.step_s <= found.base_step_s
+            if found.settings != Settings():
+                assert found.step_s < found.base_step_s * (1 - searching.TIE)
+            for choice in found.choices:
+                assert choice.step_s <= choice.base_step_s
+                best = min(one.step_s for one in choice.tried)
+                assert choice.step_s <= best * (1 + 2 * searching.TIE)
+
+
+def test_a_fixed_send_buffer_below_the_path_is_replaced() -> None:
+    """32 kB in flight over a path of 40 ms there and back limit every connection."""
+    facts = ClusterFacts(4, 1e9, 0.02)
+    found = search(SMALL, facts, Settings(send_buffer_bytes=32_768))
+    assert found is not None
+    assert found.settings.send_buffer_bytes in (0, 524_288)
+    assert found.step_s < 0.9 * found.base_step_s
+
+
+def test_without_time_the_settings_stay() -> None:
+    assert search(SMALL, SLOW, Settings(), budget_s=1e-9) is None
+    plan = Coordinator(SMALL, SLOW).plan(budget_s=1e-9)
+    assert plan.settings == Settings()
+    assert "takes more than" in plan.summary
+
+
+def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors in one frame are a few events; slices in frames of 64 kB are many."""
+    cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
+    monkeypatch.setattr(
+        searching,
+        "simulated_frames",
+        lambda profile, facts, settings: 0 if settings == cheap else 10**12,
+    )
+    found = search(SMALL, SLOW, cheap)
+    assert found is not None and found.settings == cheap
+    strategy = found.choices[0]
+    assert set(strategy.skipped) == {"p3", "slicing", "wfbp", "deferred-pull"}
+    assert "no time to simulate p3" in reason_of(strategy)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    one, other = (Coordinator(SMALL, SLOW).plan() for _ in range(2))
+    assert one.to_json() == other.to_json()
+
+
+def test_updates_on_servers_are_simulated_as_such() -> None:
+    facts = replace(SLOW, update="server")
+    assert Coordinator(SMALL, facts).plan().facts.update == "server"
+    assert predict_step_s(SMALL, facts, Settings()) > 0.0
+
+
+def test_frames_of_a_simulation_are_counted() -> None:
+    # 250,000 elements in slices of 50,000: 5 of 200 kB, 4 frames each; 3 steps, there and back.
+    expected = 5 * 5 * 4 * 3 * 2 * 3
+    assert simulated_frames(SMALL, SLOW, Settings()) == expected
+    whole = simulated_frames(SMALL, SLOW, Settings(strategy="kvstore"))
+    assert whole == 5 * 4 * 4 * 3 * 2 * 3
+
+
+def test_reasons_say_what_decided() -> None:
+    def choice(value: int, base: int, times: dict[int, float]) -> Choice:
+        tried = tuple(Tried(size, step_s) for size, step_s in times.items())
+        return Choice("frame_bytes", value, base, times[value], times[base], tried)
+
+    gained = reason_of(choice(2, 1, {1: 0.12, 2: 0.10, 3: 0.11}))
+    assert "20.0 % faster than 1 (120.0 ms); next best 3, 110.0 ms" in gained
+    kept = reason_of(choice(1, 1, {1: 0.100, 2: 0.0995}))
+    assert kept.startswith("kept: 2 would give 99.5 ms, 0.5 % less, and below 1 %")
+    slower = reason_of(choice(1, 1, {1: 0.10, 2: 0.11}))
+    assert slower == "kept: next best is 2, 110.0 ms, 10.0 % slower"
+    assert reason_of(choice(1, 1, {1: 0.1, 2: 0.1, 3: 0.1})) == "kept: makes no difference here"
+    assert reason_of(choice(1, 1, {1: 0.1, 2: 0.1, 3: 0.2})) == "kept: 2 is as fast"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 0}, "workers is 0"),
+        ({"rate_bps": float("nan")}, "rate_bps is nan"),
+        ({"rate_bps": 0.0}, "rate_bps is 0"),
+        ({"latency_s": -1.0}, "latency_s is -1"),
+        ({"latency_s": float("nan")}, "latency_s is nan"),
+        ({"update": "nowhere"}, "unknown update 'nowhere'"),
+    ],
+)
+def test_facts_that_make_no_sense_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SLOW, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy": "p4"}, "unknown strategy 'p4'"),
+        ({"slice_elems": 0}, "slice_elems is 0"),
+        ({"frame_bytes": 63}, "frame_bytes is 63"),
+        ({"frame_bytes": 1 << 23}, "frame_bytes is 8388608"),
+        ({"send_buffer_bytes": -1}, "send_buffer_bytes is -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**change)  # type: ignore[arg-type]
+
+
+def test_settings_are_those_of_a_session() -> None:
+    options = Options(strategy="wfbp", slice_elems=1000, frame_bytes=4096, seed=7)
+    settings = Settings.of(options)
+    assert settings.applied_to(Options(seed=7)) == options
+    # One's own slice size is the same setting whether it is written or not.
+    assert Settings(slice_elems=50_000) == Settings()
+    assert Settings(strategy="kvstore", slice_elems=9) == Settings(strategy="kvstore")
+
+
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["gradlane", "plan", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), " ".join(captured.out.split()), captured.err
+
+
+def test_the_command_prints_each_choice_and_writes_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profile, made = tmp_path / "profile.json", tmp_path / "plan.json"
+    write_profile(SMALL, profile)
+    arguments = (str(profile), "--workers", "4", "--rate", "200mbit", "--json", str(made))
+    status, out, _ = run_command(monkeypatch, capsys, *arguments)
+    assert status == 0
+    content = json.loads(made.read_text())
+    assert (content["format"], content["version"]) == ("gradlane-plan", 1)
+    settings = [choice["setting"] for choice in content["choices"]]
+    assert settings == ["strategy", "slice_elems", "frame_bytes", "send_buffer_bytes"]
+    for setting in settings:
+        assert setting in out
+    assert content["summary"] in out
+    assert [row["name"] for row in content["tensors"]] == [one.name for one in SMALL.tensors]
+    assert {(row["scheme"], row["codec"]) for row in content["tensors"]} == {("ps", "raw")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resnet50", "--workers", "0", "--rate", "1gbit"), "workers is 0"),
+        (("resnet50", "--workers", "4", "--rate", "nan"), "'nan' is not a rate"),
+        (("resnet50", "--workers", "4", "--rate", "1gbit", "--latency-s", "nan"), "latency_s"),
+        (("resnet50", "--workers", "4", "--rate", "1gbit", "--budget-s", "nan"), "budget-s"),
+        (("resnet50", "--workers", "4", "--rate", "1gbit", "--update", "x"), "unknown update"),
+        (("alexnet", "--workers", "4", "--rate", "1gbit"), "alexnet"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    status, _, errors = run_command(monkeypatch, capsys, *arguments)
+    assert status == 2
+    assert message in errors
