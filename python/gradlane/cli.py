@@ -259,9 +259,10 @@ def whatif(
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write the timeline of the first cluster, for Perfetto or Chrome."),
+        typer.Option(help="Write the timeline of a single cluster, for Perfetto or Chrome."),
     ] = None,
     json_path: JsonPath = None,
+    html_path: HtmlPath = None,
 ) -> None:
     """Say whether the network is the bottleneck of a training, and what would help.
 
@@ -275,7 +276,7 @@ def whatif(
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
 
-    _require_writable(json_path, trace)
+    _require_writable(json_path, html_path, trace)
     lists.parse_names(codec, CODECS, "codec")
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
@@ -296,6 +297,7 @@ def whatif(
         ),
         console=wide_console(),
         trace_path=trace,
+        html_path=html_path,
     )
     if json_path is not None:
         command.write_json(json_path, content)
@@ -308,26 +310,39 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
-    from gradlane.report import report_from_results
+    from gradlane.report import report_from_results, report_from_whatif
 
-    rows = _read_rows(results)
+    content = _read_json(results)
     target = html_path or results.with_suffix(".html")
     _require_writable(target)
-    report_from_results(rows, target)
+    if isinstance(content, dict) and "rows" in content and "answers" in content:
+        report_from_whatif(content, target)
+    else:
+        report_from_results(_rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 
 def _read_rows(results: Path) -> list[dict[str, Any]]:
     """Read the rows of a lab run; `ValueError` where there are none."""
+    return _rows_in(_read_json(results), results)
+
+
+def _read_json(path: Path) -> Any:
     try:
-        rows = json.loads(results.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
-        raise ValueError(f"cannot read {results}: {failure.strerror}") from failure
+        raise ValueError(f"cannot read {path}: {failure.strerror}") from failure
     except ValueError as failure:
-        raise ValueError(f"{results} is not JSON: {failure}") from failure
-    if not isinstance(rows, list) or not rows or "strategy" not in rows[0]:
-        raise ValueError(f"{results} holds no rows of a lab run: make it with `lab run --json`")
-    return rows
+        raise ValueError(f"{path} is not JSON: {failure}") from failure
+
+
+def _rows_in(content: Any, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not content or "strategy" not in content[0]:
+        raise ValueError(
+            f"{path} holds no rows of a lab run or a what-if: make it with `lab run --json` or "
+            "`whatif --json`"
+        )
+    return content
 
 
 def _require_writable(*paths: Path | None) -> None:
