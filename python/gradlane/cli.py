@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
 app.add_typer(lab, name="lab")
+trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
+app.add_typer(trace_commands, name="trace")
 
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
@@ -86,6 +88,10 @@ def lab_run(
     batch_time_s: Annotated[
         float | None, typer.Option(help="Nominal compute time of a batch.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -112,8 +118,9 @@ def lab_run(
         seed=seed,
         profile_path=None if profile is None else str(profile),
         batch_time_s=batch_time_s,
+        trace_path=trace,
     )
-    _require_writable(json_path, html_path)
+    _require_writable(json_path, html_path, trace)
     _run_and_show(options, json_path, html_path)
 
 
@@ -302,6 +309,25 @@ def whatif(
     if json_path is not None:
         command.write_json(json_path, content)
         typer.echo(f"wrote {json_path}")
+
+
+@trace_commands.command("merge")
+def trace_merge(
+    files: Annotated[
+        list[Path], typer.Argument(help="The ranks' files, such as trace.rank*.json.")
+    ],
+    output: Annotated[Path, typer.Option(help="Where all ranks go; .gz compresses.")],
+) -> None:
+    """Join the timelines of a run's ranks into one file, their clocks aligned."""
+    from gradlane.timeline.chrome import read_chrome, write_chrome
+    from gradlane.timeline.merge import merge
+
+    _require_writable(output)
+    timeline = merge([read_chrome(path) for path in files])
+    write_chrome(timeline, output)
+    for note in timeline.notes:
+        typer.echo(note)
+    typer.echo(f"wrote {output}")
 
 
 @app.command()

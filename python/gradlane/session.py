@@ -23,6 +23,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.timeline.recorder import Recorder
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -73,6 +75,7 @@ def init(
     work_threads: int = 1,
     check_every: int = 0,
     trace: bool = False,
+    trace_path: str | Path | None = None,
     core: CoreModule | None = None,
 ) -> Session:
     """Open a session on this rank; every rank calls it with the same options.
@@ -107,6 +110,9 @@ def init(
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0: never.
         trace: keep a trace of frames, for `Session.take_trace`.
+        trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
+            Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which
+            `gradlane trace merge` joins; see `docs/timelines.md`.
         core: in place of the compiled core; for tests.
 
     Returns:
@@ -134,6 +140,7 @@ def init(
         work_threads=work_threads,
         check_every=check_every,
         trace=trace,
+        trace_path=_trace_path(trace_path),
     )
     core = core if core is not None else load_core()
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
@@ -150,7 +157,8 @@ class Session:
     ) -> None:
         """Open a session; use `init` instead."""
         host, port = store_address(store, os.environ)
-        self._around = Surroundings(core, options, place, host, port, secret)
+        self._recorder = _make_recorder(options, place)
+        self._around = Surroundings(core, options, place, host, port, secret, self._recorder)
         self._store = store
         self._prepared: list[Prepared] = []
         self._ended: str | None = None
@@ -329,6 +337,7 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        self._write_timeline()
         if errors:
             raise errors[0]
 
@@ -344,6 +353,7 @@ class Session:
         lifecycle.unwatch(self)
         for prepared in self._prepared:
             prepared.abort(reason)
+        self._write_timeline()
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -400,6 +410,28 @@ class Session:
         again.close(_CLOSE_TIMEOUT_S)
         self._prepared.remove(again)
 
+    def _write_timeline(self) -> None:
+        if self._recorder is not None:
+            self._recorder.write()
+
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
+
+
+def _trace_path(path: str | Path | None) -> Path | None:
+    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
+    return Path(text) if text else None
+
+
+def _make_recorder(options: Options, place: Place) -> Recorder | None:
+    if options.trace_path is None:
+        return None
+    facts = {
+        "strategy": options.strategy,
+        "workers": place.world_size,
+        "job": place.job,
+        "slice_elems": options.slice_elems,
+        "update": options.update,
+    }
+    return Recorder(options.trace_path, place.rank, facts)
