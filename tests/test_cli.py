@@ -17,19 +17,9 @@ import pytest
 
 from gradlane import cli
 from gradlane.lab.privilege import why_no_namespaces
+from tests.command_line import run
 
 REASON = why_no_namespaces()
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """Return exit status, output and errors of `gradlane ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["gradlane", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(caught.value.code or 0), captured.out, captured.err
 
 
 def test_help_names_the_commands(

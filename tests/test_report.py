@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ from gradlane.report import (
     utilization_plot,
     write_report,
 )
+from tests.browser import needs_browser, probe
 
 EVIL = '</script><script>alert("x")</script><b>&'
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def row(strategy: str, step_s: float, **fields: Any) -> dict[str, Any]:
@@ -219,52 +217,33 @@ def test_measured_here_names_command_and_versions() -> None:
     assert {"when", "python", "system", "processors"} <= set(measurement.facts)
 
 
-def render(page: Path, tmp_path: Path, script: str) -> str:
-    """Open a copy of a page that runs one more script at its end, and return the document."""
-    assert BROWSER is not None
-    probed = tmp_path / "probed.html"
-    text = page.read_text(encoding="utf-8")
-    probed.write_text(text.replace("</body>", f"<script>{script}</script></body>"), "utf-8")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=5000"]
-    result = subprocess.run(
-        [*command, probed.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    return result.stdout
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs the chromium browser")
+@needs_browser
 def test_browser_draws_all_plots_and_sorts(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     report_from_results(rows(), path)
     script = """
-      const errors = []; window.addEventListener("error", (event) => errors.push(event.message));
       const table = document.querySelector("table");
       const click = (name) => [...table.querySelectorAll("th button")]
         .find((button) => button.textContent === name).click();
       const order = () => [...table.tBodies[0].rows].map((r) => r.cells[0].textContent).join();
       click("step, s"); const up = order(); click("step, s"); const down = order();
-      document.body.dataset.result = JSON.stringify({
-        up, down, errors,
+      say({
+        up, down, problems,
         plots: document.querySelectorAll(".plot").length,
         filled: document.querySelectorAll(".plot:has(svg)").length,
         wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
       });
     """
-    document = render(path, tmp_path, script)
-    found = re.search(r'data-result="([^"]*)"', document)
-    assert found is not None
-    result = json.loads(found.group(1).replace("&quot;", '"'))
-    assert result["errors"] == []
+    result = probe(path, tmp_path, script)
+    assert result["problems"] == []
     assert result["plots"] == result["filled"] == len(plots_of(path))
     assert result["up"] == "none,p3,ddp-gloo:1,ddp-gloo:25"
     assert result["down"] == "ddp-gloo:25,ddp-gloo:1,p3,none"
     assert result["wide"] is False
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs the chromium browser")
+@needs_browser
 def test_browser_runs_no_inserted_script(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     evil_page(path)
-    document = render(path, tmp_path, "document.body.dataset.title = document.title;")
-    assert 'data-title="&lt;/script' in document or 'data-title="</script' in document
+    assert probe(path, tmp_path, "say(document.title);") == EVIL

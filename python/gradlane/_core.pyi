@@ -218,6 +218,19 @@ class Channel:
         priority); kinds are those of the wire: 1 push, 2 broadcast, 3 notify, 4 pull, …
         """
 
+    def take_timeline(
+        self,
+    ) -> tuple[
+        list[tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]], int
+    ]:
+        """Return what was recorded since the last call of this or of `take_trace`.
+
+        Rows are ((begin, end) in ns as `time.monotonic_ns`, "tx", "rx" or "work", kind by name,
+        peer, step, (tensor, slice, offset in bytes), bytes with headers, priority). A frame begins
+        when it is chosen, or when its header has arrived. The number says how many rows fell out
+        since the start before they were taken; the last 262,144 frames and works are kept.
+        """
+
     def failure(self) -> str | None:
         """Return why the session has failed, or None."""
 

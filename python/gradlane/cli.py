@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
 app.add_typer(lab, name="lab")
+trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
+app.add_typer(trace_commands, name="trace")
 
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
@@ -86,6 +88,10 @@ def lab_run(
     batch_time_s: Annotated[
         float | None, typer.Option(help="Nominal compute time of a batch.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -112,8 +118,9 @@ def lab_run(
         seed=seed,
         profile_path=None if profile is None else str(profile),
         batch_time_s=batch_time_s,
+        trace_path=trace,
     )
-    _require_writable(json_path, html_path)
+    _require_writable(json_path, html_path, trace)
     _run_and_show(options, json_path, html_path)
 
 
@@ -259,9 +266,10 @@ def whatif(
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write the timeline of the first cluster, for Perfetto or Chrome."),
+        typer.Option(help="Write the timeline of a single cluster, for Perfetto or Chrome."),
     ] = None,
     json_path: JsonPath = None,
+    html_path: HtmlPath = None,
 ) -> None:
     """Say whether the network is the bottleneck of a training, and what would help.
 
@@ -275,7 +283,7 @@ def whatif(
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
 
-    _require_writable(json_path, trace)
+    _require_writable(json_path, html_path, trace)
     lists.parse_names(codec, CODECS, "codec")
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
@@ -296,6 +304,7 @@ def whatif(
         ),
         console=wide_console(),
         trace_path=trace,
+        html_path=html_path,
     )
     if json_path is not None:
         command.write_json(json_path, content)
@@ -415,32 +424,64 @@ def probe(
         typer.echo(f"wrote {json_path}")
 
 
+@trace_commands.command("merge")
+def trace_merge(
+    files: Annotated[
+        list[Path], typer.Argument(help="The ranks' files, such as trace.rank*.json.")
+    ],
+    output: Annotated[Path, typer.Option(help="Where all ranks go; .gz compresses.")],
+) -> None:
+    """Join the timelines of a run's ranks into one file, their clocks aligned."""
+    from gradlane.timeline.chrome import read_chrome, write_chrome
+    from gradlane.timeline.merge import merge
+
+    _require_writable(output)
+    timeline = merge([read_chrome(path) for path in files])
+    write_chrome(timeline, output)
+    for note in timeline.notes:
+        typer.echo(note)
+    typer.echo(f"wrote {output}")
+
+
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
-    from gradlane.report import report_from_results
+    from gradlane.report import report_from_results, report_from_whatif
 
-    rows = _read_rows(results)
+    content = _read_json(results)
     target = html_path or results.with_suffix(".html")
     _require_writable(target)
-    report_from_results(rows, target)
+    if isinstance(content, dict) and "rows" in content and "answers" in content:
+        report_from_whatif(content, target)
+    else:
+        report_from_results(_rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 
 def _read_rows(results: Path) -> list[dict[str, Any]]:
     """Read the rows of a lab run; `ValueError` where there are none."""
+    return _rows_in(_read_json(results), results)
+
+
+def _read_json(path: Path) -> Any:
     try:
-        rows = json.loads(results.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
-        raise ValueError(f"cannot read {results}: {failure.strerror}") from failure
+        raise ValueError(f"cannot read {path}: {failure.strerror}") from failure
     except ValueError as failure:
-        raise ValueError(f"{results} is not JSON: {failure}") from failure
-    if not isinstance(rows, list) or not rows or "strategy" not in rows[0]:
-        raise ValueError(f"{results} holds no rows of a lab run: make it with `lab run --json`")
-    return rows
+        raise ValueError(f"{path} is not JSON: {failure}") from failure
+
+
+def _rows_in(content: Any, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not content or "strategy" not in content[0]:
+        raise ValueError(
+            f"{path} holds no rows of a lab run or a what-if: make it with `lab run --json` or "
+            "`whatif --json`"
+        )
+    return content
 
 
 def _require_writable(*paths: Path | None) -> None:

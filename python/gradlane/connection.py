@@ -14,6 +14,7 @@ from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.options import Options
 from gradlane.rendezvous import Meeting
+from gradlane.timeline.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Surroundings:
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
+        recorder: what a timeline is recorded with, or None.
     """
 
     core: CoreModule
@@ -35,6 +37,7 @@ class Surroundings:
     store_host: str
     store_port: int
     secret: str | None
+    recorder: Recorder | None = None
 
 
 def open_channel(
@@ -102,7 +105,7 @@ def _channel_options(around: Surroundings, job: str, rank: int) -> str:
             "silence_timeout_s": options.silence_timeout_s,
             "progress_timeout_s": options.progress_timeout_s,
             "connect_timeout_s": options.connect_timeout_s,
-            "trace": options.trace,
+            "trace": options.trace or around.recorder is not None,
         }
     )
 

@@ -10,6 +10,7 @@ import importlib
 from typing import Protocol, cast
 
 from gradlane.errors import GradlaneError, PeerLost, ProgressTimeout, SessionFailed
+from gradlane.timeline.recorded import CoreRow
 
 
 class Listener(Protocol):
@@ -76,6 +77,9 @@ class Channel(Protocol):
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace."""
+
+    def take_timeline(self) -> tuple[list[CoreRow], int]:
+        """Return and forget the trace, with begins and works, and how much of it was not kept."""
 
     def finish(self, timeout_s: float) -> None:
         """Close in order, with a goodbye to every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
@@ -32,6 +33,7 @@ class Options:
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0 is never.
         trace: keep a trace of frames for `Session.take_trace`.
+        trace_path: write a timeline to this file at the end, each rank its own; or None.
     """
 
     strategy: str = "p3"
@@ -50,6 +52,7 @@ class Options:
     work_threads: int = 1
     check_every: int = 0
     trace: bool = False
+    trace_path: Path | None = None
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -70,6 +73,8 @@ class Options:
         for name in ("send_buffer_bytes", "work_threads", "check_every", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.trace_path is not None and not self.trace_path.absolute().parent.is_dir():
+            raise ValueError(f"trace_path is {self.trace_path}, whose folder does not exist")
         if self.ports is not None:
             low, high = self.ports
             if not 1 <= low <= high <= 65535:

@@ -35,6 +35,7 @@ from gradlane.server_state import ServerState, check_taken_over
 from gradlane.shared_storage import Clusters
 from gradlane.steps import Driver, Phase, Steps
 from gradlane.table import Entry, build_table, extra_entry, names_of
+from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
 
 
@@ -81,6 +82,11 @@ class Prepared:
         self._extras, self._members = self._make_members()
         rows = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         self.channel = open_channel(around, meeting, rows, update=around.options.update)
+        self._recording: Recording | None = None
+        if around.recorder is not None:
+            names = [str(row["name"]) for row in rows]
+            self._recording = around.recorder.record(self.channel, names)
+            self.channel = self._recording.channel
         self._carrier = self._make_carrier()
         try:
             everything = [*self._entries, *self._extras]
@@ -101,6 +107,8 @@ class Prepared:
         )
         self.steps = self._make_steps()
         self.installation.install(self.steps)
+        if self._recording is not None:
+            self._recording.watch(model)
         self._server = self._make_server_state(meeting) if self._serves else None
 
     def close(self, timeout_s: float) -> None:
@@ -121,6 +129,8 @@ class Prepared:
             self.abort(f"closed after an error: {error}")
             raise
         self.installation.remove()
+        if self._recording is not None:
+            self._recording.unwatch()
         if self._server is not None:
             self._server.release()
         self.steps.close("the session was closed")
@@ -299,14 +309,17 @@ class Prepared:
     def _make_steps(self) -> Steps:
         around, optimizer = self._around, self._optimizer
         observes = around.place.rank == 0 and around.place.world_size > 1
+        step_whole = self.installation.step_whole
+        if self._recording is not None:
+            step_whole = self._recording.timed_update(step_whole)
         driver = Driver(
             update=DeferredUpdate(
                 optimizer,
-                self.installation.step_whole,
+                step_whole,
                 [entry.tensor for entry in self._trained],
                 self._index_of,
             ),
-            step_whole=self.installation.step_whole,
+            step_whole=step_whole,
             defers=lambda: self._defer and not optimizers.has_step_hooks(optimizer),
             check_unchanged=self.installation.check_unchanged,
             server_rows=self._server_rows if self._serves else None,

@@ -24,6 +24,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +46,7 @@ from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.timeline.recorder import Recorder
 
 if TYPE_CHECKING:
     from gradlane.planner.learning import Learning
@@ -81,6 +83,7 @@ def init(
     work_threads: int = Options.work_threads,
     check_every: int = Options.check_every,
     trace: bool = Options.trace,
+    trace_path: str | Path | None = None,
     core: CoreModule | None = None,
 ) -> Session:
     """Open a session on this rank; every rank calls it with the same options.
@@ -115,6 +118,9 @@ def init(
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0: never.
         trace: keep a trace of frames, for `Session.take_trace`.
+        trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
+            Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which
+            `gradlane trace merge` joins; see `docs/timelines.md`.
         core: in place of the compiled core; for tests.
 
     Returns:
@@ -142,6 +148,7 @@ def init(
         work_threads=work_threads,
         check_every=check_every,
         trace=trace,
+        trace_path=_trace_path(trace_path),
     )
     core = core if core is not None else load_core()
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
@@ -158,7 +165,8 @@ class Session:
     ) -> None:
         """Open a session; use `init` instead."""
         host, port = store_address(store, os.environ)
-        self._around = Surroundings(core, options, place, host, port, secret)
+        self._recorder = _make_recorder(options, place)
+        self._around = Surroundings(core, options, place, host, port, secret, self._recorder)
         self._store = store
         self._prepared: list[Prepared] = []
         self._learnings: dict[int, Learning] = {}
@@ -380,6 +388,7 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        self._write_timeline()
         if errors:
             raise errors[0]
 
@@ -396,6 +405,7 @@ class Session:
         self._stop_learning()
         for prepared in self._prepared:
             prepared.abort(reason)
+        self._write_timeline()
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -490,6 +500,10 @@ class Session:
             self.abort(f"the plan could not be put into force: {error}")
             raise
 
+    def _write_timeline(self) -> None:
+        if self._recorder is not None:
+            self._recorder.write()
+
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
@@ -502,3 +516,21 @@ def _trained_sizes(model: nn.Module) -> dict[str, int]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not is_lazy(parameter) and parameter.numel() > 0
     }
+
+
+def _trace_path(path: str | Path | None) -> Path | None:
+    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
+    return Path(text) if text else None
+
+
+def _make_recorder(options: Options, place: Place) -> Recorder | None:
+    if options.trace_path is None:
+        return None
+    facts = {
+        "strategy": options.strategy,
+        "workers": place.world_size,
+        "job": place.job,
+        "slice_elems": options.slice_elems,
+        "update": options.update,
+    }
+    return Recorder(options.trace_path, place.rank, facts)

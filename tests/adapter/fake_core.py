@@ -18,6 +18,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from gradlane.timeline.recorded import CoreRow
+
 _TORCH_DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
@@ -351,6 +353,9 @@ class FakeChannel:
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         return []
+
+    def take_timeline(self) -> tuple[list[CoreRow], int]:
+        return [], 0
 
     def failure(self) -> str | None:
         return self.world.failure[0] if self.world.failure else None

@@ -19,6 +19,8 @@ from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
 from gradlane.lab.run import LabOptions, run_lab
 from gradlane.lab.strategy import parse_strategies, parse_strategy
+from gradlane.timeline.checks import check_events
+from gradlane.timeline.chrome import read_chrome, to_chrome
 
 REASON = why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(
@@ -109,6 +111,8 @@ def test_wrong_strategies_are_refused(text: str, message: str) -> None:
         ({"batch_time_s": 0.0}, "batch-time-s"),
         ({"profile_path": "/nowhere/profile.json"}, "/nowhere"),
         ({"strategies": []}, "strategy"),
+        ({"trace_path": Path("t.json")}, "these are 0"),
+        ({"trace_path": Path("t.json"), "strategies": parse_strategies("p3,wfbp")}, "these are 2"),
     ],
 )
 def test_wrong_options_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -234,6 +238,34 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
     # Sums of two are the same in any order, and repeats are the same runs.
     assert len({one.param_digest for one in rows if one.strategy != "none"}) == 1
     assert json.loads(saved.read_text()) == [dataclasses.asdict(one) for one in rows]
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
+    """The timeline of all ranks, in one file."""
+    path = tmp_path / "trace.json"
+    options = LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies("p3"),
+        workers=2,
+        rates_bps=[200_000_000],
+        dilation=2.0,
+        steps=3,
+        warmup=1,
+        profile_path=str(profile),
+        trace_path=path,
+    )
+    one = run_lab(options)[0]
+    timeline = read_chrome(path)
+    check_events(to_chrome(timeline))
+    assert timeline.rate_bps == 200_000_000 and timeline.facts["workload"] == "resnet50"
+    for rank in range(2):
+        own = [span for span in timeline.spans if span.rank == rank]
+        trained = {span.arguments["step"] for span in own if span.lane == "forward"}
+        assert trained == set(range(1, one.warmup + one.steps + 1))
+        received = {span.name for span in own if span.lane == "receive"}
+        assert received >= {"first.weight", "middle.weight", "head.weight"}
 
 
 @needs_namespaces

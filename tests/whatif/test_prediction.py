@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradlane import cli
 from gradlane.whatif.prediction import (
     can_predict,
     markdown_of,
@@ -17,6 +15,7 @@ from gradlane.whatif.prediction import (
     replayed_profile,
     summary_of,
 )
+from tests.command_line import run
 
 ROW: dict[str, Any] = {
     "workload": "resnet50",
@@ -89,11 +88,8 @@ def test_the_command_prints_a_table(
 ) -> None:
     results, written = tmp_path / "results.json", tmp_path / "out.json"
     results.write_text(json.dumps([row(), row(strategy="none")]), encoding="utf-8")
-    arguments = ["gradlane", "lab", "predict", str(results), "--json", str(written)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    out = capsys.readouterr().out
-    assert not caught.value.code
+    arguments = ["lab", "predict", str(results), "--json", str(written)]
+    status, out, _ = run(monkeypatch, capsys, *arguments)
+    assert status == 0
     assert "| resnet50 | p3 | 4 |" in out and "median error" in out
     assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 1

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from gradlane import cli
-from gradlane.whatif.advice import answers_of
+from gradlane.whatif.advice import answers_of, needs_of, text_of_needs
 from gradlane.whatif.grid import Row, clusters_of, evaluate
 from gradlane.whatif.lists import (
     parse_compressions,
@@ -25,6 +24,7 @@ from gradlane.whatif.lists import (
 )
 from gradlane.whatif.profiles import Profile, ProfileTensor, read_profile, synthetic_profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
+from tests.command_line import run
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SMALL = Profile(
@@ -84,15 +84,6 @@ def test_the_same_scenario_gives_the_same_report() -> None:
     assert run_scenario(other) != first
 
 
-def test_a_trace_is_what_viewers_take() -> None:
-    answer = run_scenario(scenario_of(SMALL, Cluster(2, 1e9), trace=True))
-    events = answer["trace"]["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"forward", "backward", "push", "broadcast"} <= lanes
-    spans = [event for event in events if event["ph"] == "X"]
-    assert spans and all(span["dur"] >= 0 and {"ts", "pid", "tid"} <= set(span) for span in spans)
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="p4"):
         scenario_of(SMALL, Cluster(4, 1e9, "p4"))
@@ -125,9 +116,12 @@ def test_the_answer_names_the_cheapest_change() -> None:
     assert slow.bottleneck == middle.bottleneck == "network"
     assert slow.cheapest is not None and slow.cheapest.kind == "link"
     assert slow.cheapest.rate_bps == 5e9
+    assert slow.cheapest.strategy == "p3"
     assert [change.kind for change in slow.alternatives] == ["compression"]
     assert middle.cheapest is not None and middle.cheapest.kind == "strategy"
     assert "p3, exact and free" in middle.text
+    # What else would do is told without p3, which needs nothing else.
+    assert [change.strategy for change in middle.alternatives] == ["wfbp", "wfbp"]
     assert fast.bottleneck == "none"
     assert fast.cheapest is not None and fast.cheapest.kind == "nothing"
     assert "not the bottleneck" in fast.text
@@ -145,6 +139,29 @@ def test_a_busy_host_is_not_taken_for_the_network() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e8])
     (answer,) = answers_of([replace(row, io_utilization=0.97)])
     assert answer.bottleneck == "host"
+    for port, bottleneck in ((0.3, "host"), (0.9, "network")):
+        (answer,) = answers_of([replace(row, io_utilization=0.8, tx_utilization=port)])
+        assert answer.bottleneck == bottleneck
+
+
+def test_a_formula_is_not_advised_before_a_simulation() -> None:
+    rows = grid(SMALL, strategies=["wfbp", "p3", "ring-fused"], rates_bps=[1e8])
+    scaled = {"wfbp": 0.5, "p3": 0.96, "ring-fused": 1.0}
+    (answer,) = answers_of([replace(row, scaling_factor=scaled[row.strategy]) for row in rows])
+    assert answer.cheapest is not None and answer.cheapest.strategy == "p3"
+
+
+def test_needs_are_the_rates_from_which_on_the_goal_is_reached() -> None:
+    (row,) = grid(SMALL)
+    shares = {1e9: 0.96, 2e9: 0.90, 3e9: 0.95, 4e9: 0.99}
+    rows = [replace(row, rate_bps=rate, scaling_factor=it) for rate, it in shares.items()]
+    (need,) = needs_of(rows)
+    assert (need.rate_bps, need.from_slowest) == (3e9, False)
+    assert text_of_needs([need]) == ["4 workers: 95 % takes 3 Gbit/s with p3."]
+    assert needs_of(rows[2:])[0].from_slowest
+    (need,) = needs_of(rows[:2])
+    assert need.rate_bps is None
+    assert "more than was simulated" in text_of_needs([need])[0]
 
 
 def test_lists_are_read_as_people_write_them() -> None:
@@ -187,24 +204,12 @@ def test_additions_are_read(tmp_path: Path) -> None:
         read_additions(path)
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["gradlane", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(caught.value.code or 0), captured.out, captured.err
-
-
 def test_the_command_prints_and_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "whatif.json"
     arguments = ("whatif", "resnet50", "--workers", "2,4", "--rate", "1gbit,5gbit")
-    trace = tmp_path / "trace.json"
-    files = ("--json", str(path), "--trace", str(trace))
-    status, out, _ = run(monkeypatch, capsys, *arguments, *files)
+    status, out, _ = run(monkeypatch, capsys, *arguments, "--json", str(path))
     assert status == 0
     assert "bottleneck" in out and "p3" in out
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -223,7 +228,7 @@ def test_the_command_prints_and_writes(
     } <= set(content["rows"][0])
     assert all(0.0 < row["scaling_factor"] <= 1.0 for row in content["rows"])
     assert len(content["answers"]) == 4
-    assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 1000
+    assert len(content["needs"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_the_command_prints_and_writes(
         (["resnet50", "--strategy", "p4"], "p4"),
         (["resnet50", "--codec", "magic"], "magic"),
         (["resnet50", "--workers", "many"], "many"),
-        (["resnet50", "--strategy", "ring-fused", "--trace", "trace.json"], "no timeline"),
+        (["resnet50", "--strategy", "ring-fused", "--trace", "trace.json"], "are 20"),
         (["resnet50", "--json", "/no/such/folder/x.json"], "folder"),
     ],
 )

@@ -20,7 +20,7 @@ use crate::options::ChannelOptions;
 use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
-use crate::trace::{Trace, TraceEntry};
+use crate::trace::{Trace, TraceEntry, WorkEntry};
 use gradlane_engine::{Journal, Plan, UsageError};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -433,7 +433,19 @@ impl Channel {
     /// Frames recorded since the last call; none without the option `trace`.
     #[must_use]
     pub fn take_trace(&self) -> Vec<TraceEntry> {
-        self.shared.trace.take()
+        self.shared.trace.take_frames()
+    }
+
+    /// Works recorded since the last call; none without the option `trace`.
+    #[must_use]
+    pub fn take_works(&self) -> Vec<WorkEntry> {
+        self.shared.trace.take_works()
+    }
+
+    /// Frames and works that were recorded and fell out before they were taken.
+    #[must_use]
+    pub fn trace_dropped(&self) -> u64 {
+        self.shared.trace.dropped()
     }
 
     /// After the end of a session with the option `journal`: what the engine heard and decided, once.

@@ -313,6 +313,7 @@ impl Driver {
         };
         if let Some(Some(link)) = self.links.get_mut(peer.index()) {
             link.said_goodbye |= header.kind == FrameKind::Goodbye;
+            self.shared.trace.chosen(peer);
             link.connection.sender.push(header, payload, Some(transmit));
             count(&self.shared.metrics.outgoing_frames, 1);
             if !self.dirty.contains(&peer) {
@@ -330,7 +331,7 @@ impl Driver {
         let counters = &shared.metrics.peers[rank.index()];
         let result = link.connection.flush(|header, transmit| {
             count(&counters.sent_frames, 1);
-            shared.trace.record(crate::trace::Direction::Sent, rank, header);
+            shared.trace.sent(rank, header);
             if let Some(transmit) = transmit {
                 shared.metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
                 engine.handle_sent(&transmit);

@@ -6,6 +6,7 @@
 use crate::kernels::{Done, Job};
 use crate::ready::lock;
 use crate::shared::Shared;
+use crate::trace::{Trace, WorkEntry};
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -28,13 +29,14 @@ struct Queue {
 pub(crate) struct Executor {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
+    shared: Arc<Shared>,
 }
 
 impl Executor {
     /// Starts `threads` threads; with none, jobs run where they are given.
     pub(crate) fn start(shared: &Arc<Shared>, threads: usize) -> io::Result<Executor> {
         let queue = Arc::new(Queue::default());
-        let mut executor = Executor { queue, threads: Vec::new() };
+        let mut executor = Executor { queue, threads: Vec::new(), shared: Arc::clone(shared) };
         for _ in 0..threads {
             let (queue, shared) = (Arc::clone(&executor.queue), Arc::clone(shared));
             let builder = std::thread::Builder::new().name("gradlane-work".to_owned());
@@ -46,7 +48,7 @@ impl Executor {
     /// Hands a job to the threads, or runs it when that is quicker.
     pub(crate) fn give(&self, job: Job) -> Option<Done> {
         if self.threads.is_empty() || job.bytes() <= INLINE_BYTES {
-            return Some(run_guarded(job));
+            return Some(run_guarded(job, &self.shared.trace));
         }
         lock(&self.queue.jobs).0.push_back(job);
         self.queue.available.notify_one();
@@ -99,17 +101,22 @@ fn run_jobs(queue: &Queue, shared: &Shared) {
                 jobs = queue.available.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        let done = run_guarded(job);
+        let done = run_guarded(job, &shared.trace);
         lock(&queue.done).push(done);
         shared.poller.wake();
     }
 }
 
 /// A panic in a kernel is an error of the session, not the silent end of a thread.
-fn run_guarded(job: Job) -> Done {
-    let (id, slice) = (job.id, job.slice);
-    catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
+fn run_guarded(job: Job, trace: &Trace) -> Done {
+    let (id, step, slice) = (job.id, job.step, job.slice);
+    let begun = trace.clock().map(|begin_ns| (begin_ns, job.kind(), job.bytes() as u64));
+    let done = catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
         let text = crate::shared::panic_text(&*panic);
         Done { id, slice, state: None, result: Err(format!("a kernel panicked: {text}")) }
-    })
+    });
+    if let (Some((begin_ns, kind, bytes)), Some(end_ns)) = (begun, trace.clock()) {
+        trace.worked(WorkEntry { begin_ns, end_ns, kind, step, slice, bytes });
+    }
+    done
 }

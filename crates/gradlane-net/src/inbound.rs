@@ -4,7 +4,6 @@ use crate::connection::{Fault, FrameSink, Target};
 use crate::memory::{MemoryTable, Span};
 use crate::metrics::count;
 use crate::shared::Shared;
-use crate::trace::Direction;
 use gradlane_engine::{JournaledEngine, Landing, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -24,6 +23,7 @@ fn broken(error: &ProtocolError) -> Fault {
 
 impl FrameSink for Inbound<'_> {
     fn frame_announced(&mut self, header: &FrameHeader) -> Result<Target, Fault> {
+        self.shared.trace.announced(self.peer);
         let landing = self.engine.handle_header(self.peer, header);
         match landing.map_err(|error| broken(&error))? {
             Landing::Control => Ok(Target::Control),
@@ -38,7 +38,7 @@ impl FrameSink for Inbound<'_> {
 
     fn frame_arrived(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
         count(&self.shared.metrics.peers[self.peer.index()].received_frames, 1);
-        self.shared.trace.record(Direction::Received, self.peer, header);
+        self.shared.trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
         let result = match control {
             Some(payload) => self.engine.handle_control(self.peer, header, payload),

@@ -5,12 +5,13 @@
 
 use crate::memory::Span;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
+use crate::trace::WorkKind;
 use gradlane_codec::{
     reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, Mean, SgdMemory,
     SgdOptions, SgdStep,
 };
 use gradlane_engine::WorkId;
-use gradlane_units::{Dtype, SliceId};
+use gradlane_units::{Dtype, SliceId, Step};
 use std::num::NonZeroU32;
 
 /// Inputs in rank order and how they are averaged.
@@ -54,6 +55,7 @@ pub(crate) enum Kernel {
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) id: WorkId,
+    pub(crate) step: Step,
     pub(crate) slice: SliceId,
     pub(crate) kernel: Kernel,
 }
@@ -68,6 +70,15 @@ pub(crate) struct Done {
 }
 
 impl Job {
+    /// What the job does, in the words of a trace.
+    pub(crate) fn kind(&self) -> WorkKind {
+        match &self.kernel {
+            Kernel::Reduce { .. } => WorkKind::Reduce,
+            Kernel::Apply { .. } => WorkKind::Update,
+            Kernel::Copy { .. } | Kernel::ReadState { .. } => WorkKind::Copy,
+        }
+    }
+
     /// Bytes that the job reads and writes: a measure of how long it takes.
     pub(crate) fn bytes(&self) -> usize {
         match &self.kernel {
@@ -80,7 +91,7 @@ impl Job {
 
     /// Runs the job.
     pub(crate) fn run(self) -> Done {
-        let Job { id, slice, kernel } = self;
+        let Job { id, slice, kernel, .. } = self;
         let (result, state) = match kernel {
             Kernel::Copy { from, to } => {
                 from.copy_to(to);

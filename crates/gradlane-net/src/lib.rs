@@ -52,4 +52,4 @@ pub use memory::UserMemory;
 pub use metrics::{MetricsReading, PeerReading, Refusal};
 pub use optimizer::{Rule, RuleError, StateKind, StateRead};
 pub use options::ChannelOptions;
-pub use trace::{Direction, TraceEntry};
+pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};

@@ -56,7 +56,7 @@ pub struct ChannelOptions {
     /// Time for all ranks to be connected, in seconds.
     #[serde(default = "default_connect_timeout_s")]
     pub connect_timeout_s: f64,
-    /// Whether every frame is recorded (see `Channel::take_trace`).
+    /// Whether every frame and work is recorded (see `Channel::take_trace`).
     #[serde(default)]
     pub trace: bool,
     /// Whether all that the engine hears and decides is kept (see `Channel::take_journal`). It grows

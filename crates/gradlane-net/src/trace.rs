@@ -1,14 +1,15 @@
-//! A record of frames as they leave and arrive: the last ones, in order, never more than fit the
-//! ring. Without the option `trace` nothing is recorded and nothing is paid.
+//! A record of frames as they leave and arrive, and of works as they run: the last ones, in order,
+//! never more than fit the ring. Without the option `trace` nothing is recorded and nothing is paid
+//! but a branch.
 
 use crate::ready::lock;
 use crate::syscall::monotonic_ns;
-use gradlane_units::Rank;
-use gradlane_wire::FrameHeader;
+use gradlane_units::{Rank, SliceId, Step};
+use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
-/// Frames that are kept; older ones fall out.
+/// Entries that are kept of each kind; older ones fall out and are counted.
 const CAPACITY: usize = 1 << 18;
 
 /// Which way a frame went.
@@ -23,7 +24,10 @@ pub enum Direction {
 /// One frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceEntry {
-    /// When, on the machine's monotonic clock, in nanoseconds.
+    /// When it was chosen and the frames before it on its connection were with the kernel, or, of
+    /// one that came, when its header was here; on the machine's monotonic clock, in nanoseconds.
+    pub begin_ns: u64,
+    /// When the last byte of it was with the kernel, or here.
     pub time_ns: u64,
     /// Which way.
     pub direction: Direction,
@@ -33,32 +37,162 @@ pub struct TraceEntry {
     pub header: FrameHeader,
 }
 
+impl TraceEntry {
+    /// Bytes of the frame, its header included.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.header.length) + HEADER_BYTES as u64
+    }
+}
+
+/// What a work did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkKind {
+    /// Added contributions up.
+    Reduce,
+    /// Added them up and updated parameters.
+    Update,
+    /// Copied a result to its place.
+    Copy,
+}
+
+/// One work as it ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkEntry {
+    /// When it began to run, as in [`TraceEntry`].
+    pub begin_ns: u64,
+    /// When it had run.
+    pub end_ns: u64,
+    /// What it did.
+    pub kind: WorkKind,
+    /// For this step.
+    pub step: Step,
+    /// For this slice.
+    pub slice: SliceId,
+    /// Bytes that it read and wrote.
+    pub bytes: u64,
+}
+
+/// What a thread has found out about the frames of one peer.
+#[derive(Clone, Debug, Default)]
+struct Path {
+    /// When frames were chosen that are not yet with the kernel, in order.
+    chosen: VecDeque<u64>,
+    /// When the last frame was with the kernel.
+    sent_at: u64,
+    /// When the header of the frame was here that is arriving.
+    announced_at: u64,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    frames: VecDeque<TraceEntry>,
+    works: VecDeque<WorkEntry>,
+    dropped: u64,
+    paths: Vec<Path>,
+}
+
+impl Ring {
+    fn path(&mut self, peer: Rank) -> &mut Path {
+        if self.paths.len() <= peer.index() {
+            self.paths.resize(peer.index() + 1, Path::default());
+        }
+        &mut self.paths[peer.index()]
+    }
+
+    fn keep_frame(&mut self, entry: TraceEntry) {
+        if self.frames.len() == CAPACITY {
+            self.frames.pop_front();
+            self.dropped += 1;
+        }
+        self.frames.push_back(entry);
+    }
+}
+
 /// The ring.
 #[derive(Debug)]
 pub(crate) struct Trace {
-    entries: Option<Mutex<VecDeque<TraceEntry>>>,
+    ring: Option<Mutex<Ring>>,
 }
 
 impl Trace {
     /// A ring that records, or one that does nothing.
     pub(crate) fn new(enabled: bool) -> Trace {
-        Trace { entries: enabled.then(Mutex::default) }
+        Trace { ring: enabled.then(Mutex::default) }
     }
 
-    /// Records a frame.
-    pub(crate) fn record(&self, direction: Direction, peer: Rank, header: &FrameHeader) {
-        if let Some(entries) = &self.entries {
-            let entry = TraceEntry { time_ns: monotonic_ns(), direction, peer, header: *header };
-            let mut entries = lock(entries);
-            if entries.len() == CAPACITY {
-                entries.pop_front();
-            }
-            entries.push_back(entry);
+    /// A frame to this rank was chosen and stands before its socket.
+    pub(crate) fn chosen(&self, peer: Rank) {
+        if let Some(ring) = &self.ring {
+            lock(ring).path(peer).chosen.push_back(monotonic_ns());
         }
     }
 
-    /// All entries since the last call.
-    pub(crate) fn take(&self) -> Vec<TraceEntry> {
-        self.entries.as_ref().map_or_else(Vec::new, |entries| lock(entries).drain(..).collect())
+    /// The kernel has a frame.
+    pub(crate) fn sent(&self, peer: Rank, header: &FrameHeader) {
+        if let Some(ring) = &self.ring {
+            let time_ns = monotonic_ns();
+            let mut ring = lock(ring);
+            let path = ring.path(peer);
+            let before = std::mem::replace(&mut path.sent_at, time_ns);
+            // The engine does not choose heartbeats.
+            let chosen = match header.kind {
+                FrameKind::Heartbeat => None,
+                _ => path.chosen.pop_front(),
+            };
+            let begin_ns = chosen.unwrap_or(time_ns).max(before).min(time_ns);
+            let (direction, header) = (Direction::Sent, *header);
+            ring.keep_frame(TraceEntry { begin_ns, time_ns, direction, peer, header });
+        }
+    }
+
+    /// The header of a frame is here.
+    pub(crate) fn announced(&self, peer: Rank) {
+        if let Some(ring) = &self.ring {
+            lock(ring).path(peer).announced_at = monotonic_ns();
+        }
+    }
+
+    /// All of a frame is here.
+    pub(crate) fn received(&self, peer: Rank, header: &FrameHeader) {
+        if let Some(ring) = &self.ring {
+            let time_ns = monotonic_ns();
+            let mut ring = lock(ring);
+            let begin_ns = ring.path(peer).announced_at.min(time_ns);
+            let (direction, header) = (Direction::Received, *header);
+            ring.keep_frame(TraceEntry { begin_ns, time_ns, direction, peer, header });
+        }
+    }
+
+    /// The time, if works are to be recorded.
+    pub(crate) fn clock(&self) -> Option<u64> {
+        self.ring.as_ref().map(|_| monotonic_ns())
+    }
+
+    /// A work has run.
+    pub(crate) fn worked(&self, work: WorkEntry) {
+        if let Some(ring) = &self.ring {
+            let mut ring = lock(ring);
+            if ring.works.len() == CAPACITY {
+                ring.works.pop_front();
+                ring.dropped += 1;
+            }
+            ring.works.push_back(work);
+        }
+    }
+
+    /// All frames since the last call.
+    pub(crate) fn take_frames(&self) -> Vec<TraceEntry> {
+        self.ring.as_ref().map_or_else(Vec::new, |ring| lock(ring).frames.drain(..).collect())
+    }
+
+    /// All works since the last call.
+    pub(crate) fn take_works(&self) -> Vec<WorkEntry> {
+        self.ring.as_ref().map_or_else(Vec::new, |ring| lock(ring).works.drain(..).collect())
+    }
+
+    /// How many of both have fallen out since the start.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.ring.as_ref().map_or(0, |ring| lock(ring).dropped)
     }
 }

@@ -159,7 +159,7 @@ impl Works {
                 }
             }
         };
-        Ok(Job { id: work.id, slice: work.slice, kernel })
+        Ok(Job { id: work.id, step: work.step, slice: work.slice, kernel })
     }
 
     /// Waits for running works and starts no others: no work touches memory afterwards.

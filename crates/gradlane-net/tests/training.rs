@@ -4,8 +4,12 @@
 mod support;
 
 use gradlane_engine::{Role, Update};
-use gradlane_net::{AdamOptions, ChannelError, Rule, SgdOptions, StateKind, StateRead, UserMemory};
+use gradlane_net::{
+    AdamOptions, ChannelError, Direction, Rule, SgdOptions, StateKind, StateRead, UserMemory,
+    WorkKind,
+};
 use gradlane_units::{Dtype, Priority, Step, TensorId};
+use gradlane_wire::FrameKind;
 use support::{
     check_means, contribute, deadline, each_rank, never, plan, plan_for, run_step, specs, tensor,
     world, world_with, Tensor, PATIENCE,
@@ -216,6 +220,20 @@ fn priorities_are_switched_on_all_ranks_while_training() {
         let trace = channel.take_trace();
         let switched = trace.iter().any(|entry| entry.header.priority == Priority(-7));
         assert!(switched, "no frame carries the new priority");
+        assert!(trace.iter().all(|entry| entry.begin_ns <= entry.time_ns));
+        // Frames on one connection follow each other.
+        for (peer, direction) in
+            (0..3).flat_map(|it| [(it, Direction::Sent), (it, Direction::Received)])
+        {
+            let own = trace.iter().filter(|it| it.peer.0 == peer && it.direction == direction);
+            let own: Vec<_> = own.filter(|it| it.header.kind != FrameKind::Heartbeat).collect();
+            assert!(own.windows(2).all(|pair| pair[0].time_ns <= pair[1].begin_ns));
+        }
+        let works = channel.take_works();
+        assert!(works.iter().any(|work| work.kind == WorkKind::Reduce && work.bytes > 0));
+        assert!(works.iter().all(|work| work.begin_ns <= work.end_ns && work.step.0 < 6));
+        assert_eq!(channel.trace_dropped(), 0);
+        assert!(channel.take_trace().is_empty() && channel.take_works().is_empty());
     });
 }
 

@@ -103,6 +103,17 @@ fn state_kind(name: &str) -> PyResult<StateKind> {
 /// frame, peer, step, tensor, slice, priority.
 type TraceRow = (u64, &'static str, u8, u32, u64, u32, u32, i32);
 
+/// A row of `take_timeline`: begin and end as in `TraceRow`; "tx", "rx" or "work"; kind of the frame
+/// or work; peer; step; tensor, slice and offset in it; bytes; priority.
+type TimelineRow = ((u64, u64), &'static str, String, u32, u64, (u32, u32, u64), u64, i32);
+
+fn way(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Sent => "tx",
+        Direction::Received => "rx",
+    }
+}
+
 /// Connections to all ranks and the engine on its own threads, for one prepared model.
 #[pyclass(frozen, module = "gradlane._core")]
 pub(crate) struct Channel {
@@ -269,14 +280,10 @@ impl Channel {
     /// priority).
     fn take_trace(&self) -> Vec<TraceRow> {
         let row = |entry: gradlane_net::TraceEntry| {
-            let direction = match entry.direction {
-                Direction::Sent => "tx",
-                Direction::Received => "rx",
-            };
             let header = entry.header;
             (
                 entry.time_ns,
-                direction,
+                way(entry.direction),
                 header.kind.code(),
                 entry.peer.0,
                 header.step.0,
@@ -286,6 +293,27 @@ impl Channel {
             )
         };
         self.channel.take_trace().into_iter().map(row).collect()
+    }
+
+    /// What was recorded since the last call of this or of `take_trace`, and how much fell out
+    /// before: rows of ((begin_ns, end_ns), "tx", "rx" or "work", kind, peer, step, (tensor,
+    /// slice, offset), bytes, priority).
+    fn take_timeline(&self) -> (Vec<TimelineRow>, u64) {
+        let plan = self.channel.plan();
+        let frames = self.channel.take_trace().into_iter().map(|entry| {
+            let (way, bytes, header) = (way(entry.direction), entry.bytes(), entry.header);
+            let kind = format!("{:?}", header.kind).to_lowercase();
+            let place = (header.tensor.0, header.slice.0, header.offset);
+            let times = (entry.begin_ns, entry.time_ns);
+            (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)
+        });
+        let works = self.channel.take_works().into_iter().map(|work| {
+            let kind = format!("{:?}", work.kind).to_lowercase();
+            let place = (plan.slice(work.slice).tensor.0, work.slice.0, 0);
+            let times = (work.begin_ns, work.end_ns);
+            (times, "work", kind, self.channel.rank().0, work.step.0, place, work.bytes, 0)
+        });
+        (frames.chain(works).collect(), self.channel.trace_dropped())
     }
 
     /// Why the channel has failed, or None.

@@ -5,7 +5,7 @@ use crate::node::Input;
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{Engine, Event, Operation, Work};
-use gradlane_units::Rank;
+use gradlane_units::{Priority, Rank};
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
 
@@ -156,7 +156,8 @@ impl Run {
         self.meters.work_ns += cost;
         self.calendar.at(end, Kind::Worked, rank);
         let bytes = self.plan.slice_bytes(work.slice) as u32;
-        let subject = Subject::Slice { kind: None, slice: work.slice, peer: rank, bytes };
+        let (slice, priority) = (work.slice, Priority(0));
+        let subject = Subject::Slice { kind: None, slice, peer: rank, bytes, priority };
         self.span(rank, Lane::Reduce, work.step, subject, begin, end);
     }
 

@@ -128,8 +128,8 @@ impl Run {
         }
         if self.trace.is_some() {
             let header = self.frames.get(piece.frame);
-            let (kind, slice) = (Some(header.kind), header.slice);
-            let subject = |peer| Subject::Slice { kind, slice, peer, bytes: piece.bytes };
+            let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
+            let subject = |peer| Subject::Slice { kind, slice, peer, bytes: piece.bytes, priority };
             let lane = Lane::of(header.kind);
             self.span(rank, lane, header.step, subject(piece.to), now, left_at);
             let (subject, begin) = (subject(rank), whole_at - in_ns);

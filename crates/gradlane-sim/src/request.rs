@@ -18,7 +18,7 @@ enum Request {
 }
 
 /// Answers `{"model": "cluster", ...}` (a [`Scenario`]) and `{"model": "ring-fused", ...}` (a
-/// [`RingScenario`]) with `{"report": ...}`, and `"trace"` in Chrome's format where asked for.
+/// [`RingScenario`]) with `{"report": ...}`, and `"trace"` (see [`crate::Trace::to_json`]) where asked for.
 ///
 /// # Errors
 /// [`SimError::Argument`] when the text is no such object or a value makes no sense; otherwise as
@@ -31,7 +31,7 @@ pub fn answer(json: &str) -> Result<String, SimError> {
             let outcome = simulate(&scenario)?;
             let mut answer = json!({ "report": value(&outcome.report)? });
             if let Some(trace) = &outcome.trace {
-                answer["trace"] = trace.to_chrome(&outcome.plan);
+                answer["trace"] = trace.to_json(&outcome.plan);
             }
             answer
         }
@@ -58,7 +58,7 @@ mod tests {
             "network": {{"rate_bps": 1e9}}, "outputs": {{"trace": true}}}}"#
         );
         let text = answer(&cluster).expect("a report");
-        assert!(text.contains("\"step_s\":") && text.contains("traceEvents"), "{text}");
+        assert!(text.contains("\"step_s\":") && text.contains("\"spans\":"), "{text}");
         let rings = format!(
             r#"{{"model": "ring-fused", "profile": {PROFILE}, "rate_bps": 1e9,
             "rings": {{"kind": "flat", "workers": 4}}}}"#

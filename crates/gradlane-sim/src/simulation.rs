@@ -165,7 +165,7 @@ impl Run {
                 rx: Histogram::new(interval),
                 ..Meters::default()
             },
-            trace: scenario.outputs.trace.then(Trace::default),
+            trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
             plan,
             fold,
@@ -229,6 +229,9 @@ impl Run {
                 }
                 Turn::Finished => {
                     self.finished += 1;
+                    let node = &self.nodes[index];
+                    let (step, since) = (Step(node.accelerator.step), node.computes_since);
+                    self.span(rank, Lane::Forward, step, Subject::Step, since, self.now);
                     return;
                 }
                 Turn::Did(act, waited) => self.acted(rank, act, waited),
@@ -278,7 +281,7 @@ impl Run {
         end_ns: u64,
     ) {
         if let Some(trace) = &mut self.trace {
-            trace.spans.push(Span { rank, lane, step, subject, begin_ns, end_ns });
+            trace.note(Span { rank, lane, step, subject, begin_ns, end_ns });
         }
     }
 

@@ -1,7 +1,11 @@
-//! What happened when, in lanes: for people (Chrome's and Perfetto's format) and for tests.
+//! What happened when, in lanes: the exact order of all transmissions, computations and waits.
+//!
+//! What is kept is bounded: spans of ranks that nobody asked for are not kept, and those beyond the
+//! limit are counted.
 
+use crate::scenario::Outputs;
 use gradlane_engine::Plan;
-use gradlane_units::{SliceId, Step, TensorId};
+use gradlane_units::{Priority, SliceId, Step, TensorId};
 use gradlane_wire::FrameKind;
 use serde::Serialize;
 use serde_json::{json, Value};
@@ -72,7 +76,7 @@ pub enum Subject {
     Step,
     /// A tensor.
     Tensor(TensorId),
-    /// A slice in a frame, or in a piece of one: kind, slice, other rank, bytes.
+    /// A slice in a frame, or in a piece of one, or in a work.
     Slice {
         /// What the frame is for; none for work.
         kind: Option<FrameKind>,
@@ -82,6 +86,8 @@ pub enum Subject {
         peer: u32,
         /// Bytes, headers included.
         bytes: u32,
+        /// Its urgency; 0 for work.
+        priority: Priority,
     },
 }
 
@@ -102,49 +108,69 @@ pub struct Span {
     pub end_ns: u64,
 }
 
-/// All spans of a run, in the order in which they were known.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The spans of a run, in the order in which they were known.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
-    /// The spans.
+    /// The spans that were kept.
     pub spans: Vec<Span>,
+    /// Spans beyond the limit.
+    pub dropped: u64,
+    ranks: u32,
+    spans_max: u64,
 }
 
 impl Trace {
-    /// The trace in the format of Chrome's and Perfetto's viewers; a rank is a process, a lane a
-    /// thread.
-    #[must_use]
-    pub fn to_chrome(&self, plan: &Plan) -> Value {
-        let mut events = Vec::with_capacity(self.spans.len() + 64);
-        let mut ranks: Vec<u32> = self.spans.iter().map(|span| span.rank).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        for rank in ranks {
-            events.push(json!({"name": "process_name", "ph": "M", "pid": rank, "tid": 0,
-                "args": {"name": format!("rank {rank}")}}));
-            for (row, lane) in Lane::ALL.into_iter().enumerate() {
-                events.push(json!({"name": "thread_name", "ph": "M", "pid": rank, "tid": row,
-                    "args": {"name": lane.name()}}));
-            }
+    /// A trace that keeps what is asked for.
+    pub(crate) fn new(outputs: &Outputs) -> Trace {
+        let ranks = if outputs.trace_ranks == 0 { u32::MAX } else { outputs.trace_ranks };
+        Trace { spans: Vec::new(), dropped: 0, ranks, spans_max: outputs.trace_spans_max }
+    }
+
+    /// Keeps a span, if it is asked for and there is room.
+    pub(crate) fn note(&mut self, span: Span) {
+        if span.rank >= self.ranks {
+            return;
         }
-        events.extend(self.spans.iter().map(|span| chrome_event(span, plan)));
-        json!({"traceEvents": events, "displayTimeUnit": "ms"})
+        if self.spans.len() as u64 >= self.spans_max {
+            self.dropped += 1;
+        } else {
+            self.spans.push(span);
+        }
+    }
+
+    /// The trace as numbers: `spans` holds a row for each, in the order of `columns`; lanes and
+    /// tensors are numbers of `lanes` and `tensors`, and what a span does not have is null.
+    #[must_use]
+    pub fn to_json(&self, plan: &Plan) -> Value {
+        let lanes: Vec<&str> = Lane::ALL.into_iter().map(Lane::name).collect();
+        let tensors: Vec<&str> = plan.tensors.iter().map(|it| it.spec.name.as_str()).collect();
+        let spans: Vec<Value> = self.spans.iter().map(|span| row(span, plan)).collect();
+        json!({"columns": COLUMNS, "lanes": lanes, "tensors": tensors, "spans": spans,
+            "dropped": self.dropped})
     }
 }
 
-fn chrome_event(span: &Span, plan: &Plan) -> Value {
-    let tensor_name = |tensor: TensorId| plan.tensor(tensor).spec.name.clone();
-    let (name, arguments) = match span.subject {
-        Subject::Step => (format!("step {}", span.step.0), json!({"step": span.step.0})),
-        Subject::Tensor(tensor) => (tensor_name(tensor), json!({"step": span.step.0})),
-        Subject::Slice { kind, slice, peer, bytes } => {
-            let arguments = json!({"step": span.step.0, "slice": slice.0, "peer": peer,
-                "bytes": bytes, "kind": kind.map(|kind| format!("{kind:?}").to_lowercase())});
-            (tensor_name(plan.slice(slice).tensor), arguments)
+const COLUMNS: [&str; 11] = [
+    "rank", "lane", "begin_ns", "end_ns", "step", "tensor", "slice", "kind", "peer", "bytes",
+    "priority",
+];
+
+fn row(span: &Span, plan: &Plan) -> Value {
+    let lane = Lane::ALL.iter().position(|&lane| lane == span.lane).unwrap_or_default();
+    let Span { rank, begin_ns, end_ns, step: Step(step), subject, .. } = span;
+    match *subject {
+        Subject::Step => {
+            json!([rank, lane, begin_ns, end_ns, step, null, null, null, null, null, null])
         }
-    };
-    let row = Lane::ALL.iter().position(|&lane| lane == span.lane).unwrap_or_default();
-    let micros = |nanos: u64| nanos as f64 / 1e3;
-    json!({"name": name, "cat": span.lane.name(), "ph": "X", "pid": span.rank, "tid": row,
-        "ts": micros(span.begin_ns), "dur": micros(span.end_ns - span.begin_ns),
-        "args": arguments})
+        Subject::Tensor(TensorId(tensor)) => {
+            json!([rank, lane, begin_ns, end_ns, step, tensor, null, null, null, null, null])
+        }
+        Subject::Slice { kind, slice, peer, bytes, priority } => {
+            let tensor = plan.slice(slice).tensor.0;
+            let kind = kind.map(|kind| format!("{kind:?}").to_lowercase());
+            json!([
+                rank, lane, begin_ns, end_ns, step, tensor, slice.0, kind, peer, bytes, priority.0
+            ])
+        }
+    }
 }

@@ -204,7 +204,7 @@ fn other_traffic_takes_its_share() {
 #[test]
 fn a_trace_has_every_frame_once_and_no_port_sends_two_at_once() {
     let mut scenario = free(layers(&[70_000, 120_000, 3_000]), 3, "kvstore", Network::new(1e9));
-    scenario.outputs = Outputs { trace: true, utilization_interval_s: 0.01 };
+    scenario.outputs = Outputs { trace: true, utilization_interval_s: 0.01, ..Outputs::default() };
     let outcome = simulate(&scenario).expect("the scenario runs");
     let trace = outcome.trace.expect("it was asked for");
     let sent = |lane: Lane| trace.spans.iter().filter(move |span| span.lane == lane);
@@ -230,10 +230,51 @@ fn a_trace_has_every_frame_once_and_no_port_sends_two_at_once() {
             assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0), "rank {rank} {lanes:?}");
         }
     }
-    let chrome = trace.to_chrome(&outcome.plan).to_string();
-    assert!(chrome.contains(r#""name":"layer2""#) && chrome.contains("broadcast"));
+    let json = trace.to_json(&outcome.plan).to_string();
+    assert!(json.contains(r#""layer2""#) && json.contains(r#""broadcast""#), "{json}");
     let utilization = outcome.report.utilization.expect("it was asked for");
     assert!(utilization.tx.iter().chain(&utilization.rx).all(|&share| share <= 1.0 + 1e-9));
+}
+
+#[test]
+fn a_trace_keeps_what_was_asked_for_and_counts_the_rest() {
+    let mut scenario = free(layers(&[70_000, 120_000]), 3, "p3", Network::new(1e9));
+    scenario.outputs = Outputs { trace: true, ..Outputs::default() };
+    let trace_of = |scenario: &Scenario| {
+        let outcome = simulate(scenario).expect("the scenario runs");
+        outcome.trace.expect("it was asked for")
+    };
+    let whole = trace_of(&scenario);
+    assert_eq!(whole.dropped, 0);
+    scenario.outputs.trace_ranks = 1;
+    let first = trace_of(&scenario);
+    let of_rank_0: Vec<_> = whole.spans.iter().filter(|span| span.rank == 0).copied().collect();
+    assert_eq!(first.spans, of_rank_0);
+    scenario.outputs.trace_spans_max = 10;
+    let short = trace_of(&scenario);
+    assert_eq!(short.spans, of_rank_0[..10]);
+    assert_eq!(short.dropped as usize, of_rank_0.len() - 10);
+}
+
+#[test]
+fn a_trace_accounts_for_all_of_every_ranks_time() {
+    // Steps follow each other without a pause: what is not forward or backward is waiting.
+    let mut scenario = free(layers(&[70_000, 120_000]), 3, "slicing", Network::new(1e9));
+    scenario.outputs = Outputs { trace: true, ..Outputs::default() };
+    let outcome = simulate(&scenario).expect("the scenario runs");
+    let trace = outcome.trace.expect("it was asked for");
+    let computes = [Lane::Forward, Lane::Backward, Lane::Wait];
+    let mut waits = 0;
+    for rank in 0..3 {
+        let own = trace.spans.iter().filter(|it| it.rank == rank && computes.contains(&it.lane));
+        let mut spans: Vec<_> = own.map(|it| (it.begin_ns, it.end_ns, it.lane)).collect();
+        spans.sort_unstable();
+        assert_eq!(spans[0].0, 0);
+        assert!(spans.windows(2).all(|pair| pair[0].1 == pair[1].0), "rank {rank}: {spans:?}");
+        assert_eq!(spans.last().map(|it| it.2), Some(Lane::Forward));
+        waits += spans.iter().filter(|it| it.2 == Lane::Wait).count();
+    }
+    assert!(waits > 0, "a slow network makes forward wait");
 }
 
 #[test]

@@ -35,6 +35,7 @@ class Place:
         interface: the network interface with that address.
         slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
         job: a name that no other run has.
+        trace_path: record a timeline there (gradlane only), or None.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Place:
     interface: str
     slice_elems: int | None
     job: str
+    trace_path: str | None = None
 
 
 class Communication(Protocol):
@@ -168,6 +170,7 @@ class Gradlane:
             interface=None,
             advertise=place.address,
             job=place.job,
+            trace_path=place.trace_path,
         )
 
     def attach(

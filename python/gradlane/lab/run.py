@@ -13,9 +13,10 @@ import platform
 import secrets
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.strategy import Strategy
 from gradlane.lab.workloads import NAMES
 from gradlane.lab.workloads.contract import TensorTiming
+from gradlane.timeline.chrome import read_chrome, write_chrome
+from gradlane.timeline.merge import merge
+from gradlane.timeline.recorded import rank_path
 
 _FIRST_PORT = 20_000
 _STREAM_RAMP_S = 1.0
@@ -55,6 +59,7 @@ class LabOptions:
         profile_path: a profile file in place of the workload's own times.
         batch_time_s: compute time of a batch in place of the workload's own.
         paced: whether real workloads are stretched to fixed times.
+        trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
     """
 
     workload: str
@@ -71,6 +76,7 @@ class LabOptions:
     profile_path: str | None = None
     batch_time_s: float | None = None
     paced: bool = True
+    trace_path: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -102,6 +108,13 @@ class LabOptions:
             raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
             raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
+        traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
+        runs = len(traced) * len(self.rates_bps) * self.repeat
+        if self.trace_path is not None and runs != 1:
+            raise ValueError(
+                f"a timeline shows one run of gradlane's and these are {runs}: name one of its "
+                "strategies and one rate, and repeat once, such as --strategy none,p3 --rate 4gbit"
+            )
         if self.profile_path is not None and not Path(self.profile_path).is_file():
             raise ValueError(f"there is no profile file {self.profile_path}")
 
@@ -146,8 +159,12 @@ def run_lab(
     rows: list[Row] = []
     real_rates_bps = [round(rate_bps / options.dilation) for rate_bps in options.rates_bps]
     progress.phase("building the cluster")
-    with Cluster(options.workers, real_rates_bps[0]) as cluster, RankPool(cluster) as pool:
-        runner = _Runner(options, cluster, pool, progress)
+    with (
+        tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
+        Cluster(options.workers, real_rates_bps[0]) as cluster,
+        RankPool(cluster) as pool,
+    ):
+        runner = _Runner(options, cluster, pool, progress, Path(scratch))
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
             cluster.set_rate(real_rate_bps)
             progress.phase("measuring the goodput of the ports")
@@ -172,7 +189,12 @@ class _Runner:
     """One lab run's cluster, ranks and counters of ports and jobs."""
 
     def __init__(
-        self, options: LabOptions, cluster: Cluster, pool: RankPool, progress: LabProgress
+        self,
+        options: LabOptions,
+        cluster: Cluster,
+        pool: RankPool,
+        progress: LabProgress,
+        scratch: Path,
     ) -> None:
         self._options = options
         self._cluster = cluster
@@ -183,6 +205,7 @@ class _Runner:
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
         self._machine = _machine()
+        self._trace_path = scratch / "trace.json"
 
     def _next_port(self) -> int:
         # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
@@ -228,6 +251,9 @@ class _Runner:
             "batch_time_s": options.batch_time_s,
             "paced": options.paced,
         }
+        traced = options.trace_path is not None and strategy.family == "gradlane"
+        if traced:
+            request["trace_path"] = str(self._trace_path)
         reported = 0
 
         def advance(rank: int, done_steps: int) -> None:
@@ -240,7 +266,21 @@ class _Runner:
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
+        if traced:
+            self._join_timelines(rate_bps)
         return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
+
+    def _join_timelines(self, rate_bps: int) -> None:
+        """Write one timeline of all ranks, as fast as it nominally was."""
+        options = self._options
+        assert options.trace_path is not None
+        paths = [rank_path(self._trace_path, rank) for rank in range(options.workers)]
+        whole = merge([read_chrome(path) for path in paths]).stretched(1 / options.dilation)
+        facts = {**whole.facts, "workload": options.workload, "dilation": options.dilation}
+        notes = (*whole.notes, f"times are nominal, {options.dilation:g} times as fast as it was")
+        write_chrome(
+            replace(whole, rate_bps=rate_bps, facts=facts, notes=notes), options.trace_path
+        )
 
     def _row(
         self,

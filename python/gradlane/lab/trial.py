@@ -55,6 +55,7 @@ class TrialRequest:
         profile_path: a profile file in place of the workload's own times, or None.
         batch_time_s: nominal compute time of a batch in place of the default, or None.
         paced: whether real workloads are stretched to fixed times.
+        trace_path: where ranks record their timelines, or None.
     """
 
     job: str
@@ -70,6 +71,7 @@ class TrialRequest:
     profile_path: str | None = None
     batch_time_s: float | None = None
     paced: bool = True
+    trace_path: str | None = None
 
 
 def digest_parameters(model: nn.Module) -> str:
@@ -148,6 +150,7 @@ def _run_connected(
             interface=INTERFACE,
             slice_elems=request.slice_elems,
             job=request.job,
+            trace_path=request.trace_path,
         ),
         store,
     )

@@ -53,9 +53,33 @@ class Measurement:
     """What was run."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Versions, machine, load and whatever else belongs to it, by name."""
+    title: str = "How this was measured"
+    """The heading."""
 
 
-Block = Paragraph | Table | Plot | Measurement
+@dataclass(frozen=True)
+class Widget:
+    """A part that a script of its own fills, from data that travel as JSON."""
+
+    markup: str
+    """HTML, whose inserted text is escaped already."""
+    data: object
+    """What the script finds in the element whose id is the widget's name and `-data`."""
+    name: str
+    """Of the script and the style sheet among the assets."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """A list that is shown when it is asked for."""
+
+    summary: str
+    """What is always shown."""
+    items: Sequence[str]
+    """Plain texts."""
+
+
+Block = Paragraph | Table | Plot | Measurement | Widget | Details
 
 
 @dataclass(frozen=True)
@@ -63,6 +87,7 @@ class Section:
     """A part of a page under one heading."""
 
     title: str
+    """The heading; none where it is empty."""
     blocks: Sequence[Block]
 
 
@@ -107,8 +132,12 @@ def write_report(
     """
     plots: list[Plot] = []
     body = "\n".join(_section(section, plots) for section in sections)
+    widgets = [
+        block for section in sections for block in section.blocks if isinstance(block, Widget)
+    ]
+    names = list(dict.fromkeys(widget.name for widget in widgets))
     library = ""
-    if plots:
+    if plots or widgets:
         # Imported here, because it takes longer than all the rest of this package.
         from plotly.offline import get_plotlyjs
 
@@ -123,7 +152,7 @@ def write_report(
 <link rel="icon" href="data:,">
 <title>{html.escape(title)}</title>
 <style>
-{_asset("page.css")}</style>
+{_asset("page.css")}{"".join(_asset(f"{name}.css") for name in names)}</style>
 </head>
 <body>
 <main>
@@ -134,9 +163,10 @@ def write_report(
 {body}
 </main>
 <script type="application/json" id="plots">{_script_json(described)}</script>
-{library}
+{"".join(_widget_json(widget) for widget in widgets)}{library}
 <script>
 {_asset("page.js")}</script>
+{"".join(f"<script>{_asset(f'{name}.js')}</script>" for name in names)}
 </body>
 </html>
 """
@@ -156,9 +186,15 @@ def _script_json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _widget_json(widget: Widget) -> str:
+    data = _script_json(widget.data)
+    return f'<script type="application/json" id="{widget.name}-data">{data}</script>\n'
+
+
 def _section(section: Section, plots: list[Plot]) -> str:
     blocks = "\n".join(_block(block, plots) for block in section.blocks)
-    return f"<section>\n<h2>{html.escape(section.title)}</h2>\n{blocks}\n</section>"
+    heading = f"<h2>{html.escape(section.title)}</h2>\n" if section.title else ""
+    return f"<section>\n{heading}{blocks}\n</section>"
 
 
 def _block(block: Block, plots: list[Plot]) -> str:
@@ -168,6 +204,12 @@ def _block(block: Block, plots: list[Plot]) -> str:
         return _table(block)
     if isinstance(block, Measurement):
         return _measurement(block)
+    if isinstance(block, Widget):
+        return block.markup
+    if isinstance(block, Details):
+        items = "".join(f"<li>{html.escape(item)}</li>" for item in block.items)
+        summary = html.escape(block.summary)
+        return f"<details><summary>{summary}</summary><ul>{items}</ul></details>"
     plots.append(block)
     note = f"<figcaption>{html.escape(block.note)}</figcaption>" if block.note else ""
     title = html.escape(block.title)
@@ -234,6 +276,6 @@ def _measurement(block: Measurement) -> str:
         for name, value in block.facts.items()
     )
     return (
-        '<aside class="measured"><h3>How this was measured</h3>'
+        f'<aside class="measured"><h3>{html.escape(block.title)}</h3>'
         f"<pre>{html.escape(block.command)}</pre><dl>{facts}</dl></aside>"
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.rates import format_rate
 from gradlane.report.page import (
     Block,
     Cell,
@@ -96,7 +97,7 @@ def sections_from_results(results: Sequence[Row]) -> list[Section]:
         rows = [row for row in results if row["workload"] == workload]
         blocks: list[Block] = [_overview(rows), *_plots(rows, colors)]
         rates = _distinct(rows, "rate_bps")
-        title = f"{workload} at {_rate_text(rates[0])}" if len(rates) == 1 else str(workload)
+        title = f"{workload} at {format_rate(rates[0])}" if len(rates) == 1 else str(workload)
         sections.append(Section(title, blocks))
     sections.append(Section("All rows", [_all_rows(results)]))
     return sections
@@ -130,13 +131,6 @@ def _speedup(rows: Sequence[Row], strategy: str) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def _rate_text(rate_bps: float) -> str:
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate_bps >= size:
-            return f"{rate_bps / size:g} {unit}"
-    return f"{rate_bps:g} bit/s"
-
-
 def _summary(results: Sequence[Row]) -> str:
     """One sentence: the largest gain over the baseline, and where it was."""
     best: tuple[float, str] | None = None
@@ -151,7 +145,7 @@ def _summary(results: Sequence[Row]) -> str:
                     best = (
                         speedup,
                         f"{strategy} took {1 / speedup:.2f} of the step time of the best DDP "
-                        f"({speedup:.2f} times as fast) on {workload} at {_rate_text(rate)}",
+                        f"({speedup:.2f} times as fast) on {workload} at {format_rate(rate)}",
                     )
     if best is None:
         return ""
@@ -183,7 +177,7 @@ def _overview(rows: Sequence[Row]) -> Table:
         for strategy in _distinct(here, "strategy"):
             if strategy == fastest:
                 highlight.add(len(body))
-            body.append(_overview_row(here, strategy, _rate_text(rate)))
+            body.append(_overview_row(here, strategy, format_rate(rate)))
     caption = (
         "Medians over repeats; nominal seconds. \N{MULTIPLICATION SIGN} DDP: how many times as "
         "fast as the best DDP of the same repeat. \N{MULTIPLICATION SIGN} bound: step time over "
@@ -242,7 +236,7 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
     plots = [_rate_plot(rows, rates, colors)] if len(rates) > 1 else []
     plots.append(_step_bars(rows, rates, colors))
     for rate in rates:
-        suffix = f" at {_rate_text(rate)}" if len(rates) > 1 else ""
+        suffix = f" at {format_rate(rate)}" if len(rates) > 1 else ""
         here = _at(rows, rate_bps=rate)
         first = [_at(here, strategy=name)[0] for name in _distinct(here, "strategy")]
         losses: Series = {
@@ -288,7 +282,7 @@ def _step_bars(rows: Sequence[Row], rates: Sequence[Any], colors: Mapping[str, i
             bars[name] = [median if other == name else None for other in names]
         bounds = [_median(_at(communicating, strategy=name), "bound_step_s") for name in names]
     else:
-        categories = [_rate_text(rate) for rate in rates]
+        categories = [format_rate(rate) for rate in rates]
         for name in names:
             bars[name] = [
                 _median(_at(rows, rate_bps=rate, strategy=name), "step_s_median") for rate in rates

@@ -20,6 +20,8 @@ WORTHWHILE = 0.01
 """A gain in scaling factor below this is none."""
 BUSY = 0.9
 """A rank's I/O thread that works this share of the time is what limits."""
+BUSIER = 0.5
+"""So is one that works this share of the time, and more of it than the port sends."""
 BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING_FUSED)
 """What a training without gradlane's scheduling is taken to be: the first that was simulated."""
 
@@ -62,6 +64,62 @@ class Answer:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Need:
+    """The slowest simulated link on which a strategy reaches the goal."""
+
+    workers: int
+    strategy: str
+    topology: str
+    compression: float
+    rate_bps: float | None
+    """From this rate on the goal is reached; None where no simulated rate is fast enough."""
+    from_slowest: bool
+    """Whether that is the slowest rate that was simulated, so that a slower one may do."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it with the units in its keys."""
+        return asdict(self)
+
+
+def needs_of(rows: Sequence[Row]) -> list[Need]:
+    """Return what each strategy needs for the goal, for each number of workers and compression."""
+    groups: dict[tuple[int, str, str, float], list[Row]] = {}
+    for row in rows:
+        key = (row.workers, row.strategy, row.topology, row.compression)
+        groups.setdefault(key, []).append(row)
+    needs = []
+    for key, group in groups.items():
+        reached: Row | None = None
+        for row in sorted(group, key=lambda it: -it.rate_bps):
+            if row.scaling_factor < GOAL:
+                break
+            reached = row
+        slowest = min(row.rate_bps for row in group)
+        rate_bps = None if reached is None else reached.rate_bps
+        needs.append(Need(*key, rate_bps=rate_bps, from_slowest=rate_bps == slowest))
+    return needs
+
+
+def text_of_needs(needs: Sequence[Need]) -> list[str]:
+    """Say what each strategy needs, in a sentence for each number of workers."""
+    sentences = []
+    for workers in dict.fromkeys(need.workers for need in needs):
+        here = [need for need in needs if need.workers == workers]
+        least = min(need.compression for need in here)
+        parts = [_need_text(need) for need in here if need.compression == least]
+        sentences.append(f"{workers} workers: {_percent(GOAL)} takes {', '.join(parts)}.")
+    return sentences
+
+
+def _need_text(need: Need) -> str:
+    name = need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
+    if need.rate_bps is None:
+        return f"more than was simulated with {name}"
+    rate = format_rate(need.rate_bps)
+    return f"{rate} or less with {name}" if need.from_slowest else f"{rate} with {name}"
+
+
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
     """Return an answer for each number of workers and rate, in the order of the rows."""
     cells = dict.fromkeys((row.workers, row.rate_bps) for row in rows)
@@ -79,9 +137,7 @@ def _answer(rows: list[Row], rate_bps: float) -> Answer:
     baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
     changes = _changes(rows, here, baseline)
     enough = [change for change in changes if change.scaling_factor >= GOAL]
-    bottleneck = "none"
-    if baseline.scaling_factor < GOAL:
-        bottleneck = "host" if baseline.io_utilization > BUSY else "network"
+    bottleneck = "none" if baseline.scaling_factor >= GOAL else _what_limits(baseline)
     not_worth = _not_worth(rows, plain, baseline)
     return Answer(
         workers=baseline.workers,
@@ -96,21 +152,33 @@ def _answer(rows: list[Row], rate_bps: float) -> Answer:
     )
 
 
+def _what_limits(row: Row) -> str:
+    io, port = row.io_utilization, row.tx_utilization
+    return "host" if io > BUSY or (io > BUSIER and io > port) else "network"
+
+
 def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
-    """The least change of each kind that reaches the goal, else the one that reaches most."""
+    """The least change of each kind that reaches the goal, else the one that reaches most.
+
+    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too.
+    """
+    strategies = [row for row in here if row.compression == baseline.compression]
+    is_enough = any(row.scaling_factor >= GOAL for row in strategies)
+    if is_enough:
+        rows = [row for row in rows if _named(row) == _named(baseline)]
     kinds = {
         "nothing": [baseline],
-        "strategy": [
-            row
-            for row in here
-            if row.compression == baseline.compression and row.strategy != baseline.strategy
-        ],
+        "strategy": [row for row in strategies if row.strategy != baseline.strategy],
         "link": [
             row
             for row in rows
             if row.rate_bps > baseline.rate_bps and row.compression == baseline.compression
         ],
-        "compression": [row for row in here if row.compression > baseline.compression],
+        "compression": [
+            row
+            for row in rows
+            if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
+        ],
     }
     changes = []
     for kind, candidates in kinds.items():
@@ -118,13 +186,18 @@ def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
             continue
         enough = [row for row in candidates if row.scaling_factor >= GOAL]
         if enough:
-            best = min(enough, key=lambda row: (row.rate_bps, row.compression, -row.scaling_factor))
+            best = min(enough, key=_cost)
         else:
             best = max(candidates, key=lambda row: row.scaling_factor)
         changes.append(
             Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
         )
     return changes
+
+
+def _cost(row: Row) -> tuple[float, float, bool, float]:
+    # A formula that charges hosts nothing promises more than it keeps.
+    return row.rate_bps, row.compression, row.strategy == RING_FUSED, -row.scaling_factor
 
 
 def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
@@ -195,6 +268,8 @@ def _described(change: Change) -> str:
     reaches = f"({_percent(change.scaling_factor)})"
     if change.kind == "nothing":
         return f"nothing, {change.strategy} {reaches}"
+    if change.kind == "strategy" and change.strategy == RING_FUSED:
+        return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
     if change.kind == "strategy":
         return f"{change.strategy}, exact and free {reaches}"
     if change.kind == "link":

@@ -1,9 +1,10 @@
-"""The command `gradlane whatif`: a table, the answer in words, and a file with both."""
+"""The command `gradlane whatif`: a table, the answer in words, and files with both."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from gradlane.lab.rates import format_rate
-from gradlane.whatif.advice import Answer, answers_of
+from gradlane.timeline.chrome import write_chrome
+from gradlane.timeline.simulated import simulated_timeline
+from gradlane.whatif.advice import Answer, Need, answers_of, needs_of, text_of_needs
 from gradlane.whatif.grid import Row, clusters_of, evaluate
+from gradlane.whatif.pictures import Picture, picture_of, pictured
 from gradlane.whatif.profiles import Profile
 from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
 
@@ -29,6 +33,7 @@ def run_whatif(
     base: Cluster,
     console: Console,
     trace_path: Path | None = None,
+    html_path: Path | None = None,
 ) -> dict[str, Any]:
     """Simulate all combinations and print a table and the answer.
 
@@ -41,13 +46,14 @@ def run_whatif(
         topologies: of `ring-fused`.
         base: everything else about the cluster.
         console: where to print.
-        trace_path: where the timeline of the first combination goes, in Chrome's format.
+        trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
+        html_path: where an interactive page goes.
 
     Returns:
-        `profile` (its figures), `rows` and `answers`, as JSON has them.
+        `profile` (its figures), `rows`, `answers` and `needs`, as JSON has them.
 
     Raises:
-        ValueError: a combination makes no sense.
+        ValueError: a combination makes no sense, or several are to have one timeline.
     """
     clusters = clusters_of(
         workers=workers,
@@ -58,14 +64,19 @@ def run_whatif(
         base=base,
     )
     if trace_path is not None:
-        _write_trace(trace_path, profile, clusters[0])
+        _write_trace(trace_path, profile, clusters)
+    traced = pictured(clusters) if html_path is not None else ()
+    pictures: list[Picture] = []
+    keep = partial(_keep_picture, pictures, profile, clusters)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(clusters))
-        rows = evaluate(profile, clusters, lambda _: progress.advance(task))
-    answers = answers_of(rows)
-    _print(console, profile, rows, answers)
-    return {
+        rows = evaluate(
+            profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
+        )
+    answers, needs = answers_of(rows), needs_of(rows)
+    _print(console, profile, rows, answers, needs)
+    content = {
         "profile": {
             "model": profile.model,
             "batch_size": profile.batch_size,
@@ -76,17 +87,69 @@ def run_whatif(
         },
         "rows": [row.to_json() for row in rows],
         "answers": [answer.to_json() for answer in answers],
+        "needs": [need.to_json() for need in needs],
+    }
+    if html_path is not None:
+        from gradlane.report.whatif import report_from_whatif
+
+        report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
+        console.print(f"wrote {html_path}", highlight=False)
+    return content
+
+
+def _keep_picture(
+    pictures: list[Picture],
+    profile: Profile,
+    clusters: Sequence[Cluster],
+    number: int,
+    trace: dict[str, Any],
+) -> None:
+    picture = picture_of(profile, clusters[number], number, trace)
+    if picture is not None:
+        pictures.append(picture)
+
+
+def _pictures_json(profile: Profile, pictures: Sequence[Picture]) -> dict[str, Any]:
+    return {
+        "tensors": [tensor.name for tensor in profile.tensors],
+        "pictures": [picture.to_json() for picture in pictures],
     }
 
 
-def _write_trace(path: Path, profile: Profile, cluster: Cluster) -> None:
+def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> None:
+    if len(clusters) > 1:
+        raise ValueError(
+            f"a timeline shows one cluster and these are {len(clusters)}: give one value each to "
+            "--workers, --rate, --strategy and --compression, such as --workers 4 --rate 4gbit "
+            "--strategy p3"
+        )
+    (cluster,) = clusters
     if cluster.strategy == RING_FUSED:
         raise ValueError(f"{RING_FUSED} is a formula and has no timeline: simulate p3, for example")
     answer = run_scenario(scenario_of(profile, cluster, trace=True))
-    path.write_text(json.dumps(answer["trace"]), encoding="utf-8")
+    facts = {
+        "model": profile.model,
+        "strategy": cluster.strategy,
+        "workers": cluster.workers,
+        "compression": cluster.compression,
+        "step_s": answer["report"]["step_s"],
+    }
+    timeline = simulated_timeline(
+        answer["trace"],
+        rate_bps=cluster.rate_bps,
+        compression=cluster.compression,
+        facts=facts,
+    )
+    write_chrome(timeline, path)
 
 
-def _print(console: Console, profile: Profile, rows: list[Row], answers: list[Answer]) -> None:
+def _print(
+    console: Console,
+    profile: Profile,
+    rows: list[Row],
+    answers: list[Answer],
+    needs: Sequence[Need],
+) -> None:
     console.print(
         f"{profile.model}: {profile.size_bytes / 1e6:.1f} MB of gradients in "
         f"{len(profile.tensors)} tensors, {profile.compute_s * 1e3:.1f} ms of compute for "
@@ -121,6 +184,8 @@ def _print(console: Console, profile: Profile, rows: list[Row], answers: list[An
     console.print(table)
     for answer in answers:
         console.print(answer.text, highlight=False)
+    for sentence in text_of_needs(needs):
+        console.print(sentence, highlight=False)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,6 +77,9 @@ def evaluate(
     profile: Profile,
     clusters: Sequence[Cluster],
     on_row: Callable[[Row], None] = lambda row: None,
+    *,
+    traced: Collection[int] = (),
+    on_trace: Callable[[int, dict[str, Any]], None] = lambda number, trace: None,
 ) -> list[Row]:
     """Simulate all clusters, one after another.
 
@@ -84,20 +87,24 @@ def evaluate(
         profile: what a step computes.
         clusters: what to simulate.
         on_row: called with each row as soon as it is there.
+        traced: numbers of clusters whose first rank is traced.
+        on_trace: called with the number and the trace of each of these.
 
     Raises:
         ValueError: a cluster makes no sense.
     """
     rows = []
-    for cluster in clusters:
-        row = _evaluate_one(profile, cluster)
+    for number, cluster in enumerate(clusters):
+        answer = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
+        if "trace" in answer:
+            on_trace(number, answer["trace"])
+        row = _row(profile, cluster, answer["report"])
         rows.append(row)
         on_row(row)
     return rows
 
 
-def _evaluate_one(profile: Profile, cluster: Cluster) -> Row:
-    report = run_scenario(scenario_of(profile, cluster))["report"]
+def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     is_ring = cluster.strategy == RING_FUSED
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
     step_s = float(report["step_s"])

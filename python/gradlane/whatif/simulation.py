@@ -64,8 +64,16 @@ class Cluster:
     seed: int = 0
 
 
-def scenario_of(profile: Profile, cluster: Cluster, *, trace: bool = False) -> dict[str, Any]:
+def scenario_of(
+    profile: Profile, cluster: Cluster, *, trace: bool = False, trace_ranks: int = 0
+) -> dict[str, Any]:
     """Return the scenario that the compiled core takes.
+
+    Args:
+        profile: what a step computes.
+        cluster: who computes it.
+        trace: whether to keep what happened when; `ring-fused` is a formula and has none.
+        trace_ranks: on this many ranks, the first; 0: on all.
 
     Raises:
         ValueError: for an unknown strategy or topology, or nodes that the workers do not fill.
@@ -91,7 +99,7 @@ def scenario_of(profile: Profile, cluster: Cluster, *, trace: bool = False) -> d
         "compute_spread": cluster.compute_spread,
         "steps": cluster.steps,
         "seed": cluster.seed,
-        "outputs": {"trace": trace},
+        "outputs": {"trace": trace, "trace_ranks": trace_ranks},
     }
     if cluster.free_host:
         scenario["costs"] = dict(FREE_HOST)
@@ -131,7 +139,8 @@ def run_scenario(scenario: dict[str, Any]) -> dict[str, Any]:
     """Simulate a scenario.
 
     Returns:
-        `report`, the figures, and `trace` in Chrome's format where the scenario asks for it.
+        `report`, the figures, and `trace` (see `gradlane.timeline.simulated`) where the scenario
+        asks for it.
 
     Raises:
         ValueError: the scenario makes no sense; the text names the field.

@@ -1,5 +1,6 @@
 "use strict";
-(() => {
+// What scripts of a page's parts share: drawing in the colours of the theme.
+const gradlanePage = (() => {
   // One palette for each theme; a series keeps its number, so it keeps its colour across plots.
   const palettes = {
     light: ["#1d4ed8", "#c2570c", "#047857", "#7c3aed", "#be123c", "#0e7490", "#4d7c0f", "#86198f"],
@@ -10,6 +11,7 @@
 
   const colored = (trace, palette, width) => {
     const number = trace.meta && trace.meta.color;
+    if (number === undefined) return trace;
     const color = number === "text" ? style("--text") : palette[number % palette.length];
     const marker = { ...trace.marker, color };
     // A stroke spans the bars of its category, whose width follows from that of the plot.
@@ -20,33 +22,39 @@
       : { ...trace, marker };
   };
 
+  const palette = () => (scheme.matches ? palettes.dark : palettes.light);
+
+  // Draws a plot as it is described: traces whose `meta.color` is a number, a layout without colours.
+  const show = (target, plot) => {
+    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), linecolor: style("--line") };
+    const narrow = target.clientWidth < 520;
+    const layout = {
+      hovermode: "x unified",
+      ...plot.layout,
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, sans-serif", size: narrow ? 11 : 13, color: style("--text") },
+      margin: { l: 48, r: 12, t: 8, b: 40, ...plot.layout.margin },
+      // "container" keeps the legend clear of the axis title whatever the width is.
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "top", yref: "container" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--faint"), activecolor: style("--accent") },
+      hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
+      xaxis: { ...axis, ...plot.layout.xaxis },
+      yaxis: { ...axis, ...plot.layout.yaxis },
+    };
+    const named = plot.traces.filter((trace) => trace.showlegend !== false).length;
+    const rows = Math.ceil(named / (narrow ? 2 : 6));
+    layout.margin.t = 16 + 22 * rows;
+    const traces = plot.traces.map((trace) => colored(trace, palette(), target.clientWidth));
+    Plotly.react(target, traces, layout, {
+      responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover",
+    });
+  };
+
   const draw = () => {
     const plots = JSON.parse(document.getElementById("plots").textContent);
-    const palette = scheme.matches ? palettes.dark : palettes.light;
     for (const target of document.querySelectorAll("[data-plot]")) {
-      const plot = plots[Number(target.dataset.plot)];
-      const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), linecolor: style("--line") };
-      const narrow = target.clientWidth < 520;
-      const layout = {
-        ...plot.layout,
-        paper_bgcolor: "rgba(0,0,0,0)",
-        plot_bgcolor: "rgba(0,0,0,0)",
-        font: { family: "system-ui, sans-serif", size: narrow ? 11 : 13, color: style("--text") },
-        margin: { l: 48, r: 12, t: 8, b: 40 },
-        // "container" keeps the legend clear of the axis title whatever the width is.
-        legend: { orientation: "h", x: 0, y: 1, yanchor: "top", yref: "container" },
-        modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--faint"), activecolor: style("--accent") },
-        hovermode: "x unified",
-        hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
-        xaxis: { ...axis, ...plot.layout.xaxis },
-        yaxis: { ...axis, ...plot.layout.yaxis },
-      };
-      const named = plot.traces.filter((trace) => trace.showlegend !== false).length;
-      const rows = Math.ceil(named / (narrow ? 2 : 6));
-      layout.margin.t = 16 + 22 * rows;
-      Plotly.react(target, plot.traces.map((trace) => colored(trace, palette, target.clientWidth)), layout, {
-        responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover",
-      });
+      show(target, plots[Number(target.dataset.plot)]);
     }
   };
 
@@ -75,4 +83,5 @@
     draw();
     scheme.addEventListener("change", draw);
   }
+  return { show, style, palette, onTheme: (redraw) => scheme.addEventListener("change", redraw) };
 })();

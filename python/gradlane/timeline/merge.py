@@ -1,0 +1,107 @@
+"""The ranks' timelines joined into one, their clocks aligned.
+
+Ranks on one machine share its monotonic clock. Between machines clocks are compared by frames: the
+least time that one takes from a machine to another and the least time back are taken to be the
+same, as network time protocols do. The timeline says how far the result may be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradlane.timeline.spans import Span, Timeline
+
+_Key = tuple[object, ...]
+
+
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """Return one timeline of all ranks, in the time of the first rank's machine.
+
+    Raises:
+        ValueError: a rank is there twice, a timeline is simulated, or machines have no frames in
+            common in both directions.
+    """
+    machines: dict[int, str] = {}
+    spans: list[Span] = []
+    notes: dict[str, None] = {}
+    for timeline in timelines:
+        if timeline.source != "recorded":
+            raise ValueError(f"only recorded timelines are joined, and one is {timeline.source}")
+        twice = sorted(set(machines) & set(timeline.machines))
+        if twice:
+            raise ValueError(f"rank {twice[0]} is in two of the timelines")
+        machines.update(timeline.machines)
+        spans += timeline.spans
+        notes.update(dict.fromkeys(timeline.notes))
+    if not machines:
+        raise ValueError("there are no timelines to join")
+    reference = machines[min(machines)]
+    others = [name for name in dict.fromkeys(machines.values()) if name != reference]
+    offsets_ns = {reference: 0}
+    for name in others:
+        offsets_ns[name], within_ns = _offset(spans, machines, reference, name)
+        ranks = [rank for rank, machine in machines.items() if machine == name]
+        text = f"clock of ranks {', '.join(map(str, ranks))} moved by {-offsets_ns[name] / 1e6:.3f}"
+        notes[
+            f"{text} ms, right within {within_ns / 1e6:.3f} ms, by the least delays of frames"
+        ] = None
+    if others:
+        spans = [_moved(span, offsets_ns[machines[span.rank]]) for span in spans]
+    else:
+        notes["one clock: all ranks were on one machine"] = None
+    first = timelines[0]
+    return Timeline(
+        spans=spans,
+        source="recorded",
+        dropped=sum(timeline.dropped for timeline in timelines),
+        rate_bps=first.rate_bps,
+        facts=first.facts,
+        notes=tuple(notes),
+        machines=machines,
+    )
+
+
+def _moved(span: Span, offset_ns: int) -> Span:
+    return replace(span, begin_ns=span.begin_ns - offset_ns, end_ns=span.end_ns - offset_ns)
+
+
+def _offset(
+    spans: Sequence[Span], machines: dict[int, str], reference: str, other: str
+) -> tuple[int, int]:
+    """Return how far the other machine's clock is ahead, and within how much that is right."""
+    there = _least_delay_ns(spans, machines, reference, other)
+    back = _least_delay_ns(spans, machines, other, reference)
+    if there is None or back is None:
+        ranks = [
+            min(rank for rank, machine in machines.items() if machine == name)
+            for name in (reference, other)
+        ]
+        raise ValueError(
+            f"the clocks of ranks {ranks[0]} and {ranks[1]} cannot be compared: their timelines "
+            "have no frames in common in both directions; record the same steps on all ranks"
+        )
+    return (there - back) // 2, max(0, (there + back) // 2)
+
+
+def _least_delay_ns(
+    spans: Sequence[Span], machines: dict[int, str], sender: str, receiver: str
+) -> int | None:
+    """Return the least difference of clocks from when a frame was sent to when it was there."""
+    sent: dict[_Key, int] = {}
+    for span in spans:
+        if span.lane in ("push", "broadcast") and machines[span.rank] == sender:
+            sent[_key(span, span.rank, span.arguments["peer"])] = span.end_ns
+    delays = [
+        span.end_ns - sent[key]
+        for span in spans
+        if span.lane == "receive" and machines[span.rank] == receiver
+        if (key := _key(span, span.arguments["peer"], span.rank)) in sent
+    ]
+    return min(delays, default=None)
+
+
+def _key(span: Span, sender: int, receiver: int) -> _Key:
+    arguments = span.arguments
+    place = (arguments["step"], arguments["slice"], arguments.get("offset"))
+    return (sender, receiver, arguments["kind"], *place)

@@ -1,0 +1,1 @@
+"""Tests of timelines: the file, simulated and recorded runs, and joining ranks."""
