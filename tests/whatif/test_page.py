@@ -92,7 +92,7 @@ def test_the_page_begins_where_another_order_brings_most(tmp_path: Path) -> None
     rows = [
         row(strategy=strategy, rate_bps=rate, scaling_factor=share)
         for rate, wfbp, p3 in ((1e9, 0.2, 0.25), (2e9, 0.5, 0.8), (4e9, 0.97, 0.98))
-        for strategy, share in (("wfbp", wfbp), ("p3", p3))
+        for strategy, share in (("wfbp", wfbp), ("p3", p3), ("ring-fused", min(1.0, rate / 1e9)))
     ]
     path = tmp_path / "page.html"
     report_from_whatif({"rows": rows}, path)

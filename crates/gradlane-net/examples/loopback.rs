@@ -2,7 +2,7 @@
 //! CPU seconds per gigabyte of each kind of thread.
 //!
 //! `cargo run --release -p gradlane-net --example loopback -- [megabytes] [ranks] [steps] [frame
-//! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes]`
+//! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes] [trace]`
 
 use gradlane_engine::{Plan, Role, Strategy, TensorSpec, Update};
 use gradlane_net::{Channel, ChannelOptions, Listener, MetricsReading, UserMemory};
@@ -41,6 +41,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
             options.low_water_bytes = argument(5, options.low_water_bytes.into()) as u32;
             options.work_threads = argument(6, options.work_threads as u64) as usize;
             options.receive_buffer_bytes = argument(7, 0) as u32;
+            options.trace = argument(8, 0) > 0;
             let (plan, peers) = (plan.clone(), peers.clone());
             std::thread::spawn(move || run(listener, &options, &plan, &peers, steps))
         })

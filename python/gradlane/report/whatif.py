@@ -28,6 +28,8 @@ from gradlane.report.page import (
 
 Row = Mapping[str, Any]
 GOAL = 0.95
+RING_FUSED = "ring-fused"
+"""The strategy that is a formula."""
 REQUIRED = (
     "strategy",
     "workers",
@@ -128,7 +130,7 @@ def _explorer(content: Mapping[str, Any], rows: Sequence[Row]) -> Widget:
         "texts": texts,
         "series": names,
         "baseline": baseline if baseline in names else names[0],
-        "rings": sorted({_series(row) for row in rows if row["strategy"] == "ring-fused"}),
+        "rings": sorted({_series(row) for row in rows if row["strategy"] == RING_FUSED}),
         "rows": [[_series(row), *(row[key] for key in REQUIRED[1:])] for row in rows],
         "columns": ["series", *REQUIRED[1:]],
         "answers": [[answer[key] for key in ANSWER_FIELDS] for answer in answers],
@@ -151,6 +153,8 @@ def _start(
             _series(row): float(row["scaling_factor"])
             for row in rows
             if (row["workers"], row["rate_bps"], row["compression"]) == (workers, rate, least)
+            # A formula that charges hosts nothing promises more than an order of sending brings.
+            and (row["strategy"] != RING_FUSED or baseline == RING_FUSED)
         }
         if here:
             gains[rate] = max(here.values()) - here.get(baseline, min(here.values()))
@@ -173,8 +177,8 @@ def _markup(values: Mapping[str, Sequence[Any]], texts: Mapping[str, Sequence[st
                 f'max="{len(values[key]) - 1}" step="1"></div>'
             )
         else:
-            fixed.append(f"{label.lower()} {html.escape(texts[key][0])}")
-    fixed_text = f'<p class="fixed">Computed for {", ".join(fixed)} only.</p>' if fixed else ""
+            fixed.append(f"{label.lower()}: {html.escape(texts[key][0])}")
+    fixed_text = f'<p class="fixed">Computed for {", ".join(fixed)}.</p>' if fixed else ""
     plots = "".join(
         f'<figure><h3>Scaling against {what}</h3><div class="plot" role="img" '
         f'id="against-{key}" data-against="{key}"></div></figure>'

@@ -208,7 +208,7 @@
         marker: {
           color: plain ? gradlanePage.style(plain) : bars.map((bar) =>
             // Paler where something happens in a part of the time only.
-            `rgba(${colors[Math.max(0, bar[2])]},${Math.max(0.15, bar[5] / 100)})`),
+            `rgba(${colors[Math.max(0, bar[2])]},${0.25 + 0.75 * bar[5] / 100})`),
           line: { width: 0 },
         },
       };
