@@ -14,6 +14,7 @@ from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.options import Options
 from gradlane.rendezvous import Meeting
+from gradlane.standstill import Standstill
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Surroundings:
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
+        standstill: looks out for ranks that wait for each other.
     """
 
     core: CoreModule
@@ -35,6 +37,7 @@ class Surroundings:
     store_host: str
     store_port: int
     secret: str | None
+    standstill: Standstill
 
 
 def open_channel(

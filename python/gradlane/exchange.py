@@ -67,6 +67,9 @@ class Reports(Protocol):
         """Keep an error, and the one that it came from, and raise it."""
 
 
+Waiting = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
+
+
 class Exchange:
     """Hands over and takes back, one step after the other."""
 
@@ -77,6 +80,7 @@ class Exchange:
         carrier: Carrier,
         members: Members,
         reports: Reports,
+        waiting: Waiting,
     ) -> None:
         """Start after step 0.
 
@@ -86,6 +90,7 @@ class Exchange:
             carrier: hands gradients to the channel.
             members: what takes part.
             reports: whom to tell of votes and errors.
+            waiting: a context around every wait for a step's tensors, or for the step.
         """
         self._core = core
         self._channel = channel
@@ -96,7 +101,9 @@ class Exchange:
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
         self._given = [False] * len(members.trained)
         self._packed: Tensor | None = None
+        self._gave_buffers = True
         self._reports = reports
+        self._waiting = waiting
         self._votes: list[Vote] | None = None
         self._counted = 0
         self.step = 0
@@ -123,9 +130,13 @@ class Exchange:
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
-            self._channel.wait_step(self.step)
+            with self._waiting(self.step, None):
+                self._channel.wait_step(self.step)
             self.votes()
             self._channel.step_begin(self.step + 1)
+            # Who looks on from another thread must not take the last step's marks for this one's.
+            self._given = [False] * len(self._trained)
+            self._gave_buffers = self._members.buffers is None
             self.step += 1
             if rows is not None:
                 self._channel.set_optimizer(self.step, rows)
@@ -137,7 +148,6 @@ class Exchange:
                 )
         except self._core.ChannelError as error:
             self._raise_failed(error, "beginning a step")
-        self._given = [False] * len(self._trained)
         self._gradients = [None] * len(self._trained)
 
     def hold(self, index: int, parameter: Tensor) -> None:
@@ -163,6 +173,11 @@ class Exchange:
     def is_given(self, index: int) -> bool:
         """Whether a gradient was handed over, or said to be absent, in this step."""
         return self._given[index]
+
+    def held_back(self) -> list[int]:
+        """Return the tensors that were not handed over in this step, also to another thread."""
+        held = [index for index, given in enumerate(self._given) if not given]
+        return held if self._gave_buffers else [*held, self._members.buffers_index]
 
     def present(self) -> list[int]:
         """Return the parameters that have had a gradient in this step, before `complete`."""
@@ -210,6 +225,7 @@ class Exchange:
             else:
                 self._carrier.give(index, self.step, packed)
             self._packed = packed
+            self._gave_buffers = True
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing the buffers over")
 
@@ -252,11 +268,12 @@ class Exchange:
         """
         members = self._members
         try:
-            if needed is None:
-                self._channel.wait_step(self.step)
-            else:
-                self._channel.wait(needed, self.step)
-                self._wait_for_ballot()
+            with self._waiting(self.step, needed):
+                if needed is None:
+                    self._channel.wait_step(self.step)
+                else:
+                    self._channel.wait(needed, self.step)
+                    self._wait_for_ballot()
             self.votes()
             ready = self._channel.take_ready(self.step)
         except self._core.ChannelError as error:
@@ -307,7 +324,8 @@ class Exchange:
     def wait_for_votes(self) -> list[Vote]:
         """Wait for the votes of the current step alone; everything must be handed over."""
         try:
-            self._wait_for_ballot()
+            with self._waiting(self.step, [self._members.ballot_index]):
+                self._wait_for_ballot()
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' votes")
         return self.votes()

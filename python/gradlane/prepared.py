@@ -7,6 +7,7 @@ are hooked. After `close` they are plain objects again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
-from gradlane.errors import GradlaneError, RendezvousError, UsageError
+from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
 from gradlane.exchange import Exchange, Members
 from gradlane.forward_order import ForwardOrder
 from gradlane.handover import hand_over
@@ -98,6 +99,7 @@ class Prepared:
         )
         self.steps = self._make_steps()
         self.installation.install(self.steps)
+        around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._serves else None
 
     def close(self, timeout_s: float) -> None:
@@ -117,6 +119,7 @@ class Prepared:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
+        self._around.standstill.remove(self._meeting.name)
         self.installation.remove()
         if self._server is not None:
             self._server.release()
@@ -171,6 +174,12 @@ class Prepared:
         with contextlib.suppress(self._around.core.ChannelError):
             self.channel.abort(reason)
         self._carrier.close()
+
+    def _stand_still(self, reason: str) -> None:
+        """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
+        self.steps.fail(SessionFailed(reason, self.steps.step - 1))
+        with contextlib.suppress(self._around.core.ChannelError):
+            self.channel.abort(reason)
 
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
@@ -284,7 +293,12 @@ class Prepared:
         )
         return Steps(
             lambda reports: Exchange(
-                around.core, self.channel, self._carrier, self._members, reports
+                around.core,
+                self.channel,
+                self._carrier,
+                self._members,
+                reports,
+                functools.partial(around.standstill.waiting, self._meeting.name),
             ),
             driver,
         )
@@ -300,7 +314,11 @@ class Prepared:
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
         if self._server is not None:
-            self._register_parameters()
+            try:
+                self._register_parameters()
+            except self._around.core.ChannelError as error:
+                failure = translate_error(self._around.core, error, f"beginning step {step}")
+                self.steps.keep_and_raise(failure, error)
             self._server.agree()
 
     def _make_server_state(self, meeting: Meeting) -> ServerState:
@@ -325,6 +343,7 @@ class Prepared:
                     'between backward() and optimizer.step(): with update="server" the update has '
                     "already begun there; do it after optimizer.step()"
                 )
+        self.installation.check_unchanged()
         assert self._server is not None
         return self._server.rows()
 

@@ -41,6 +41,7 @@ from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.standstill import Standstill
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -150,7 +151,8 @@ class Session:
     ) -> None:
         """Open a session; use `init` instead."""
         host, port = store_address(store, os.environ)
-        self._around = Surroundings(core, options, place, host, port, secret)
+        self._standstill = Standstill(store, place)
+        self._around = Surroundings(core, options, place, host, port, secret, self._standstill)
         self._store = store
         self._prepared: list[Prepared] = []
         self._ended: str | None = None
@@ -329,6 +331,7 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        self._standstill.close()
         if errors:
             raise errors[0]
 
@@ -344,6 +347,7 @@ class Session:
         lifecycle.unwatch(self)
         for prepared in self._prepared:
             prepared.abort(reason)
+        self._standstill.close()
 
     def __enter__(self) -> Session:
         """Return the session itself."""

@@ -121,6 +121,11 @@ class StepState:
         return self._exchange.training_step
 
     @property
+    def exchange(self) -> Exchange:
+        """What hands over and takes back."""
+        return self._exchange
+
+    @property
     def phase(self) -> Phase:
         """Where the current step is."""
         return self._phase

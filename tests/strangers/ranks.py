@@ -48,6 +48,18 @@ class RankProgram(Program):
     def synchronize(self, model: int) -> None:
         self.session.synchronize()
 
+    def connect(self, model: int) -> None:
+        self.session.prepare(
+            self.models[model],
+            self.optimizers[model],
+            defer=self.loop.defer,
+            buffers=self.loop.buffers,
+        )
+
+    def joining(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.session.join()
+        return context
+
 
 def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     """Run a loop and return how each rank's run ended.
@@ -89,8 +101,8 @@ def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
             **where,
             **loop.options,
         ) as program.session:
-            for model, optimizer in zip(program.models, program.optimizers, strict=True):
-                program.session.prepare(model, optimizer, defer=loop.defer, buffers=loop.buffers)
+            for number in range(len(program.models)):
+                program.connect(number)
             program.start()
             for number, action in enumerate(loop.actions):
                 program.perform(number, action)
