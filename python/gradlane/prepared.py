@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -314,12 +314,18 @@ class Prepared:
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
         if self._server is not None:
-            try:
+            with self._translating(f"beginning step {step}"):
                 self._register_parameters()
-            except self._around.core.ChannelError as error:
-                failure = translate_error(self._around.core, error, f"beginning step {step}")
-                self.steps.keep_and_raise(failure, error)
             self._server.agree()
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """Turn errors of the channel into the package's own, and keep them."""
+        core = self._around.core
+        try:
+            yield
+        except core.ChannelError as error:
+            self.steps.keep_and_raise(translate_error(core, error, doing), error)
 
     def _make_server_state(self, meeting: Meeting) -> ServerState:
         return ServerState(
@@ -328,6 +334,7 @@ class Prepared:
             optimizer=self._optimizer,
             trained=self._trained,
             spend_step=self.steps.spend_step,
+            translating=self._translating,
         )
 
     def _server_rows(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
+
 from gradlane.ballot import Ending, Hyperparameters, Vote, check_votes
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed
 from gradlane.exchange import Exchange, Reports
@@ -258,8 +260,10 @@ class StepState:
             self._guarded(lambda: self._driver.update.apply(ready))
 
     def _complete(self) -> None:
-        self._exchange.complete()
-        self._exchange.give_buffers(shadow=False)
+        # Whoever lists parameters in inference mode must not leave such tensors in `.grad`.
+        with torch.inference_mode(False), torch.no_grad():
+            self._exchange.complete()
+            self._exchange.give_buffers(shadow=False)
         if self.join is not None and self.join.throws:
             self._stop_if_uneven()
 

@@ -120,7 +120,7 @@ class Generator:
         blocks: list[d.Block] = []
         for number in range(self.random.randint(1, 5)):
             blocks.append(self.block(number, blocks, dtype))
-        if dtype == "float32" and self.chance(0.08) and not self.serves:
+        if dtype == "float32" and self.chance(0.08) and not (self.serves or self.of_matrices):
             number = self.random.randrange(len(blocks))
             block = blocks[number]
             tied = block.tied_to is not None or any(one.tied_to == number for one in blocks)

@@ -263,14 +263,18 @@ class Program:
             grows: whether it gets a parameter, in a group of its own.
         """
         if grows:
-            described = self.loop.models[model]
-            late = nn.Parameter(torch.full((WIDTH,), 1.25, dtype=getattr(torch, described.dtype)))
-            self.models[model].late = late
-            self.optimizers[model].add_param_group({"params": [late]})
-            # What was kept of the smaller model does not fit any more.
-            self.kept.pop(model, None)
-            self.averages.pop(model, None)
+            self.grow(model)
         self.connect(model)
+
+    def grow(self, model: int) -> None:
+        """Give a model a parameter more."""
+        described = self.loop.models[model]
+        late = nn.Parameter(torch.full((WIDTH,), 1.25, dtype=getattr(torch, described.dtype)))
+        self.models[model].late = late
+        self.optimizers[model].add_param_group({"params": [late]})
+        # What was kept of the smaller model does not fit any more.
+        self.kept.pop(model, None)
+        self.averages.pop(model, None)
 
     def connect(self, model: int) -> None:
         """Prepare a model that was prepared before."""

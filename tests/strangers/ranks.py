@@ -40,6 +40,7 @@ class RankProgram(Program):
     """The program with a session."""
 
     session: Any = None
+    grown: threading.Barrier
 
     def without_exchange(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.session.no_sync()
@@ -55,6 +56,14 @@ class RankProgram(Program):
             defer=self.loop.defer,
             buffers=self.loop.buffers,
         )
+
+    def prepare_again(self, model: int, *, grows: bool) -> None:
+        """Torch's hooks on registration are one for all threads: all grow first."""
+        if grows:
+            self.grow(model)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.grown.wait(TIMEOUT_S)
+        self.connect(model)
 
     def joining(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.session.join()
@@ -72,9 +81,10 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     store = HashStore()
     job = f"stranger-{loop.seed}-{uuid.uuid4().hex[:8]}"
     outcomes: list[Outcome | None] = [None] * loop.ranks
+    grown = threading.Barrier(loop.ranks)
 
     def one(rank: int) -> None:
-        outcomes[rank] = _run(loop, rank, core=core, store=store, job=job)
+        outcomes[rank] = _run(loop, rank, grown, core=core, store=store, job=job)
 
     threads = [
         threading.Thread(target=one, args=(rank,), daemon=True, name=f"{job}-{rank}")
@@ -88,10 +98,11 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     return [outcome or Outcome([], -1, hanging) for outcome in outcomes]
 
 
-def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
+def _run(loop: Loop, rank: int, grown: threading.Barrier, **where: Any) -> Outcome:
     program: RankProgram | None = None
     try:
         program = RankProgram(loop, rank, values_of=rank)
+        program.grown = grown
         with gradlane.init(
             rank=rank,
             world_size=loop.ranks,
@@ -110,6 +121,7 @@ def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
         for model in program.models:
             program.note("after close", list(model.parameters()))
     except BaseException as error:
+        grown.abort()
         return Outcome(program.notes if program else [], program.at if program else -1, error)
     return Outcome(program.notes, program.at, None)
 
