@@ -223,7 +223,12 @@ class Session:
         self._check_open()
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
-        self._take_apart(model)
+        try:
+            self._take_apart(model)
+        except GradlaneError as error:
+            # The others are on their way to the next meeting, and would wait there.
+            self._meet().refuse(str(error))
+            raise
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         self._prepared.append(
             Prepared(self._around, self._meet, model, optimizer, deferred, buffers)

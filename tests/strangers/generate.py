@@ -506,7 +506,10 @@ class Generator:
 
 
 def _repeats_reentrant(blocks: list[d.Block]) -> bool:
-    """Whether parameters of a reentrant checkpoint are used at several places, at times."""
+    """Whether parameters of a reentrant checkpoint are used at several places.
+
+    How many of them fire hangs on what comes before, whose output may need no gradient at times.
+    """
     for number, block in enumerate(blocks):
         owner = block.tied_to if block.tied_to is not None else number
         places = [
@@ -517,7 +520,7 @@ def _repeats_reentrant(blocks: list[d.Block]) -> bool:
         calls = {
             blocks[one.same_as].call if one.same_as is not None else one.call for one in places
         }
-        if len(places) > 1 and "reentrant" in calls and any(one.when for one in places):
+        if len(places) > 1 and "reentrant" in calls:
             return True
     return False
 
