@@ -118,14 +118,15 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
         raise SessionFailed(
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
-            "everywhere; one that counts batches needs the same count), and restart from the "
+            "everywhere; one that counts batches needs the same count; the memory formats of "
+            "parameters count, too), and restart from the "
             "last checkpoint",
             step - 1,
         )
 
 
 class Hyperparameters:
-    """A short digest of an optimizer's numeric hyper-parameters, computed when they change."""
+    """A short digest of an optimizer's numbers and its parameters' strides, when they change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Watch an optimizer."""
@@ -140,6 +141,9 @@ class Hyperparameters:
             tuple(group[name] for name in names if _is_numeric(group.get(name)))
             for group in self._optimizer.param_groups
         ]
+        # Norms and factored moments add up in the order of the memory, so that it must be alike.
+        for group in self._optimizer.param_groups:
+            now.append(tuple(one.stride() for one in list.__iter__(group["params"])))
         if self._digest == 0 or now != self._last:
             self._last = now
             self._digest = zlib.crc32(repr(now).encode()) % ((1 << _DIGEST_BITS) - 1) + 1

@@ -14,6 +14,7 @@ from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.options import Options
 from gradlane.rendezvous import Meeting
+from gradlane.standstill import Standstill
 from gradlane.timeline.recorder import Recorder
 
 
@@ -28,6 +29,7 @@ class Surroundings:
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
+        standstill: looks out for ranks that wait for each other.
         recorder: what a timeline is recorded with, or None.
     """
 
@@ -37,6 +39,7 @@ class Surroundings:
     store_host: str
     store_port: int
     secret: str | None
+    standstill: Standstill
     recorder: Recorder | None = None
 
 

@@ -68,6 +68,9 @@ class Reports(Protocol):
         """Keep an error, and the one that it came from, and raise it."""
 
 
+Waiting = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
+
+
 class Exchange:
     """Hands over and takes back, one step after the other."""
 
@@ -78,6 +81,7 @@ class Exchange:
         carrier: Carrier,
         members: Members,
         reports: Reports,
+        waiting: Waiting,
     ) -> None:
         """Start after step 0.
 
@@ -87,6 +91,7 @@ class Exchange:
             carrier: hands gradients to the channel.
             members: what takes part.
             reports: whom to tell of votes and errors.
+            waiting: a context around every wait for a step's tensors, or for the step.
         """
         self._core = core
         self._channel = channel
@@ -97,7 +102,9 @@ class Exchange:
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
         self._given = [False] * len(members.trained)
         self._packed: Tensor | None = None
+        self._gave_buffers = True
         self._reports = reports
+        self._waiting = waiting
         self._votes: list[Vote] | None = None
         self._counted = 0
         self.step = 0
@@ -124,10 +131,13 @@ class Exchange:
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
-            with PAUSE:
+            with PAUSE, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.votes()
             self._channel.step_begin(self.step + 1)
+            # Who looks on from another thread must not take the last step's marks for this one's.
+            self._given = [False] * len(self._trained)
+            self._gave_buffers = self._members.buffers is None
             self.step += 1
             if rows is not None:
                 self._channel.set_optimizer(self.step, rows)
@@ -139,7 +149,6 @@ class Exchange:
                 )
         except self._core.ChannelError as error:
             self._raise_failed(error, "beginning a step")
-        self._given = [False] * len(self._trained)
         self._gradients = [None] * len(self._trained)
 
     def hold(self, index: int, parameter: Tensor) -> None:
@@ -165,6 +174,11 @@ class Exchange:
     def is_given(self, index: int) -> bool:
         """Whether a gradient was handed over, or said to be absent, in this step."""
         return self._given[index]
+
+    def held_back(self) -> list[int]:
+        """Return the tensors that were not handed over in this step, also to another thread."""
+        held = [index for index, given in enumerate(self._given) if not given]
+        return held if self._gave_buffers else [*held, self._members.buffers_index]
 
     def present(self) -> list[int]:
         """Return the parameters that have had a gradient in this step, before `complete`."""
@@ -212,6 +226,7 @@ class Exchange:
             else:
                 self._carrier.give(index, self.step, packed)
             self._packed = packed
+            self._gave_buffers = True
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing the buffers over")
 
@@ -255,7 +270,7 @@ class Exchange:
         """
         members = self._members
         try:
-            with PAUSE:
+            with PAUSE, self._waiting(self.step, needed):
                 if needed is None:
                     self._channel.wait_step(self.step)
                 else:
@@ -311,7 +326,7 @@ class Exchange:
     def wait_for_votes(self) -> list[Vote]:
         """Wait for the votes of the current step alone; everything must be handed over."""
         try:
-            with PAUSE:
+            with PAUSE, self._waiting(self.step, [self._members.ballot_index]):
                 self._wait_for_ballot()
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' votes")

@@ -8,8 +8,10 @@ Copies and pickles of it are plain dictionaries.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,6 +63,15 @@ class GuardedParameters(WaitingDict[Parameter]):
             self._steps.before_read(parameter, self._evaluates())
         return parameter
 
+    def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
+        """List names and parameters once they are right."""
+        if self._steps.lists_wait and not is_read_by_compiler():
+            if _saves_values(sys._getframe(1)):
+                self._before_values()
+            else:
+                self._before_list()
+        return dict.items(self)
+
     def _wait_for_all(self) -> None:
         for parameter in dict.values(self):
             if parameter is not None:
@@ -73,6 +84,18 @@ class GuardedParameters(WaitingDict[Parameter]):
     def _before_list(self) -> None:
         if self._steps.lists_wait and not is_read_by_compiler():
             self._steps.before_list([*dict.values(self)])
+
+    def _before_values(self) -> None:
+        if self._steps.lists_wait and not is_read_by_compiler():
+            self._steps.before_values([*dict.values(self)])
+
+
+_SAVES = nn.Module._save_to_state_dict.__code__
+
+
+def _saves_values(caller: FrameType) -> bool:
+    """Whether torch asks for a state dictionary, of whose tensors nobody sees the gradients."""
+    return caller.f_code is _SAVES and not caller.f_locals["keep_vars"]
 
 
 def guard_parameters(module: nn.Module, steps: Steps, freshness: Freshness) -> None:

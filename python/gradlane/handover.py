@@ -45,7 +45,9 @@ def hand_over(
         GradlaneError: a rank was lost.
     """
     is_source = around.place.rank == source
-    parameters = [entry.tensor for entry in entries if entry.trained]
+    # Also those without elements: nothing of them is sent, but they have state.
+    groups = optimizer.param_groups
+    parameters = [one for group in groups for one in list.__iter__(group["params"])]
     if is_source:
         meeting.put("state", _serialized(_describe(parameters, optimizer)))
     else:

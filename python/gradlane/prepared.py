@@ -7,8 +7,9 @@ are hooked. After `close` they are plain objects again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
-from gradlane.errors import GradlaneError, RendezvousError, UsageError
+from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
 from gradlane.exchange import Exchange, Members
 from gradlane.forward_order import ForwardOrder
 from gradlane.handover import hand_over
@@ -109,6 +110,7 @@ class Prepared:
         self.installation.install(self.steps)
         if self._recording is not None:
             self._recording.watch(model)
+        around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._serves else None
 
     def close(self, timeout_s: float) -> None:
@@ -128,6 +130,7 @@ class Prepared:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
+        self._around.standstill.remove(self._meeting.name)
         self.installation.remove()
         if self._recording is not None:
             self._recording.unwatch()
@@ -216,6 +219,12 @@ class Prepared:
         with contextlib.suppress(self._around.core.ChannelError):
             self.channel.abort(reason)
         self._carrier.close()
+
+    def _stand_still(self, reason: str) -> None:
+        """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
+        self.steps.fail(SessionFailed(reason, self.steps.step - 1))
+        with contextlib.suppress(self._around.core.ChannelError):
+            self.channel.abort(reason)
 
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
@@ -332,7 +341,12 @@ class Prepared:
         )
         return Steps(
             lambda reports: Exchange(
-                around.core, self.channel, self._carrier, self._members, reports
+                around.core,
+                self.channel,
+                self._carrier,
+                self._members,
+                reports,
+                functools.partial(around.standstill.waiting, self._meeting.name),
             ),
             driver,
         )
@@ -348,8 +362,18 @@ class Prepared:
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
         if self._server is not None:
-            self._register_parameters()
+            with self._translating(f"beginning step {step}"):
+                self._register_parameters()
             self._server.agree()
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """Turn errors of the channel into the package's own, and keep them."""
+        core = self._around.core
+        try:
+            yield
+        except core.ChannelError as error:
+            self.steps.keep_and_raise(translate_error(core, error, doing), error)
 
     def _make_server_state(self, meeting: Meeting) -> ServerState:
         return ServerState(
@@ -358,6 +382,7 @@ class Prepared:
             optimizer=self._optimizer,
             trained=self._trained,
             spend_step=self.steps.spend_step,
+            translating=self._translating,
         )
 
     def _server_rows(self) -> str:
@@ -373,6 +398,7 @@ class Prepared:
                     'between backward() and optimizer.step(): with update="server" the update has '
                     "already begun there; do it after optimizer.step()"
                 )
+        self.installation.check_unchanged()
         assert self._server is not None
         return self._server.rows()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class ServerState:
         optimizer: Optimizer,
         trained: Sequence[Entry],
         spend_step: Callable[[Callable[[int], None]], None],
+        translating: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """Take over whatever state the optimizer has.
 
@@ -49,12 +51,14 @@ class ServerState:
             optimizer: the user's, checked by `check_server_optimizer`.
             trained: table entries of the trained parameters, by tensor number.
             spend_step: runs a function with the number of a channel's step that is no training.
+            translating: a context that turns errors of the channel into the package's own.
         """
         self._channel = channel
         self._meeting = meeting
         self._optimizer = optimizer
         self._trained = trained
         self._spend_step = spend_step
+        self._translating = translating
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
         self._steps = [0] * len(trained)
         self._buffered: set[int] = set()
@@ -223,6 +227,12 @@ class ServerState:
             for entry in self._trained
         ]
         names = _names(self._optimizer)
+        with self._translating("handing the optimizer's state to the servers"):
+            self._load(states, names)
+        self._unagreed = digest_of(states, names)
+        self._forget_local()
+
+    def _load(self, states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._channel.clear_state()
         self._buffered.clear()
         for index, (entry, state) in enumerate(zip(self._trained, states, strict=True)):
@@ -233,8 +243,6 @@ class ServerState:
                     values = in_layout(value.detach().to("cpu", torch.float32), entry.stride)
                     self._channel.load_state(index, name, values.data_ptr(), values.numel())
                     self._buffered.add(index)
-        self._unagreed = digest_of(states, names)
-        self._forget_local()
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""

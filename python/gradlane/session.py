@@ -46,6 +46,7 @@ from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.standstill import Standstill
 from gradlane.timeline.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -166,7 +167,10 @@ class Session:
         """Open a session; use `init` instead."""
         host, port = store_address(store, os.environ)
         self._recorder = _make_recorder(options, place)
-        self._around = Surroundings(core, options, place, host, port, secret, self._recorder)
+        self._standstill = Standstill(store, place)
+        self._around = Surroundings(
+            core, options, place, host, port, secret, self._standstill, self._recorder
+        )
         self._store = store
         self._prepared: list[Prepared] = []
         self._learnings: dict[int, Learning] = {}
@@ -244,10 +248,19 @@ class Session:
         self._check_open()
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
-        before = self._prepared_before(model)
-        agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model))
+        before, unable = None, None
+        try:
+            before = self._prepared_before(model)
+        except GradlaneError as error:
+            unable = error
+        agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
         if before is not None:
-            self._part_with(before)
+            try:
+                self._part_with(before)
+            except GradlaneError as error:
+                # The others are on their way to the next meeting, and would wait there.
+                self._meet().refuse(str(error))
+                raise
         around = self._around
         if agreed.plan is not None:
             options = agreed.plan.settings.applied_to(around.options)
@@ -388,6 +401,7 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        self._standstill.close()
         self._write_timeline()
         if errors:
             raise errors[0]
@@ -405,6 +419,7 @@ class Session:
         self._stop_learning()
         for prepared in self._prepared:
             prepared.abort(reason)
+        self._standstill.close()
         self._write_timeline()
 
     def __enter__(self) -> Session:

@@ -60,7 +60,21 @@ class StepReads(StepState):
                     'can be clipped or read; use update="worker" for that'
                 )
             self.attach()
-        elif self._pending:
+        else:
+            self._settle_these(parameters)
+
+    def before_values(self, parameters: Iterable[Tensor | None]) -> None:
+        """Make parameters that are about to be copied or saved right; their `.grad` goes not along.
+
+        Between backward and `optimizer.step()` there is nothing to wait for, so that one rank may
+        do it alone.
+        """
+        if not (self._bypassed or self._applying):
+            self.raise_failure()
+            self._settle_these(parameters)
+
+    def _settle_these(self, parameters: Iterable[Tensor | None]) -> None:
+        if self._pending:
             found = (self._index_of.get(id(parameter)) for parameter in parameters)
             indices = [index for index in found if index is not None]
             self._settle_some([*indices, self._buffers_index])

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
+
 from gradlane.ballot import Ending, Hyperparameters, Vote, check_votes
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed
 from gradlane.exchange import Exchange, Reports
@@ -119,6 +121,11 @@ class StepState:
     def step(self) -> int:
         """Number of the current training step; 0 before the first gradient."""
         return self._exchange.training_step
+
+    @property
+    def exchange(self) -> Exchange:
+        """What hands over and takes back."""
+        return self._exchange
 
     @property
     def phase(self) -> Phase:
@@ -253,8 +260,10 @@ class StepState:
             self._guarded(lambda: self._driver.update.apply(ready))
 
     def _complete(self) -> None:
-        self._exchange.complete()
-        self._exchange.give_buffers(shadow=False)
+        # Whoever lists parameters in inference mode must not leave such tensors in `.grad`.
+        with torch.inference_mode(False), torch.no_grad():
+            self._exchange.complete()
+            self._exchange.give_buffers(shadow=False)
         if self.join is not None and self.join.throws:
             self._stop_if_uneven()
 

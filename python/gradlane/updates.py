@@ -101,7 +101,9 @@ class DeferredUpdate:
         self._stepped.add(index)
         parameter = self._parameters[index]
         if self._leaves_zeros and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            # It may be a read in inference mode that waits.
+            with torch.inference_mode(False):
+                parameter.grad = torch.zeros_like(parameter)
 
     def take_away(self) -> None:
         """Take the gradients away that a step done whole has left, as after one done in parts.

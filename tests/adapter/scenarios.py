@@ -448,3 +448,27 @@ def synchronized_batch_norm(store: Store, rank: int, world_size: int, job: str) 
             return "it ran"
     finally:
         dist.destroy_process_group()
+
+
+def synchronized_batch_norm_on_cuda(store: Store, rank: int, world_size: int, job: str) -> str:
+    """Train with SyncBatchNorm, all ranks on one device; returns the hash of the state.
+
+    Gloo carries its statistics there; gradlane leaves buffers alone.
+    """
+    dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
+    try:
+        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model: Any = convert(seeded(SmallCnn)).cuda()
+            optimizer = optimizer_of("sgd", model)
+            session.prepare(model, optimizer, buffers="local")
+            for step in range(1, 4):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                images = torch.randn(4, 1, 8, 8, generator=generator).cuda()
+                model(images).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        means = [float(one.double().sum()) for one in model.buffers()]
+        return f"{digest(model.cpu())} {means}"
+    finally:
+        dist.destroy_process_group()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapter.models import Attention, SmallCnn, seeded
+from tests.adapter.pool import RankPool
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import (
     ReferenceSession,
@@ -100,3 +101,12 @@ def test_accumulation_clipping_and_buffers_on_cuda(mode: str) -> None:
     expected = run_reference(2, body)
     for rank, tensors in enumerate(run_ranks(2, body)):
         assert same_bits(tensors, expected[rank])
+
+
+def test_synchronized_batch_norm_beside_gradlane() -> None:
+    pool = RankPool(2)
+    try:
+        first, second = pool.run("synchronized_batch_norm_on_cuda")
+    finally:
+        pool.close()
+    assert first == second

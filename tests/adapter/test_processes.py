@@ -22,6 +22,9 @@ pytestmark = pytest.mark.skipif(
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 
 
+TRAININGS = (("cnn", "sgd"), ("transformer", "adamw"))
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
@@ -47,18 +50,29 @@ def test_200_steps_equal_ddp_with_a_rank_order_hook(
     assert len({digest for result in results for digest in result}) == 1
 
 
-def test_two_ranks_equal_stock_ddp(pool: RankPool) -> None:
+@pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
+def test_two_ranks_equal_stock_ddp(pool: RankPool, model: str, optimizer: str) -> None:
     results = pool.run(
-        "compare_with_ddp", ranks=2, runs=[{}], model_name="cnn", steps=50, gather=False
+        "compare_with_ddp",
+        ranks=2,
+        runs=[{}],
+        model_name=model,
+        steps=200,
+        optimizer_name=optimizer,
+        gather=False,
     )
     assert len({digest for result in results for digest in result}) == 1
 
 
-def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool) -> None:
-    ddp = pool.run("train_ddp", model_name="transformer", steps=10, gather=False)
-    ours = pool.run("train", model_name="transformer", steps=10)
+@pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
+def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool, model: str, optimizer: str) -> None:
+    """Stock DDP sums in another order, so that roundings differ and then drift apart."""
+    training: dict[str, Any] = {"model_name": model, "steps": 200, "optimizer_name": optimizer}
+    ddp = pool.run("train_ddp", gather=False, **training)
+    ours = pool.run("train", **training)
     for one, other in zip(ddp, ours, strict=True):
-        assert one["losses"] == pytest.approx(other["losses"], abs=1e-5)
+        assert one["losses"][:10] == pytest.approx(other["losses"][:10], abs=1e-5)
+        assert one["losses"][199] == pytest.approx(other["losses"][199], rel=0.01)
 
 
 def test_strategies_and_slice_sizes_give_the_same_bits(pool: RankPool) -> None:

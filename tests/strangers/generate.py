@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+
 from tests.strangers import description as d
 from tests.strangers.models import EXTRAS, KINDS, NORMS, TIES
 from tests.strangers.optimizers import SCHEDULERS
@@ -32,11 +34,13 @@ _OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "Adagrad": [{"lr": 0.05}, {"lr": 0.05, "initial_accumulator_value": 0.1, "lr_decay": 0.1}],
     "ASGD": [{"lr": 0.05, "t0": 2}],
     "Adafactor": [{"lr": 0.05}],
+    "Muon": [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1}],
 }
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _TENSOR_LR = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
-_NO_FOREACH = ("Adafactor",)
+_NO_FOREACH = ("Adafactor", "Muon")
 _SIMPLE = ("linear", "linear_no_bias", "narrow", "uncalled", "listed")
+_MATRICES = ("linear_no_bias", "words")
 _OLD_NORMS = ("old_weight_norm", "old_spectral_norm")
 
 
@@ -52,6 +56,8 @@ class Generator:
         self.serves = self.chance(0.08)
         self.odd = self.chance(0.2)
         self.data = 0
+        # Muon takes matrices alone, in a torch that has it.
+        self.of_matrices = not self.serves and hasattr(torch.optim, "Muon") and self.chance(0.04)
 
     def chance(self, probability: float) -> bool:
         """Whether something of this probability happens."""
@@ -63,6 +69,10 @@ class Generator:
         models = tuple(self.model() for _ in range(count))
         optimizers = tuple(self.optimizer(model) for model in models)
         self.models, self.optimizers = models, optimizers
+        buffers = self.buffers()
+        # With other rules some buffers are averaged over the ranks that have data.
+        self.may_join = buffers == "local"
+        self.grown: set[int] = set()
         actions = self.actions(count)
         defer = None if self.chance(0.6) else self.chance(0.4)
         return d.Loop(
@@ -73,7 +83,7 @@ class Generator:
             tuple(actions),
             self.options(),
             defer,
-            self.buffers(),
+            buffers,
             tuple(sorted(self.strange)),
         )
 
@@ -104,16 +114,25 @@ class Generator:
         dtype = self.random.choices(
             ["float32", "float64", "bfloat16", "float16"], [0.76, 0.08, 0.1, 0.06]
         )[0]
+        if self.serves and dtype == "float64":
+            # The servers have no kernel for it, and say so in prepare().
+            dtype = "float32"
         blocks: list[d.Block] = []
         for number in range(self.random.randint(1, 5)):
             blocks.append(self.block(number, blocks, dtype))
-        if dtype == "float32" and self.chance(0.08):
+        if dtype == "float32" and self.chance(0.08) and not (self.serves or self.of_matrices):
             number = self.random.randrange(len(blocks))
             block = blocks[number]
             tied = block.tied_to is not None or any(one.tied_to == number for one in blocks)
             if block.kind in _SIMPLE and block.norm is None and not tied:
                 blocks[number] = d.Block(block.kind, frozen=block.frozen, dtype="float64")
+        if _repeats_reentrant(blocks):
+            # Each recomputation is a backward of its own, and how many there are varies by step.
+            self.strange.add("several_backwards")
         extras = [one for one in EXTRAS if one != "complex" and self.chance(0.12)]
+        if self.of_matrices:
+            blocks = [*blocks, d.Block("linear_no_bias")]
+            return d.Model(tuple(blocks), ("transposed",) if self.chance(0.3) else (), dtype)
         if not any(_always_trained(block) for block in blocks) and "scale" not in extras:
             extras.append("scale")
         if self.serves:
@@ -132,7 +151,9 @@ class Generator:
             # Which words are chosen must not hang on rounding.
             kinds.remove("words")
         kind = self.random.choice(kinds)
-        if self.odd and dtype == "float32" and not self.serves and self.chance(0.06):
+        if self.of_matrices:
+            kind = self.random.choice(_MATRICES)
+        elif self.odd and dtype == "float32" and not self.serves and self.chance(0.06):
             kind = "sparse_words"
         if kind in ("lstm", "gru", "spectral_norm") and dtype in ("float16",):
             kind = "linear"
@@ -173,6 +194,10 @@ class Generator:
     def optimizer(self, model: d.Model) -> d.Optimizer:
         """Draw an optimizer."""
         kind = "SGD" if self.serves else self.random.choice(list(_OPTIMIZERS))
+        if self.of_matrices:
+            kind = "Muon"
+        elif kind == "Muon":
+            kind = "AdamW"
         if "complex" in model.extras or (kind == "Adafactor" and _has_empty(model)):
             kind = "SGD"
         options = dict(self.random.choice(_OPTIMIZERS[kind]))
@@ -183,7 +208,7 @@ class Generator:
                 options["fused"] = True
             if kind in _TENSOR_LR and self.chance(0.1) and not options.get("foreach"):
                 options["tensor_lr"] = True
-            if self.chance(0.08):
+            if self.chance(0.08) and kind != "Muon":
                 options["maximize"] = True
         if "complex" in model.extras:
             options.pop("fused", None)
@@ -374,13 +399,36 @@ class Generator:
             choices.append(d.Action("average", number, self.some_ranks()))
         if self.chance(0.08):
             choices += self.freezing(number)
+        if self.chance(0.06) and not self.serves:
+            grows = self.optimizers[number].scheduler is None and self._may_grow(number)
+            grows = grows and number not in self.grown
+            if grows:
+                self.grown.add(number)
+            # A step that the scaler skipped, or that another model's backward began, ends first.
+            zero = d.Action("zero", number, None, {"whose": "optimizer"})
+            choices += [zero, d.Action("prepare_again", number, None, {"grows": grows})]
+        if self.chance(0.08) and not self.serves and self.may_join and count == 1:
+            self.data += 10
+            batches = [self.random.randint(1, 3) for _ in range(self.ranks)]
+            uneven: dict[str, Any] = {"batches": batches, "data": self.data}
+            zero = d.Action("zero", number, None, {"whose": "optimizer"})
+            choices += [zero, d.Action("joined", number, None, uneven)]
+            self.data += 10
         kinds = {block.kind for block in self.models[number].blocks}
         if "conv2d_channels_last" in kinds and self.chance(0.3):
             given = {"channels_last": self.chance(0.3)}
-            choices.append(d.Action("reformat", number, self.some_ranks(), given))
+            some = self.some_ranks()
+            choices.append(d.Action("reformat", number, some, given))
             if self.serves:
                 self.strange.add("reformat")
+            elif some is not None:
+                # Sums over a parameter then have other bits, and it may be prepared again.
+                self.strange.add("layouts")
         return choices
+
+    def _may_grow(self, number: int) -> bool:
+        """Whether a vector may be added to a model: Muon takes none."""
+        return not self.of_matrices and "complex" not in self.models[number].extras
 
     def freezing(self, number: int) -> list[d.Action]:
         """Draw a block that is frozen or thawed; one that always trains stays."""
@@ -446,8 +494,7 @@ class Generator:
     def _may_stay_inside(self) -> bool:
         """Whether a step's last backward, too, may be inside no_sync()."""
         sparse = any(b.kind == "sparse_words" for model in self.models for b in model.blocks)
-        # A scaler would look for infinite gradients on each rank alone.
-        return not sparse and not self.style["scaled"]
+        return not sparse
 
     def _is_smooth(self) -> bool:
         """Whether second derivatives exist for every part of the models."""
@@ -456,6 +503,26 @@ class Generator:
             for model in self.models
             for block in model.blocks
         )
+
+
+def _repeats_reentrant(blocks: list[d.Block]) -> bool:
+    """Whether parameters of a reentrant checkpoint are used at several places.
+
+    How many of them fire hangs on what comes before, whose output may need no gradient at times.
+    """
+    for number, block in enumerate(blocks):
+        owner = block.tied_to if block.tied_to is not None else number
+        places = [
+            one
+            for other, one in enumerate(blocks)
+            if other == owner or one.tied_to == owner or one.same_as in (owner, number)
+        ]
+        calls = {
+            blocks[one.same_as].call if one.same_as is not None else one.call for one in places
+        }
+        if len(places) > 1 and "reentrant" in calls:
+            return True
+    return False
 
 
 def _has_empty(model: d.Model) -> bool:

@@ -193,6 +193,7 @@ class Stranger(nn.Module):
     """
 
     moment: tuple[int, int]
+    late: nn.Parameter | None
     scalar: Tensor
     turn: Tensor
     empty_used: Tensor
@@ -201,6 +202,7 @@ class Stranger(nn.Module):
     def __init__(self, described: description.Model) -> None:
         super().__init__()
         self.moment = (0, 0)
+        self.late = None
         self.described = described
         self.blocks = nn.ModuleList([self._build(block) for block in described.blocks])
         for number, block in enumerate(described.blocks):
@@ -295,7 +297,7 @@ class Stranger(nn.Module):
                 hidden = hidden + self.turn.real.to(hidden.dtype)
             elif extra == "complex":
                 hidden = hidden + self.complex.abs().to(hidden.dtype)
-        return hidden
+        return hidden if self.late is None else hidden * self.late
 
 
 def _call(how: str, module: nn.Module, hidden: Tensor) -> Tensor:

@@ -255,6 +255,47 @@ class Program:
     def synchronize(self, model: int) -> None:
         """Wait for all updates."""
 
+    def prepare_again(self, model: int, *, grows: bool) -> None:
+        """Connect a model anew, perhaps with a parameter more.
+
+        Args:
+            model: its number.
+            grows: whether it gets a parameter, in a group of its own.
+        """
+        if grows:
+            self.grow(model)
+        self.connect(model)
+
+    def grow(self, model: int) -> None:
+        """Give a model a parameter more."""
+        described = self.loop.models[model]
+        late = nn.Parameter(torch.full((WIDTH,), 1.25, dtype=getattr(torch, described.dtype)))
+        self.models[model].late = late
+        self.optimizers[model].add_param_group({"params": [late]})
+        # What was kept of the smaller model does not fit any more.
+        self.kept.pop(model, None)
+        self.averages.pop(model, None)
+
+    def connect(self, model: int) -> None:
+        """Prepare a model that was prepared before."""
+
+    def joined(self, model: int, *, batches: list[int], data: int) -> None:
+        """Train on a number of batches that differs from rank to rank."""
+        with self.joining():
+            for number in range(batches[self.rank]):
+                self.joined_step(model, data + number)
+
+    def joining(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for uneven data."""
+        return contextlib.nullcontext()
+
+    def joined_step(self, model: int, data: int) -> None:
+        """Take one step of such a training."""
+        self.zero(model, whose="optimizer")
+        self.backward(model, through=[model], data=data)
+        self.optimizers[model].step()
+        self.zero(model, whose="optimizer")
+
     # ---- reads
 
     def read(self, model: int, *, what: str) -> None:
@@ -359,18 +400,13 @@ def _optimizer_state(program: Program, number: int) -> list[Tensor]:
 
 
 LISTING_READS = (
-    "state_dict",
     "parameters",
     "named",
-    "deepcopy",
-    "pickle",
-    "save",
-    "twin",
     "functional",
     "gradients",
     "optimizer_state",
 )
-"""Reads that list the parameters of a model or of its optimizer."""
+"""Reads that list a model's parameters, which shows their gradients: copies and states do not."""
 
 READS: dict[str, Callable[[Program, int], list[Tensor]]] = {
     "state_dict": lambda program, number: list(program.models[number].state_dict().values()),

@@ -40,6 +40,7 @@ class RankProgram(Program):
     """The program with a session."""
 
     session: Any = None
+    grown: threading.Barrier
 
     def without_exchange(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.session.no_sync()
@@ -47,6 +48,26 @@ class RankProgram(Program):
 
     def synchronize(self, model: int) -> None:
         self.session.synchronize()
+
+    def connect(self, model: int) -> None:
+        self.session.prepare(
+            self.models[model],
+            self.optimizers[model],
+            defer=self.loop.defer,
+            buffers=self.loop.buffers,
+        )
+
+    def prepare_again(self, model: int, *, grows: bool) -> None:
+        """Torch's hooks on registration are one for all threads: all grow first."""
+        if grows:
+            self.grow(model)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.grown.wait(TIMEOUT_S)
+        self.connect(model)
+
+    def joining(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.session.join()
+        return context
 
 
 def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
@@ -60,9 +81,10 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     store = HashStore()
     job = f"stranger-{loop.seed}-{uuid.uuid4().hex[:8]}"
     outcomes: list[Outcome | None] = [None] * loop.ranks
+    grown = threading.Barrier(loop.ranks)
 
     def one(rank: int) -> None:
-        outcomes[rank] = _run(loop, rank, core=core, store=store, job=job)
+        outcomes[rank] = _run(loop, rank, grown, core=core, store=store, job=job)
 
     threads = [
         threading.Thread(target=one, args=(rank,), daemon=True, name=f"{job}-{rank}")
@@ -76,10 +98,11 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     return [outcome or Outcome([], -1, hanging) for outcome in outcomes]
 
 
-def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
+def _run(loop: Loop, rank: int, grown: threading.Barrier, **where: Any) -> Outcome:
     program: RankProgram | None = None
     try:
         program = RankProgram(loop, rank, values_of=rank)
+        program.grown = grown
         with gradlane.init(
             rank=rank,
             world_size=loop.ranks,
@@ -89,8 +112,8 @@ def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
             **where,
             **loop.options,
         ) as program.session:
-            for model, optimizer in zip(program.models, program.optimizers, strict=True):
-                program.session.prepare(model, optimizer, defer=loop.defer, buffers=loop.buffers)
+            for number in range(len(program.models)):
+                program.connect(number)
             program.start()
             for number, action in enumerate(loop.actions):
                 program.perform(number, action)
@@ -98,6 +121,7 @@ def _run(loop: Loop, rank: int, **where: Any) -> Outcome:
         for model in program.models:
             program.note("after close", list(model.parameters()))
     except BaseException as error:
+        grown.abort()
         return Outcome(program.notes if program else [], program.at if program else -1, error)
     return Outcome(program.notes, program.at, None)
 

@@ -8,6 +8,7 @@ alike when gradients do.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from tests.strangers.description import Action, Loop
 from tests.strangers.program import LISTING_READS, Note, Program
 
-_LISTING_ACTIONS = ("keep", "load", "write", "freeze", "average", "reformat", "reload_optimizer")
+_LISTING_ACTIONS = ("load", "write", "freeze", "average", "reformat", "reload_optimizer")
 """Actions that list a model's parameters, which makes a step's gradients and buffers right."""
 
 
@@ -88,12 +89,17 @@ class Reference:
             if action.do == "step" and action.given.get("closure") is not None:
                 self._step_with_closure(number, action)
                 continue
+            if action.do == "joined":
+                self._train_uneven(number, action)
+                continue
             for program in self.programs:
                 with torch.no_grad():
                     self._before_rank(program.rank, action)
                 program.perform(number, action)
             if action.do in ("step", "scaled_step"):
                 self._end_step(action.model)
+            elif action.do == "prepare_again":
+                self._give_values(action.model, 0)
         for program in self.programs:
             program.at = len(self.loop.actions)
             for model in program.models:
@@ -174,22 +180,68 @@ class Reference:
             program.optimizers[action.model].step()
         self._end_step(action.model)
 
+    def _train_uneven(self, at: int, action: Action) -> None:
+        """Ranks that have run out of batches count as zeros; at the end all are like the last."""
+        number, batches, data = action.model, action.given["batches"], action.given["data"]
+        for program in self.programs:
+            program.at = at
+            program.optimizers[number].zero_grad()
+        last = self.programs
+        for turn in range(max(batches)):
+            last = [one for one in self.programs if turn < batches[one.rank]]
+            for program in last:
+                program.backward(number, through=[number], data=data + turn)
+            self._averaged[number] = False
+            self._average(number)
+            for program in last:
+                program.optimizers[number].step()
+            for program in self.programs:
+                program.optimizers[number].zero_grad()
+        self._zeroed[number], self._begun[number], self._averaged[number] = True, False, False
+        if len(last) < len(self.programs):
+            self._give_values(number, last[0].rank)
+            for program in self.programs:
+                if program is not last[0]:
+                    _take_state(program.optimizers[number], last[0].optimizers[number])
+
+    @torch.no_grad()
+    def _give_values(self, number: int, source: int) -> None:
+        """Give all ranks the parameters and buffers of one."""
+        given = self.programs[source].models[number]
+        for program in self.programs:
+            model = program.models[number]
+            mine = [*model.parameters(), *model.buffers()]
+            for one, value in zip(mine, [*given.parameters(), *given.buffers()], strict=True):
+                one.copy_(value)
+
     def _average(self, number: int) -> None:
         if self._averaged[number]:
             return
         self._averaged[number] = True
         everywhere = [program.models[number].parameters() for program in self.programs]
         for copies in zip(*everywhere, strict=True):
-            gradients = [copy.grad for copy in copies]
+            gradients = [one.grad for one in copies]
             known = next((one for one in gradients if one is not None), None)
             if known is None or known.numel() == 0:
                 continue
             mean = _mean_in_rank_order(gradients, known)
-            for copy in copies:
+            for one in copies:
                 # Fused optimizers take gradients and parameters for memory in the same order.
-                own = known if copy.grad is None else copy.grad
+                own = known if one.grad is None else one.grad
                 layout = mean if own.is_sparse else own
-                copy.grad = torch.empty_like(layout).copy_(mean)
+                one.grad = torch.empty_like(layout).copy_(mean)
+
+
+def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
+    """Take another optimizer's state and hyper-parameters, without torch's change of dtypes."""
+    for group, its in zip(mine.param_groups, given.param_groups, strict=True):
+        for name, value in its.items():
+            if name != "params":
+                group[name] = copy.deepcopy(value)
+        for one, other in zip(group["params"], its["params"], strict=True):
+            mine.state.pop(one, None)
+            if other in given.state:
+                mine.state[one] = copy.deepcopy(given.state[other])
 
 
 def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:

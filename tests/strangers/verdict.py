@@ -18,11 +18,12 @@ from tests.strangers.reference import Reference
 
 REFUSALS: dict[str, str] = {
     "several_backwards": r"got another gradient in step",
-    "read_by_some": r"the ranks ended step \d+ differently",
+    "read_by_some": r"the ranks ended step \d+ differently|the ranks wait for each other",
     "all_inside": r"was changed in place before it was averaged",
     "server_reads": r"update=\"server\"|before optimizer\.step\(\)",
     "server_forgets": r"update=\"server\"",
     "thawed": r"was frozen when the model was prepared",
+    "layouts": r"hyper-parameters in step \d+ differ between|has stride \[",
     "reformat": r"was converted after prepare",
 }
 """Constructs that may be refused, and the words of the refusal."""

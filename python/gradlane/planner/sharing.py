@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Union
 
-from gradlane.errors import RanksDiffer
+from gradlane.errors import GradlaneError, RanksDiffer
 from gradlane.planner.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.rendezvous import Meeting
 
@@ -44,15 +44,22 @@ class _Own:
     from_rank_0: bool = False
 
 
-def agree_on_plan(meeting: Meeting, given: PlanArgument, sizes: Mapping[str, int]) -> Agreed:
+def agree_on_plan(
+    meeting: Meeting,
+    given: PlanArgument,
+    sizes: Mapping[str, int],
+    unable: GradlaneError | None = None,
+) -> Agreed:
     """Find out whether all ranks were given the same, and return it; a collective call.
 
     Args:
         meeting: where the ranks agree; for nothing else.
         given: what this rank was given.
         sizes: the trained parameters' numbers of elements, by name.
+        unable: why this rank cannot take part, whatever the plan; the others are told.
 
     Raises:
+        GradlaneError: `unable`.
         ValueError: this rank's plan cannot be read, or is for another model.
         RanksDiffer: another rank's, or the ranks were given different ones; on every rank.
         RendezvousError: a rank did not appear.
@@ -70,11 +77,13 @@ def agree_on_plan(meeting: Meeting, given: PlanArgument, sizes: Mapping[str, int
         told = json.loads(meeting.get("plan", 0))
         plan = parse_plan(json.dumps(told["plan"]), "rank 0's plan") if told["plan"] else None
         first = _Own(str(told["label"]), plan, str(told["refused"]))
-    unusable = own.refused or _unfit(first, sizes)
+    unusable = str(unable or "") or own.refused or _unfit(first, sizes)
     problem = f"rank {meeting.place.rank} cannot take part: {unusable}" if unusable else ""
     if not unusable and not first.refused:
         problem = _difference(first, own, meeting.place.rank)
     verdict = _verdict(meeting, problem)
+    if unable is not None:
+        raise unable
     if verdict != "ok":
         raise PlanError(unusable) if unusable else RanksDiffer(verdict)
     return Agreed(first.plan, first.label == AUTO)
