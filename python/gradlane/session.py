@@ -22,7 +22,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -288,12 +288,19 @@ class Session:
         """The plan in force: the last one that was given, or found; None before."""
         return self._plan
 
-    def probe(self, *, window_s: float = 1.0, directions: bool = True) -> LinkReport:
+    def probe(
+        self,
+        *,
+        window_s: float = 1.0,
+        directions: bool = True,
+        on_phase: Callable[[str], None] = lambda text: None,
+    ) -> LinkReport:
         """Measure bandwidth and latency between all ranks; a collective call.
 
         Args:
             window_s: seconds that each stream is measured for.
             directions: whether ports are also measured in one direction at a time.
+            on_phase: told what is measured next.
 
         Returns:
             The same report on every rank.
@@ -305,7 +312,13 @@ class Session:
         from gradlane.planner.links import probe
 
         self._check_open()
-        return probe(self._around, self._meet(), window_s=window_s, directions=directions)
+        return probe(
+            self._around,
+            self._meet(),
+            window_s=window_s,
+            directions=directions,
+            on_phase=on_phase,
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -66,15 +66,21 @@ def _train(
     optimizer_name: str,
     plan: Any = None,
     decided: bool = False,
+    unrecorded: bool = False,
     buffers: str = "broadcast",
     micro_batches: int = 1,
     joins: bool = False,
     cosine: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    stub = mock.patch.object(learning, "Coordinator", Decided)
+    stub: Any = contextlib.nullcontext()
+    if decided:
+        stub = mock.patch.object(learning, "Coordinator", Decided)
+    elif unrecorded:
+        refusal = ValueError("the model's parameters are on cuda:0, cuda:1")
+        stub = mock.patch.object(learning, "Recorder", side_effect=refusal)
     with (
-        stub if decided else contextlib.nullcontext(),
+        stub,
         open_session(store, rank, world_size, job, **options) as session,
     ):
         model = MODELS[model_name]()

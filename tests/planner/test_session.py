@@ -98,6 +98,18 @@ def test_inside_join_nothing_is_switched_and_after_it_all_are(pool: RankPool) ->
         assert [first_after, second_after] == [OTHER.to_json()] * 2
 
 
+def test_what_cannot_be_recorded_keeps_its_settings_and_says_why(pool: RankPool) -> None:
+    (results,) = train(
+        pool,
+        [{"plan": "auto", "unrecorded": True}],
+        model_name="cnn",
+        steps=LEARNING_STEPS + 1,
+    )
+    for one in results:
+        assert one["settings"][-1] == Settings().to_json()
+        assert one["plan"]["summary"].endswith("the model's parameters are on cuda:0, cuda:1.")
+
+
 def test_one_rank_alone_learns_nothing(pool: RankPool) -> None:
     (results,) = pool.run(
         f"{MODULE}:train", ranks=1, runs=[{"plan": "auto"}], model_name="cnn", steps=9

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from gradlane.errors import GradlaneError
+from gradlane.lab.rates import format_rate
 from gradlane.options import Options
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.links import LinkReport
@@ -154,7 +155,13 @@ class Learning:
 
 
 def log_plan(plan: Plan) -> None:
-    """Tell the logger `gradlane` each choice with its reason."""
+    """Tell the logger `gradlane` what was measured, and each choice with its reason."""
+    _log.info(
+        "plan: %d ranks, %s in both directions at once, %.3g ms one way",
+        plan.facts.workers,
+        format_rate(plan.facts.rate_bps),
+        plan.facts.latency_s * 1e3,
+    )
     for choice in plan.choices:
         _log.info("plan: %s %s: %s", choice["setting"], shown(choice["value"]), choice["reason"])
     _log.info("plan: %s", plan.summary)

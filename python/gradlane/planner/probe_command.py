@@ -43,7 +43,12 @@ def run_probe(
                 "`torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 "
                 "-m gradlane probe`"
             )
-        report = session.probe(window_s=window_s)
+
+        def tell(text: str) -> None:
+            if session.rank == 0:
+                console.print(f"measuring {text}", style="dim", highlight=False)
+
+        report = session.probe(window_s=window_s, on_phase=tell)
     if session.rank != 0:
         return None
     print_links(console, report)
