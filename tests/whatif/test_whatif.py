@@ -169,6 +169,7 @@ def test_lists_are_read_as_people_write_them() -> None:
     assert parse_workers("3..17") == [3, 4, 8, 16, 17]
     assert parse_rates("1..4gbit") == [10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9]
     assert parse_rates("500mbit..2gbit, 10g") == [5 * 10**8, 10**9, 2 * 10**9, 10**10]
+    assert parse_rates("1,4,10gbit") == [10**9, 4 * 10**9, 10**10]
     assert parse_compressions("1, 2.5") == [1.0, 2.5]
     assert parse_names("p3,p3", ("p3", "wfbp"), "strategy") == ["p3"]
 

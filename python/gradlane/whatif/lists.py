@@ -35,24 +35,30 @@ def parse_workers(text: str) -> list[int]:
 def parse_rates(text: str) -> list[int]:
     """Return rates in bits a second; a range `A..B` stands for the usual rates in it and its ends.
 
+    The unit of the last rate counts for all that have none: `1,4,10gbit`, `1..100gbit`.
+
     Raises:
         ValueError: a part is no rate, or a range is empty.
     """
     rates: list[int] = []
-    for part in _parts(text, "rate"):
+    parts = _parts(text, "rate")
+    unit = parts[-1].rpartition("..")[2].strip().lstrip("0123456789.")
+    for part in parts:
         first, is_range, last = part.partition("..")
+        low = parse_rate(_with_unit(first, unit))
         if not is_range:
-            rates.append(parse_rate(part))
+            rates.append(low)
             continue
-        high = parse_rate(last)
-        # In `1..100gbit` the unit counts for both.
-        unit = last.strip().lstrip("0123456789.")
-        low = parse_rate(first + unit if first.strip().replace(".", "").isdigit() else first)
+        high = parse_rate(_with_unit(last, unit))
         if low > high:
             raise ValueError(f"rates {part!r}: write ranges from low to high")
         usual = (gbit * 10**9 for gbit in USUAL_GBIT)
         rates += sorted({low, high} | {rate for rate in usual if low < rate < high})
     return list(dict.fromkeys(rates))
+
+
+def _with_unit(rate: str, unit: str) -> str:
+    return rate + unit if rate.strip().replace(".", "", 1).isdigit() else rate
 
 
 def parse_compressions(text: str) -> list[float]:
