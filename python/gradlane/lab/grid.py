@@ -17,8 +17,9 @@ from typing import Any
 from gradlane.lab.bound import port_bytes
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabOptions, LabProgress, run_lab
-from gradlane.lab.strategy import GRADLANE_STRATEGIES, parse_strategy
+from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
 
 WORKERS = 4
 CEILING = "none"
@@ -244,7 +245,7 @@ def in_grid_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
     chosen = [row for row in rows if row["workload"] in workloads]
-    order = (*STRATEGIES, *(name for name in GRADLANE_STRATEGIES if name not in STRATEGIES))
+    order = (*STRATEGIES, *(name for name in ENGINE_STRATEGIES if name not in STRATEGIES))
     return sorted(
         (row for row in chosen if row["strategy"] in order),
         key=lambda row: (
