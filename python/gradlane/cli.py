@@ -32,6 +32,10 @@ app.add_typer(trace_commands, name="trace")
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
 ]
+CostsPath = Annotated[
+    Path | None,
+    typer.Option("--costs", help="Constants of a machine, as `lab calibrate --json` wrote them."),
+]
 HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write a page with plots.")]
 
 
@@ -192,14 +196,17 @@ def lab_transport(
 @lab.command("predict")
 def lab_predict(
     results: Annotated[list[Path], typer.Argument(help="Files that `lab run --json` wrote.")],
+    costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Compare the simulator's predictions with what the lab has measured."""
+    from gradlane.whatif.costs import read_costs
     from gradlane.whatif.prediction import can_predict, markdown_of, predict, summary_of
 
     _require_writable(json_path)
     rows = [row for path in results for row in _read_rows(path)]
-    predictions = [predict(row) for row in rows if can_predict(row)]
+    machine = None if costs is None else read_costs(costs)
+    predictions = [predict(row, machine) for row in rows if can_predict(row)]
     summary = summary_of(predictions)
     typer.echo(markdown_of(predictions))
     typer.echo(
@@ -208,6 +215,86 @@ def lab_predict(
     )
     if json_path is not None:
         _write_json(json_path, {"rows": [it.to_json() for it in predictions], **summary})
+
+
+@lab.command("calibrate")
+def lab_calibrate(
+    rate: Annotated[str, typer.Option(help="Rate of every port in each direction.")] = "500mbit",
+    megabytes: Annotated[
+        float, typer.Option(help="Gradients that each rank hands over at once, in 10^6 bytes.")
+    ] = 40.0,
+    repeat: Annotated[int, typer.Option(help="Turns of all runs; medians count.")] = 3,
+    trials: Annotated[int, typer.Option(help="Single tensors for the latencies.")] = 40,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure the simulator's constants on this machine, for `--costs` of other commands."""
+    from gradlane.lab.calibrate import CalibrationOptions, run_calibration
+    from gradlane.lab.calibrate_table import print_constants
+    from gradlane.lab.display import wide_console
+    from gradlane.lab.privilege import ensure_namespaces
+    from gradlane.lab.rates import parse_rate
+
+    options = CalibrationOptions(
+        rate_bps=parse_rate(rate), megabytes=megabytes, repeat=repeat, trials=trials
+    )
+    _require_writable(json_path)
+    ensure_namespaces(sys.argv[1:])
+    console = wide_console()
+    content = run_calibration(
+        options, lambda text: console.print(text, style="dim", highlight=False)
+    )
+    print_constants(console, content)
+    if json_path is not None:
+        _write_json(json_path, content)
+        console.print(f"wrote {json_path}", highlight=False)
+
+
+@lab.command("grid")
+def lab_grid(
+    results: Annotated[
+        Path, typer.Argument(help="File of measured runs; runs are added to it.")
+    ] = Path("grid.json"),
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure what is missing, about an hour in all.")
+    ] = False,
+    budget_s: Annotated[
+        float, typer.Option(help="Begin no further run after so many seconds; call again for more.")
+    ] = 1e9,
+    workload: Annotated[
+        str, typer.Option(help="Only these, comma-separated; all by default.")
+    ] = "",
+    costs: CostsPath = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit the one fitted constant to the ResNet-50 rows.")
+    ] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the table as a page, such as docs/predictions.md.")
+    ] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Test the simulator: four models, four strategies and five rates, measured and predicted."""
+    from gradlane.lab.display import wide_console
+    from gradlane.whatif.prediction_grid import predict_grid
+
+    _require_writable(results, markdown, json_path)
+    console = wide_console()
+    workloads = [name.strip() for name in workload.split(",") if name.strip()]
+    if measure:
+        from gradlane.lab.display import bar_progress
+        from gradlane.lab.grid import cells_of, measure_missing
+        from gradlane.lab.privilege import ensure_namespaces
+
+        ensure_namespaces(sys.argv[1:])
+        cells = cells_of(workloads)
+        with bar_progress(console, 0) as progress:
+            missing = measure_missing(cells, results, budget_s=budget_s, progress=progress)
+        if missing:
+            typer.echo(f"{missing} runs are missing: give the same command again for more")
+    content = predict_grid(
+        results, workloads=workloads, costs_path=costs, fit=fit, markdown=markdown, console=console
+    )
+    if json_path is not None:
+        _write_json(json_path, content)
 
 
 @app.command()
@@ -264,6 +351,7 @@ def whatif(
     free_host: Annotated[
         bool, typer.Option("--free-host", help="Charge the host no time for frames and sums.")
     ] = False,
+    costs: CostsPath = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the timeline of a single cluster, for Perfetto or Chrome."),
@@ -279,6 +367,7 @@ def whatif(
     from gradlane.lab.display import wide_console
     from gradlane.lab.rates import parse_rate
     from gradlane.whatif import command, lists
+    from gradlane.whatif.costs import MachineCosts, read_costs
     from gradlane.whatif.grid import CODECS
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
@@ -298,6 +387,7 @@ def whatif(
             latency_s=latency_s,
             slice_elems=slice_elems,
             free_host=free_host,
+            costs=MachineCosts() if costs is None else read_costs(costs),
             workers_per_node=workers_per_node,
             local_rate_bps=parse_rate(local_rate),
             additions=() if additions is None else lists.read_additions(additions),

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
+from gradlane.lab.grid import in_grid_order, read_rows, with_compute_times
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.prediction import (
     can_predict,
     markdown_of,
     predict,
     replayed_profile,
     summary_of,
+)
+from gradlane.whatif.prediction_grid import (
+    MEDIAN_ERROR_TARGET,
+    WORST_ERROR_TARGET,
+    fit_spread,
+    page_of,
+    with_spread,
 )
 from tests.command_line import run
 
@@ -93,3 +102,35 @@ def test_the_command_prints_a_table(
     assert status == 0
     assert "| resnet50 | p3 | 4 |" in out and "median error" in out
     assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 1
+
+
+def test_what_the_lab_measured_is_predicted() -> None:
+    """Every fourth row of the published grid: a model that drifts from the lab is seen here."""
+    path = Path(__file__).parents[2] / "docs" / "predictions.json"
+    rows = [it for it in in_grid_order(with_compute_times(read_rows(path))) if can_predict(it)]
+    assert len(rows) > 40
+    summary = summary_of([predict(it) for it in rows[::4]])
+    assert summary["median_error"] <= MEDIAN_ERROR_TARGET
+    assert summary["worst_error"] <= WORST_ERROR_TARGET
+
+
+def test_the_fit_finds_the_spread_that_made_the_rows() -> None:
+    costs = with_spread(MachineCosts(), 0.45)
+    made = row(rate_bps=15 * 10**8, dilation=4.0)
+    made["step_s_median"] = predict(made, costs).predicted_step_s
+    assert fit_spread([made], MachineCosts()) == (0.45, 0.0)
+    with pytest.raises(ValueError, match="nothing to fit"):
+        fit_spread([], MachineCosts())
+
+
+def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
+    rows = [
+        {**row(strategy=name), "warmup": 2, "steps": 2, "cpu_share": 0.2}
+        | {"machine": {"processors": 2}, "versions": {"kernel": "6", "torch": "2"}}
+        for name in ("p3", "ddp-gloo:25")
+    ]
+    page = page_of([predict(row())], rows)
+    assert "| resnet50 (fitted) | 1 |" in page
+    assert "- resnet50 at 4 Gbit/s: none, slicing, kvstore, wfbp" in page
+    assert "- vgg19 at 5 Gbit/s: all" in page
+    assert "DDP over p3" in page

@@ -1,21 +1,43 @@
-//! Constants: what the host's processor does to a frame, a reduction and a wake-up.
+//! Constants: what ports and connections carry, and what the host's processor does to a frame, a
+//! reduction and a wake-up.
 //!
-//! The goodput share was fitted to steps measured in the lab; the others are orders of magnitude, not
-//! measured yet. `docs/simulator.md` says how far predictions are off. They are seconds of real time:
-//! in an emulation with dilation D a nominal second is D of them.
+//! Measured on 2026-11-21 by `gradlane lab calibrate --json costs.json` (four emulated nodes, ports of
+//! 500 Mbit/s, a virtual machine of two cores, Linux 6.18, machine 17 % busy; medians of three turns,
+//! which lay within 21 % for the cost of a frame and within 10 % for all others). On another machine
+//! the same command makes a file for `--costs`. `docs/simulator.md` says how each is measured and
+//! how far predictions are off. Times are seconds of real time: in an emulation with dilation D a
+//! nominal second is D of them.
 
 use crate::error::SimError;
 use serde::{Deserialize, Serialize};
 
 /// Share of a port's rate that carries frames: the payload of a full TCP segment over its bytes on an
-/// Ethernet, 1448 of 1514, times 0.97. The second factor is what a dozen short flows lose that
-/// share a port: an all-to-all exchange was measured at 95 to 96 % of neighbour-to-neighbour
-/// streams (`docs/decisions/0005-send-buffers.md`), and 0.97 fits steps best.
-pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0 * 0.97;
+/// Ethernet, 0.9564. Plain TCP streams on shaped ports were measured at 0.9555.
+pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0;
 
-/// What the kernel holds of a connection whose path is short: it doubles the 64 kB that it is asked
-/// for (`gradlane-net`'s `send_buffer.rs`) and spends a little of that on bookkeeping.
-pub(crate) const SEND_BUFFER_FLOOR_BYTES: f64 = 126_000.0;
+/// The send buffer of a connection whose path is short: the kernel doubles the 64 kB that it is asked
+/// for (`gradlane-net`'s `send_buffer.rs`).
+pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 131_072;
+
+/// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab, and the
+/// only constant that is fitted: `gradlane lab grid --fit`.
+pub(crate) const SHARE_SPREAD: f64 = 0.2;
+
+/// Bytes of a connection after which it is unequal in another way: flows that were traced in the lab
+/// were 7 MB apart after 51 MB (`docs/decisions/0005-send-buffers.md`).
+pub(crate) const SHARE_LASTS_BYTES: u32 = 4_000_000;
+
+/// The largest packet with segmentation offload: 45 segments of 1,448 bytes.
+pub(crate) const PACKET_BYTES: u32 = 65_160;
+
+/// What a packet takes of the send buffer beside its bytes.
+pub(crate) const PACKET_OVERHEAD_BYTES: u32 = 1_280;
+
+/// What is not acknowledged by itself: no more than one segment.
+pub(crate) const SMALL_PIECE_BYTES: u32 = 1_448;
+
+/// An acknowledgement: headers alone.
+pub(crate) const ACKNOWLEDGEMENT_BYTES: u32 = 66;
 
 /// Time that the host spends. One I/O thread and one work thread a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -61,16 +83,17 @@ impl Costs {
         between_steps_s: 0.0,
     };
 
-    /// Orders of magnitude for a server of today.
+    /// As measured: see the top of this file. `between_steps_s` is the training loop's own, and is in
+    /// the compute time of a measured profile.
     pub const USUAL: Costs = Costs {
-        send_frame_s: 10e-6,
-        send_byte_s: 0.35e-9,
-        receive_frame_s: 10e-6,
-        receive_byte_s: 0.35e-9,
-        work_s: 30e-6,
-        reduce_byte_s: 0.15e-9,
-        command_s: 20e-6,
-        wake_s: 100e-6,
+        send_frame_s: 3.8e-6,
+        send_byte_s: 0.30e-9,
+        receive_frame_s: 3.8e-6,
+        receive_byte_s: 0.30e-9,
+        work_s: 54e-6,
+        reduce_byte_s: 0.041e-9,
+        command_s: 81e-6,
+        wake_s: 13e-6,
         between_steps_s: 0.0,
     };
 

@@ -24,6 +24,7 @@ mod report;
 mod request;
 pub mod ring_fused;
 mod scenario;
+mod shares;
 mod simulation;
 mod trace;
 

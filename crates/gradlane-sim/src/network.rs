@@ -1,26 +1,35 @@
 //! The network: what kernels take of a connection, and what ports carry.
+//!
+//! A kernel cuts a frame into packets as large as segmentation offload allows, and begins a packet
+//! while its send buffer has room. A packet leaves the buffer when its acknowledgement is back, which
+//! waits in the ports' queues like everything else: where all ranks send to all, about half of what
+//! the buffers hold has arrived and is on its way back as acknowledgements, so that a port's queue
+//! is empty at times although every connection is full.
 
 use crate::calendar::Kind;
-use crate::node::Input;
-use crate::port::{Piece, NO_FRAME};
+use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
+use crate::node::{Input, Partial};
+use crate::port::{Content, Piece};
 use crate::simulation::{fraction, Run};
 use crate::trace::{Lane, Subject};
 use gradlane_engine::Transmit;
 use gradlane_units::Rank;
 use gradlane_wire::HEADER_BYTES;
 
+/// Acknowledgements behind one another leave together where that is so near in time.
+const ACKNOWLEDGEMENTS_NS: u64 = 20_000;
+
 impl Run {
-    /// Gives a frame that the engine has chosen to the kernel, if that takes it.
+    /// Gives a frame that the engine has chosen to the kernel, or keeps it until that takes more.
     pub(crate) fn offer(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
-        let waits = self.nodes[rank as usize].unsent.contains_key(&peer);
-        if waits || !self.takes_more(rank, peer) {
-            let unsent = &mut self.nodes[rank as usize].unsent;
-            unsent.entry(peer).or_default().push_back(transmit);
+        let node = &mut self.nodes[rank as usize];
+        if node.partial.contains_key(&peer) || node.unsent.contains_key(&peer) {
+            node.unsent.entry(peer).or_default().push_back(transmit);
             self.mark_busy(rank, peer);
             return time;
         }
-        self.send(rank, &transmit, time)
+        self.send(rank, transmit, time)
     }
 
     /// The connection takes no more for now.
@@ -32,7 +41,10 @@ impl Run {
 
     /// Gives the kernel what waited for a connection to take more.
     pub(crate) fn flush(&mut self, rank: u32, peer: u32, mut time: u64) -> u64 {
-        while self.takes_more(rank, peer) {
+        if let Some(partial) = self.nodes[rank as usize].partial.remove(&peer) {
+            self.push(rank, peer, partial, time);
+        }
+        while !self.nodes[rank as usize].connections[peer as usize].busy {
             let unsent = &mut self.nodes[rank as usize].unsent;
             let Some(queue) = unsent.get_mut(&peer) else {
                 break;
@@ -42,25 +54,14 @@ impl Run {
                 unsent.remove(&peer);
             }
             if let Some(transmit) = transmit {
-                time = self.send(rank, &transmit, time);
+                time = self.send(rank, transmit, time);
             }
-        }
-        if self.nodes[rank as usize].unsent.contains_key(&peer) {
-            self.mark_busy(rank, peer);
         }
         time
     }
 
-    fn takes_more(&self, rank: u32, peer: u32) -> bool {
-        let connection = &self.nodes[rank as usize].connections[peer as usize];
-        let queued_at_port = self.ports[rank as usize].outgoing_bytes <= self.queue_bytes;
-        let waiting = u64::from(connection.waiting_bytes);
-        u64::from(connection.held_bytes) < self.window_bytes
-            && (queued_at_port || waiting < self.low_water_bytes)
-    }
-
-    /// The kernel takes a whole frame.
-    fn send(&mut self, rank: u32, transmit: &Transmit, time: u64) -> u64 {
+    /// Begins a frame.
+    fn send(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
         let bytes = transmit.header.length + HEADER_BYTES as u32;
         let weight = self.fold.weights[peer as usize];
@@ -70,69 +71,99 @@ impl Run {
         self.meters.sent_bytes += u64::from(bytes);
         self.meters.port_bytes[rank as usize] += u64::from(bytes) * u64::from(weight);
         let number = self.frames.insert(transmit.header);
-        self.queue_pieces(rank, peer, number, bytes, time);
-        let node = &mut self.nodes[rank as usize];
-        let connection = &mut node.connections[peer as usize];
-        connection.held_bytes += bytes;
-        connection.waiting_bytes += bytes;
-        // Said in this order, the engine need not find the next head for a peer that is busy.
-        if !self.takes_more(rank, peer) {
-            self.mark_busy(rank, peer);
-        }
-        self.nodes[rank as usize].engine.handle_sent(transmit);
+        self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, time);
         time
     }
 
-    fn queue_pieces(&mut self, rank: u32, peer: u32, frame: u32, bytes: u32, time: u64) {
-        let mut rest = bytes;
-        while rest > 0 {
-            let size = rest.min(self.piece_bytes);
-            let first = rest == bytes;
-            rest -= size;
-            let piece = Piece { frame, from: rank, to: peer, bytes: size, first, last: rest == 0 };
-            if let Some(at) = self.ports[rank as usize].queue(time, piece) {
-                self.calendar.at(at, Kind::Depart, rank);
+    /// Gives the kernel as much of a frame as it takes: it begins a packet as long as the buffer has
+    /// room, and ends it even where that is over.
+    fn push(&mut self, rank: u32, peer: u32, mut partial: Partial, time: u64) {
+        let overhead = PACKET_OVERHEAD_BYTES;
+        while partial.rest > 0 {
+            let connection = &mut self.nodes[rank as usize].connections[peer as usize];
+            if connection.held_bytes >= connection.window_bytes {
+                self.nodes[rank as usize].partial.insert(peer, partial);
+                return self.mark_busy(rank, peer);
+            }
+            let bytes = partial.rest.min(self.piece_bytes);
+            self.shares.pass(connection, bytes);
+            connection.held_bytes += bytes + overhead;
+            connection.waiting_bytes += bytes;
+            let first = partial.rest == partial.bytes;
+            partial.rest -= bytes;
+            let content = Content::Frame { number: partial.number, first, last: partial.rest == 0 };
+            self.queue(time, Piece { content, from: rank, to: peer, bytes });
+        }
+        // Said in this order, the engine need not find the next head for a peer that is busy.
+        if !self.is_below_low_water(rank, peer) {
+            self.mark_busy(rank, peer);
+        }
+        self.nodes[rank as usize].engine.handle_sent(&partial.transmit);
+    }
+
+    fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
+        let waiting = self.nodes[rank as usize].connections[peer as usize].waiting_bytes;
+        self.ports[rank as usize].outgoing_bytes <= self.queue_bytes
+            || u64::from(waiting) < self.low_water_bytes
+    }
+
+    fn queue(&mut self, time: u64, piece: Piece) {
+        if let Some(at) = self.ports[piece.from as usize].queue(time, piece) {
+            self.calendar.at(at.max(self.now), Kind::Depart, piece.from);
+        }
+    }
+
+    /// What is at the head of the queue leaves: acknowledgements, and one piece behind them.
+    pub(crate) fn depart(&mut self, rank: u32) {
+        while let Some(piece) = self.ports[rank as usize].depart() {
+            self.carry(rank, piece);
+            let port = &self.ports[rank as usize];
+            let Some(at) = port.next_departure() else {
+                return;
+            };
+            let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;
+            if !may_follow {
+                return self.calendar.at(at, Kind::Depart, rank);
             }
         }
     }
 
-    /// The next piece begins to leave, and so to arrive.
-    pub(crate) fn depart(&mut self, rank: u32) {
-        let Some(piece) = self.ports[rank as usize].depart() else {
-            return;
-        };
+    /// A piece leaves its port now, and so begins to arrive.
+    fn carry(&mut self, rank: u32, piece: Piece) {
         let weights = &self.fold.weights;
         let occupies = |weight: u32| {
             (f64::from(piece.bytes) * self.ns_per_byte * f64::from(weight)).ceil() as u64
         };
         let out_ns = occupies(weights[piece.to as usize]);
         let in_ns = occupies(weights[piece.from as usize]);
-        let (now, left_at) = (self.now, self.now + out_ns);
-        let port = &mut self.ports[rank as usize];
-        port.out_free_at = left_at;
-        if let Some(at) = port.next_departure() {
-            self.calendar.at(at, Kind::Depart, rank);
-        }
+        let (now, burst) = (self.now, self.burst_ns);
+        self.ports[rank as usize].out_line.occupy(now, out_ns, burst);
+        let left_at = now + out_ns;
         let target = &mut self.ports[piece.to as usize];
-        let begins_at = target.in_free_at.max(now + self.latency);
-        let whole_at = (begins_at + in_ns).max(left_at + self.latency);
-        target.in_free_at = whole_at;
+        let begins_at = target.in_line.free_at.max(now + self.latency);
+        let whole_at = if burst > 0 {
+            target.in_line.occupy(begins_at, in_ns, burst);
+            begins_at
+        } else {
+            target.in_line.free_at = (begins_at + in_ns).max(left_at + self.latency);
+            target.in_line.free_at
+        };
         target.incoming.push_back((whole_at, piece));
         if target.incoming.len() == 1 {
             self.calendar.at(whole_at, Kind::Arrive, piece.to);
         }
         self.meters.tx.add(now, left_at);
-        self.meters.rx.add(whole_at - in_ns, whole_at);
-        if piece.frame == NO_FRAME {
+        self.meters.rx.add(whole_at.saturating_sub(in_ns), whole_at);
+        let Content::Frame { number, .. } = piece.content else {
             return;
-        }
+        };
         if self.trace.is_some() {
-            let header = self.frames.get(piece.frame);
+            let header = self.frames.get(number);
             let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
             let subject = |peer| Subject::Slice { kind, slice, peer, bytes: piece.bytes, priority };
             let lane = Lane::of(header.kind);
             self.span(rank, lane, header.step, subject(piece.to), now, left_at);
-            let (subject, begin) = (subject(rank), whole_at - in_ns);
+            let (subject, begin) = (subject(rank), whole_at.saturating_sub(in_ns));
             self.span(piece.to, Lane::Receive, header.step, subject, begin, whole_at);
         }
         let connection = &mut self.nodes[rank as usize].connections[piece.to as usize];
@@ -140,32 +171,61 @@ impl Run {
         self.wake_if_writable(rank, piece.to);
     }
 
-    /// A piece is whole at its receiver.
+    /// Pieces are whole at their receiver.
     pub(crate) fn arrive(&mut self, rank: u32) {
-        let port = &mut self.ports[rank as usize];
-        let Some((_, piece)) = port.incoming.pop_front() else {
-            return;
-        };
-        if let Some(&(time, _)) = port.incoming.front() {
-            self.calendar.at(time, Kind::Arrive, rank);
+        loop {
+            let port = &mut self.ports[rank as usize];
+            match port.incoming.front() {
+                None => return,
+                Some(&(time, _)) if time > self.now => {
+                    return self.calendar.at(time, Kind::Arrive, rank);
+                }
+                Some(_) => {}
+            }
+            if let Some((_, piece)) = port.incoming.pop_front() {
+                self.take(rank, piece);
+            }
         }
-        if piece.frame == NO_FRAME {
-            return;
-        }
-        self.meters.received_bytes += u64::from(piece.bytes);
-        let connection = &mut self.nodes[piece.from as usize].connections[rank as usize];
-        connection.held_bytes -= piece.bytes;
-        if piece.last {
-            self.hear(rank, Input::Frame(piece.frame, piece.first));
-        } else if piece.first {
-            self.hear(rank, Input::Header(piece.frame));
-        }
-        self.wake_if_writable(piece.from, rank);
     }
 
+    fn take(&mut self, rank: u32, piece: Piece) {
+        match piece.content {
+            Content::Other => {}
+            Content::Acknowledgement { held_bytes } => {
+                self.nodes[rank as usize].connections[piece.from as usize].held_bytes -= held_bytes;
+                self.wake_if_writable(rank, piece.from);
+            }
+            Content::Frame { number, first, last } => {
+                self.meters.received_bytes += u64::from(piece.bytes);
+                self.acknowledge(rank, &piece);
+                if last {
+                    self.hear(rank, Input::Frame(number, first));
+                } else if first {
+                    self.hear(rank, Input::Header(number));
+                }
+            }
+        }
+    }
+
+    /// The receiving kernel tells the sending one, through the queues of the way back. Less than a
+    /// full packet is told with what comes next; that it frees is so little that it is freed now.
+    fn acknowledge(&mut self, rank: u32, piece: &Piece) {
+        let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
+        if piece.bytes <= SMALL_PIECE_BYTES {
+            let connection = &mut self.nodes[piece.from as usize].connections[rank as usize];
+            connection.held_bytes -= held_bytes;
+            return self.wake_if_writable(piece.from, rank);
+        }
+        let content = Content::Acknowledgement { held_bytes };
+        let bytes = ACKNOWLEDGEMENT_BYTES;
+        self.queue(self.now, Piece { content, from: rank, to: piece.from, bytes });
+    }
+
+    /// Whether the kernel reports the connection as writable again: a third of the buffer is free.
     fn wake_if_writable(&mut self, rank: u32, peer: u32) {
-        let busy = self.nodes[rank as usize].connections[peer as usize].busy;
-        if busy && self.takes_more(rank, peer) {
+        let connection = self.nodes[rank as usize].connections[peer as usize];
+        let has_room = connection.held_bytes <= connection.window_bytes / 3 * 2;
+        if connection.busy && has_room && self.is_below_low_water(rank, peer) {
             self.nodes[rank as usize].connections[peer as usize].busy = false;
             self.hear(rank, Input::Writable(peer));
         }
@@ -186,10 +246,7 @@ impl Run {
         };
         let to = (rank + 1 + self.rng.below(ranks - 1)) % ranks;
         let bytes = background.bytes;
-        let piece = Piece { frame: NO_FRAME, from: rank, to, bytes, first: true, last: true };
-        if let Some(at) = self.ports[rank as usize].queue(self.now, piece) {
-            self.calendar.at(at, Kind::Depart, rank);
-        }
+        self.queue(self.now, Piece { content: Content::Other, from: rank, to, bytes });
         self.schedule_background(rank);
     }
 }

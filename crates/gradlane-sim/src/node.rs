@@ -33,12 +33,26 @@ pub(crate) enum Input {
 /// The sending side of a connection, as the kernel has it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Connection {
-    /// Bytes that the kernel has taken and the peer has not got.
+    /// Bytes that it takes before the first of them is acknowledged.
+    pub(crate) window_bytes: u32,
+    /// Bytes until that changes.
+    pub(crate) window_lasts_bytes: u32,
+    /// Bytes that the kernel has taken and has not heard to be at the peer, as it counts them.
     pub(crate) held_bytes: u32,
     /// Those of them that have not begun to leave.
     pub(crate) waiting_bytes: u32,
     /// Whether the engine was told that it takes no more.
     pub(crate) busy: bool,
+}
+
+/// A frame that the kernel has taken in part.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    pub(crate) number: u32,
+    pub(crate) bytes: u32,
+    /// Bytes that it has not taken.
+    pub(crate) rest: u32,
+    pub(crate) transmit: Transmit,
 }
 
 #[derive(Debug)]
@@ -47,7 +61,9 @@ pub(crate) struct Node {
     pub(crate) accelerator: Accelerator,
     /// By rank.
     pub(crate) connections: Vec<Connection>,
-    /// Frames that the engine has chosen and the kernel has not taken, by rank.
+    /// Frames that the kernel has not taken whole, by rank.
+    pub(crate) partial: BTreeMap<u32, Partial>,
+    /// Frames behind them that the engine has chosen, by rank.
     pub(crate) unsent: BTreeMap<u32, VecDeque<Transmit>>,
     pub(crate) inbox: VecDeque<Input>,
     /// When the I/O thread has done what it heard last.

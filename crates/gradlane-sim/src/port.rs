@@ -1,28 +1,54 @@
 //! Ports: each rank has one, full duplex, with a first-come first-served queue in each direction.
 //!
-//! A piece begins to arrive when it begins to leave, and is whole when both ports have carried it:
-//! a port that several senders meet at carries one piece after the other. A port that stands
-//! for several equal ranks carries a piece as many times as there are ranks at the other end.
+//! A piece is what travels at once: a packet as segmentation offload makes it, or an
+//! acknowledgement. On a wire it begins to arrive when it begins to leave, and is whole when both
+//! ports have carried it. A port that is shaped by a token bucket lets a piece through at once as
+//! soon as it owes nothing, and then owes the piece's time. A port that several senders meet at
+//! carries one piece after the other. A port that stands for several equal ranks carries a piece as
+//! many times as there are ranks at the other end.
 
 use std::collections::VecDeque;
 
-/// A part of a frame on its way.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
-    /// Number of the frame; [`NO_FRAME`] for other traffic.
-    pub(crate) frame: u32,
-    pub(crate) from: u32,
-    pub(crate) to: u32,
-    /// Bytes with headers.
-    pub(crate) bytes: u32,
-    /// Whether the frame begins with it.
-    pub(crate) first: bool,
-    /// Whether the frame ends with it.
-    pub(crate) last: bool,
+/// What a piece is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// A part of the frame with this number; whether the frame begins and ends with it.
+    Frame { number: u32, first: bool, last: bool },
+    /// So many bytes, as the kernel's send buffer counts them, have arrived.
+    Acknowledgement { held_bytes: u32 },
+    /// Traffic that is not gradlane's.
+    Other,
 }
 
-/// The frame number of traffic that is not gradlane's.
-pub(crate) const NO_FRAME: u32 = u32::MAX;
+/// Something on its way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) content: Content,
+    pub(crate) from: u32,
+    pub(crate) to: u32,
+    /// Bytes with frame headers.
+    pub(crate) bytes: u32,
+}
+
+impl Piece {
+    pub(crate) fn is_acknowledgement(&self) -> bool {
+        matches!(self.content, Content::Acknowledgement { .. })
+    }
+}
+
+/// Carries pieces in one direction, one after another.
+#[derive(Debug, Default)]
+pub(crate) struct Line {
+    /// On a wire: when it has carried all that it was given. Shaped: when it owes nothing any more.
+    pub(crate) free_at: u64,
+}
+
+impl Line {
+    /// Carries something that takes `ns`; a shaped port that was idle has saved up `burst_ns`.
+    pub(crate) fn occupy(&mut self, from: u64, ns: u64, burst_ns: u64) {
+        self.free_at = self.free_at.max(from.saturating_sub(burst_ns)) + ns;
+    }
+}
 
 /// One rank's port.
 #[derive(Debug, Default)]
@@ -31,12 +57,10 @@ pub(crate) struct Port {
     pub(crate) outgoing: VecDeque<(u64, Piece)>,
     /// Bytes in `outgoing`.
     pub(crate) outgoing_bytes: u64,
-    /// When the last piece that began to leave has left.
-    pub(crate) out_free_at: u64,
+    pub(crate) out_line: Line,
     /// Pieces on their way here, with the time at which they are whole.
     pub(crate) incoming: VecDeque<(u64, Piece)>,
-    /// When the last of them is whole.
-    pub(crate) in_free_at: u64,
+    pub(crate) in_line: Line,
 }
 
 impl Port {
@@ -45,7 +69,7 @@ impl Port {
     pub(crate) fn queue(&mut self, time: u64, piece: Piece) -> Option<u64> {
         self.outgoing_bytes += u64::from(piece.bytes);
         self.outgoing.push_back((time, piece));
-        (self.outgoing.len() == 1).then(|| time.max(self.out_free_at))
+        (self.outgoing.len() == 1).then(|| time.max(self.out_line.free_at))
     }
 
     /// Takes the piece that leaves now.
@@ -57,6 +81,6 @@ impl Port {
 
     /// When the next piece may leave.
     pub(crate) fn next_departure(&self) -> Option<u64> {
-        self.outgoing.front().map(|&(time, _)| time.max(self.out_free_at))
+        self.outgoing.front().map(|&(time, _)| time.max(self.out_line.free_at))
     }
 }

@@ -1,7 +1,7 @@
 //! A scenario: a profile, a cluster and a strategy. All that a simulation depends on is in here; the
 //! same scenario gives the same report to the byte.
 
-use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES};
+use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::profile::{nanos, Profile};
 use gradlane_engine::{Plan, Strategy, Update};
@@ -24,8 +24,8 @@ pub enum StrategyChoice {
 pub struct Network {
     /// Rate of every port in each direction, bits a second.
     pub rate_bps: f64,
-    /// Share of the rate that carries frames: the rest is headers of packets, and what is lost when
-    /// a dozen short flows share a port (see [`crate::GOODPUT_SHARE`]).
+    /// Share of the rate that carries frames: the rest is headers of packets (see
+    /// [`crate::GOODPUT_SHARE`]).
     #[serde(default = "default_goodput_share")]
     pub goodput_share: f64,
     /// One-way time between any two ports, without queues.
@@ -34,16 +34,31 @@ pub struct Network {
     /// What a port queues before bytes wait in their connection.
     #[serde(default = "default_queue_bytes")]
     pub queue_bytes: u64,
-    /// Bytes of a connection in the kernel, sent or not, that are not yet at the peer; 0 is what the
+    /// Bytes of a connection in the kernel, sent or not, that are not yet acknowledged; 0 is what the
     /// transport fits to the path.
     #[serde(default)]
     pub send_buffer_bytes: u64,
+    /// What it fits to a path that is short.
+    #[serde(default = "default_send_buffer_floor_bytes")]
+    pub send_buffer_floor_bytes: u64,
+    /// Connections hold unequally much, by up to this share more or less, drawn evenly for each, and so
+    /// get unequal parts of the ports that they meet at.
+    #[serde(default = "default_share_spread")]
+    pub share_spread: f64,
+    /// Another number, another draw of it.
+    #[serde(default)]
+    pub share_seed: u64,
     /// Bytes of a connection that wait behind the port before the connection counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u64,
-    /// Frames are cut into pieces of this size where flows meet at a port; 0 does not cut them.
+    /// What connections send at once: frames are cut into pieces of this size. 0 is the kernel's
+    /// largest packet with segmentation offload.
     #[serde(default)]
     pub piece_bytes: u64,
+    /// Bytes that a port lets through at once after idling, where a token bucket shapes it, as in
+    /// the lab; 0 is a wire.
+    #[serde(default)]
+    pub burst_bytes: u64,
     /// Share of every port that other traffic takes.
     #[serde(default)]
     pub background_share: f64,
@@ -54,6 +69,12 @@ pub struct Network {
 
 fn default_goodput_share() -> f64 {
     GOODPUT_SHARE
+}
+fn default_send_buffer_floor_bytes() -> u64 {
+    SEND_BUFFER_FLOOR_BYTES
+}
+fn default_share_spread() -> f64 {
+    SHARE_SPREAD
 }
 fn default_queue_bytes() -> u64 {
     200_000
@@ -75,8 +96,12 @@ impl Network {
             latency_s: 0.0,
             queue_bytes: default_queue_bytes(),
             send_buffer_bytes: 0,
+            send_buffer_floor_bytes: default_send_buffer_floor_bytes(),
+            share_spread: default_share_spread(),
+            share_seed: 0,
             low_water_bytes: default_low_water_bytes(),
             piece_bytes: 0,
+            burst_bytes: 0,
             background_share: 0.0,
             background_burst_bytes: default_background_burst_bytes(),
         }
@@ -88,15 +113,14 @@ impl Network {
         self.rate_bps * self.goodput_share
     }
 
-    /// Bytes that the kernel takes of a connection before the first of them has arrived. Fitted to
-    /// the path it is the floor plus twice the bandwidth-delay product; a quarter of that
-    /// product is on its way back as acknowledgements, which the model does not delay.
+    /// Bytes that the kernel takes of a connection before the first of them is acknowledged. Fitted to
+    /// the path it is the floor plus twice the bandwidth-delay product, doubled by the kernel.
     pub(crate) fn window_bytes(&self) -> u64 {
         if self.send_buffer_bytes > 0 {
-            return self.send_buffer_bytes;
+            return self.send_buffer_bytes.min(WINDOW_BYTES_MAX);
         }
         let product = self.goodput_bps() / 8.0 * 2.0 * self.latency_s;
-        (SEND_BUFFER_FLOOR_BYTES + 1.5 * product) as u64
+        (self.send_buffer_floor_bytes + (4.0 * product) as u64).min(WINDOW_BYTES_MAX)
     }
 
     fn validate(&self) -> Result<(), SimError> {
@@ -110,6 +134,9 @@ impl Network {
         }
         if !(0.0..=10.0).contains(&self.latency_s) {
             return refuse(format!("network.latency_s is {}: use 0 to 10", self.latency_s));
+        }
+        if !(0.0..=0.9).contains(&self.share_spread) {
+            return refuse(format!("network.share_spread is {}: use 0 to 0.9", self.share_spread));
         }
         if !(0.0..=0.95).contains(&self.background_share) {
             let share = self.background_share;
@@ -356,6 +383,9 @@ impl Scenario {
         }
     }
 }
+
+/// Most that a kernel takes of a connection.
+const WINDOW_BYTES_MAX: u64 = 1 << 30;
 
 /// Most ranks.
 const WORKERS_MAX: u32 = 100_000;

@@ -4,6 +4,7 @@
 
 use crate::accelerator::{Accelerator, Turn};
 use crate::calendar::{Calendar, Kind};
+use crate::costs::PACKET_BYTES;
 use crate::error::SimError;
 use crate::fold::Fold;
 use crate::frames::FrameTable;
@@ -12,6 +13,7 @@ use crate::port::Port;
 use crate::profile::{nanos, Act, Script};
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
+use crate::shares::Shares;
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan};
 use gradlane_units::{Priority, Rank, Rng, Step};
@@ -64,10 +66,12 @@ pub(crate) struct Run {
     pub(crate) workers: u32,
     pub(crate) ns_per_byte: f64,
     pub(crate) latency: u64,
-    pub(crate) window_bytes: u64,
+    pub(crate) shares: Shares,
     pub(crate) queue_bytes: u64,
     pub(crate) low_water_bytes: u64,
     pub(crate) piece_bytes: u32,
+    /// Time of what a shaped port lets through at once; 0 is a wire.
+    pub(crate) burst_ns: u64,
     pub(crate) jitter: f64,
     pub(crate) background: Option<Background>,
     pub(crate) rng: Rng,
@@ -126,8 +130,10 @@ impl Run {
             .iter()
             .enumerate()
             .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
-        let nodes: Vec<Node> = nodes.collect();
+        let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
+        let mut shares = Shares::new(network);
+        nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
         let ns_per_byte = 8e9 / network.goodput_bps();
         let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {
             let bytes = network.background_burst_bytes as f64;
@@ -137,7 +143,7 @@ impl Run {
         let interval = nanos(scenario.outputs.utilization_interval_s);
         let ranks = nodes.len();
         let piece_bytes = match network.piece_bytes {
-            0 => u32::MAX,
+            0 => PACKET_BYTES,
             bytes => u32::try_from(bytes).unwrap_or(u32::MAX),
         };
         Ok(Run {
@@ -146,10 +152,11 @@ impl Run {
             workers: scenario.workers,
             ns_per_byte,
             latency: nanos(network.latency_s),
-            window_bytes: network.window_bytes(),
+            shares,
             queue_bytes: network.queue_bytes,
             low_water_bytes: network.low_water_bytes,
             piece_bytes,
+            burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
             jitter: scenario.compute_jitter,
             background,
             rng,
@@ -333,6 +340,7 @@ fn new_node(
         engine,
         accelerator: Accelerator::new(plan.tensors.len(), u64::from(scenario.steps)),
         connections: vec![Connection::default(); plan.world_size as usize],
+        partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
         inbox: VecDeque::new(),
         busy_until: 0,

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.schedule import layers_from_architecture, merge_short_layers
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile, profile_of_layers
 from gradlane.whatif.simulation import ENGINE_STRATEGIES, Cluster, run_scenario, scenario_of
 
-STEPS = 6
-"""Simulated steps: as many as a short run of the lab measures."""
+STEPS = 4
+"""Simulated steps."""
+SEEDS = (0, 1, 2)
+"""Connections are unequal in a way that is drawn: the mean over these draws is the prediction."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,12 @@ def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profil
     return profile.scaled(dilation * compute_s / profile.compute_s)
 
 
-def predict(row: Mapping[str, Any]) -> Prediction:
+def predict(row: Mapping[str, Any], costs: MachineCosts | None = None) -> Prediction:
     """Simulate the cluster that a row of a lab run was measured on.
 
     Args:
         row: a row for which `can_predict` holds.
+        costs: constants of the machine that it was measured on; the simulator's own if None.
     """
     dilation = float(row["dilation"])
     profile = replayed_profile(str(row["workload"]), dilation, float(row["compute_s"]))
@@ -81,9 +86,18 @@ def predict(row: Mapping[str, Any]) -> Prediction:
         strategy=parse_strategy(str(row["strategy"])).setting,
         slice_elems=row["slice_elems"],
         steps=STEPS,
+        port_burst_bytes=PortShape(round(float(row["rate_bps"]) / dilation)).burst_bytes,
+        costs=costs or MachineCosts(),
     )
-    report = run_scenario(scenario_of(profile, cluster))["report"]
-    predicted_s = float(report["step_s"]) / dilation
+    steps_s = [
+        float(
+            run_scenario(scenario_of(profile, replace(cluster, share_seed=seed)))["report"][
+                "step_s"
+            ]
+        )
+        for seed in SEEDS
+    ]
+    predicted_s = statistics.fmean(steps_s) / dilation
     measured_s = float(row["step_s_median"])
     return Prediction(
         workload=str(row["workload"]),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradlane import options
+from gradlane.whatif.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.whatif.profiles import Profile
 
 ENGINE_STRATEGIES = options.STRATEGIES
@@ -19,17 +20,7 @@ RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
 STRATEGIES = (*ENGINE_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
-FREE_HOST = {
-    "send_frame_s": 0.0,
-    "send_byte_s": 0.0,
-    "receive_frame_s": 0.0,
-    "receive_byte_s": 0.0,
-    "work_s": 0.0,
-    "reduce_byte_s": 0.0,
-    "command_s": 0.0,
-    "wake_s": 0.0,
-    "between_steps_s": 0.0,
-}
+FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
 """Costs of a host that takes no time for anything."""
 REPRESENTATIVES = 8
 """Ranks that stand for all that own no slice, where there are many."""
@@ -49,6 +40,12 @@ class Cluster:
     steps: int = 3
     free_host: bool = False
     """Whether the host takes no time for frames and reductions."""
+    costs: MachineCosts = field(default_factory=MachineCosts)
+    """Constants that replace the simulator's own."""
+    port_burst_bytes: int = 0
+    """What a port lets through at once where a token bucket shapes it, as in the lab; 0: a wire."""
+    share_seed: int = 0
+    """Another number, another draw of how unequal connections are."""
     background_share: float = 0.0
     """Share of every port that other traffic takes."""
     compute_spread: float = 0.0
@@ -94,6 +91,8 @@ def scenario_of(
         "network": {
             "rate_bps": cluster.rate_bps * cluster.compression,
             "latency_s": cluster.latency_s,
+            "burst_bytes": cluster.port_burst_bytes,
+            "share_seed": cluster.share_seed,
             "background_share": cluster.background_share,
         },
         "compute_spread": cluster.compute_spread,
@@ -103,6 +102,7 @@ def scenario_of(
     }
     if cluster.free_host:
         scenario["costs"] = dict(FREE_HOST)
+    cluster.costs.apply_to(scenario)
     if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario

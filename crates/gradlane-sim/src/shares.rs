@@ -1,0 +1,46 @@
+//! How unequal connections are: each holds more or less than the middle for a while, then another
+//! amount, so that flows that meet at a port get unequal parts of it and drift apart.
+
+use crate::costs::SHARE_LASTS_BYTES;
+use crate::node::Connection;
+use crate::scenario::Network;
+use crate::simulation::fraction;
+use gradlane_units::Rng;
+
+#[derive(Debug)]
+pub(crate) struct Shares {
+    middle_bytes: f64,
+    spread: f64,
+    rng: Rng,
+}
+
+impl Shares {
+    pub(crate) fn new(network: &Network) -> Shares {
+        Shares {
+            middle_bytes: network.window_bytes() as f64,
+            spread: network.share_spread,
+            rng: Rng::new(network.share_seed),
+        }
+    }
+
+    /// A connection's first share, which lasts for a part of the usual time.
+    pub(crate) fn begin(&mut self, connection: &mut Connection) {
+        self.draw(connection);
+        let part = fraction(&mut self.rng);
+        connection.window_lasts_bytes = (part * f64::from(SHARE_LASTS_BYTES)) as u32;
+    }
+
+    /// So many bytes more pass a connection.
+    pub(crate) fn pass(&mut self, connection: &mut Connection, bytes: u32) {
+        match connection.window_lasts_bytes.checked_sub(bytes) {
+            Some(rest) => connection.window_lasts_bytes = rest,
+            None => self.draw(connection),
+        }
+    }
+
+    fn draw(&mut self, connection: &mut Connection) {
+        let off = self.spread * (2.0 * fraction(&mut self.rng) - 1.0);
+        connection.window_bytes = (self.middle_bytes * (1.0 + off)).max(1.0) as u32;
+        connection.window_lasts_bytes = SHARE_LASTS_BYTES;
+    }
+}

@@ -1,0 +1,104 @@
+"""Constants of a machine and its ports, as `gradlane lab calibrate` measured them, in one file.
+
+The simulator's own constants (`crates/gradlane-sim/src/costs.rs`) are those of the project's
+machine; a file replaces those that it names::
+
+    {"format": "gradlane-costs", "version": 1, "measured": {"date": "2026-11-21", ...},
+     "constants": {"wake_s": {"value": 6e-05, "how": "..."}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "gradlane-costs"
+VERSION = 1
+HOST_CONSTANTS = (
+    "send_frame_s",
+    "send_byte_s",
+    "receive_frame_s",
+    "receive_byte_s",
+    "work_s",
+    "reduce_byte_s",
+    "command_s",
+    "wake_s",
+    "between_steps_s",
+)
+"""Seconds of a host; see `costs.rs`."""
+NETWORK_CONSTANTS = ("goodput_share", "send_buffer_floor_bytes", "share_spread")
+"""What ports and connections carry; see `scenario.rs`."""
+INTEGER_CONSTANTS = ("send_buffer_floor_bytes",)
+
+
+class CostsError(ValueError):
+    """A costs file that makes no sense; the text names file, constant and place."""
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """Constants that replace the simulator's own."""
+
+    host: Mapping[str, float] = field(default_factory=dict)
+    """Of `HOST_CONSTANTS`, in seconds."""
+    network: Mapping[str, float] = field(default_factory=dict)
+    """Of `NETWORK_CONSTANTS`."""
+
+    def apply_to(self, scenario: dict[str, Any]) -> None:
+        """Write the constants into a scenario of a cluster."""
+        if self.host:
+            scenario["costs"] = {**self.host, **scenario.get("costs", {})}
+        for name, value in self.network.items():
+            scenario["network"][name] = int(value) if name in INTEGER_CONSTANTS else value
+
+
+def read_costs(path: Path) -> MachineCosts:
+    """Read a file that `gradlane lab calibrate --json` wrote.
+
+    Raises:
+        CostsError: the file cannot be read or is none; the text names the constant.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CostsError(f"cannot read costs {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CostsError(f"costs {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CostsError(
+            f'costs {path}: format: expected "{FORMAT}"; make one with `gradlane lab calibrate`'
+        )
+    if content.get("version") != VERSION:
+        raise CostsError(
+            f"costs {path}: version: is {content.get('version')!r}; this gradlane reads {VERSION}"
+        )
+    constants = content.get("constants")
+    if not isinstance(constants, dict) or not constants:
+        raise CostsError(f"costs {path}: constants: expected an object with entries")
+    found: dict[str, float] = {}
+    for name, entry in constants.items():
+        if name not in HOST_CONSTANTS + NETWORK_CONSTANTS:
+            known = ", ".join(HOST_CONSTANTS + NETWORK_CONSTANTS)
+            raise CostsError(f"costs {path}: constants.{name}: unknown; known are {known}")
+        found[name] = _value(path, name, entry)
+    return MachineCosts(
+        host={name: value for name, value in found.items() if name in HOST_CONSTANTS},
+        network={name: value for name, value in found.items() if name in NETWORK_CONSTANTS},
+    )
+
+
+def _value(path: Path, name: str, entry: Any) -> float:
+    value = entry.get("value") if isinstance(entry, dict) else None
+    least, most = {
+        "goodput_share": (0.01, 1.0),
+        "share_spread": (0.0, 0.9),
+        "send_buffer_floor_bytes": (1.0, 1e12),
+    }.get(name, (0.0, 1.0))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise CostsError(
+            f"costs {path}: constants.{name}.value: expected {least:g} to {most:g}, got {value!r}"
+        )
+    return float(value)

@@ -1,0 +1,171 @@
+"""The prediction grid: measured in pieces, continued, and never measured twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlane.lab.grid import (
+    CELLS,
+    STEPS,
+    cells_of,
+    in_grid_order,
+    measure_missing,
+    missing_strategies,
+    read_rows,
+    still_missing,
+    with_compute_times,
+)
+from gradlane.lab.results import Row
+from gradlane.lab.run import LabOptions, LabProgress
+
+
+def made_row(options: LabOptions, strategy: str, *, cpu_bound: bool = False) -> Row:
+    """Return the row of a run that took a second a step."""
+    return Row(
+        workload=options.workload,
+        strategy=strategy,
+        workers=options.workers,
+        rate_bps=options.rates_bps[0],
+        dilation=options.dilation,
+        slice_elems=None,
+        codec="raw",
+        steps=options.steps,
+        warmup=options.warmup,
+        repeat=0,
+        seed=0,
+        batch_size=32,
+        samples_per_s=128.0,
+        step_s_median=0.3 if strategy == "none" else 1.0,
+        wall_step_s_median=1.0,
+        step_s=[1.0] * options.steps,
+        compute_s=0.2,
+        bound_step_s=None,
+        bound_binding=None,
+        goodput_bps=1e9,
+        tx_bytes_per_step=0.0,
+        link_utilization=0.0,
+        utilization_over_time={"time_s": [], "transmit": [], "receive": []},
+        cpu_s_per_step=0.0,
+        cpu_share=0.9 if cpu_bound else 0.1,
+        cpu_bound=cpu_bound,
+        wall_lag_s=0.0,
+        loss=[],
+        param_digest="",
+        params_equal=True,
+        verified_tensors=1,
+        evaluation=None,
+        metrics={"tx_bytes": 7, "peers": [1, 2]},
+    )
+
+
+class Machine:
+    """A lab whose runs take as long as they are estimated to, on a clock of its own."""
+
+    def __init__(self, *, fails_after: int = 1000, busy: bool = False) -> None:
+        self.now_s = 0.0
+        self.runs: list[tuple[str, int, str]] = []
+        self._fails_after = fails_after
+        self._busy = busy
+
+    def now(self) -> float:
+        return self.now_s
+
+    def run(self, options: LabOptions, *, progress: LabProgress, on_rows: Any) -> list[Row]:
+        del progress
+        rows: list[Row] = []
+        for strategy in options.strategies:
+            if len(self.runs) == self._fails_after:
+                raise KeyboardInterrupt
+            self.now_s += 25.0
+            self.runs.append((options.workload, options.rates_bps[0], strategy.text))
+            rows.append(made_row(options, strategy.text, cpu_bound=self._busy))
+            on_rows(rows)
+        return rows
+
+
+def measure(machine: Machine, path: Path, budget_s: float) -> int:
+    return measure_missing(
+        cells_of(["resnet50"]),
+        path,
+        budget_s=budget_s,
+        progress=LabProgress(),
+        now=machine.now,
+        run=machine.run,
+    )
+
+
+def test_the_grid_is_what_the_predictions_are_tested_on() -> None:
+    for workload in ("resnet50", "vgg19", "inception_v3", "sockeye"):
+        cells = cells_of([workload])
+        assert len(cells) == 5
+        assert all({"none", "p3", "slicing", "kvstore", "wfbp"} <= {*it.strategies} for it in cells)
+        assert all(it.rate_bps / it.dilation <= 705e6 for it in cells)
+    assert len(CELLS) == 20
+    with pytest.raises(ValueError, match="'vgg16' is not in the grid"):
+        cells_of(["vgg16"])
+
+
+def test_it_is_measured_in_pieces_and_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    machine = Machine()
+    total = still_missing(cells_of(["resnet50"]), [])
+    missing, calls = total, 0
+    while missing:
+        left = measure(machine, path, budget_s=100.0)
+        assert left < missing, "every call measures something"
+        missing, calls = left, calls + 1
+    assert calls > 3
+    assert len(machine.runs) == len(set(machine.runs)) == total
+    rows = read_rows(path)
+    assert len(rows) == total
+    assert all("utilization_over_time" not in row for row in rows)
+    assert rows[0]["metrics"] == {"tx_bytes": 7} and rows[0]["steps"] == STEPS
+    assert measure(machine, path, budget_s=100.0) == 0 and len(machine.runs) == total
+
+
+def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    machine = Machine(fails_after=2)
+    with pytest.raises(KeyboardInterrupt):
+        measure(machine, path, budget_s=1e9)
+    assert [row["strategy"] for row in read_rows(path)] == ["none", "slicing"]
+    again = Machine()
+    measure(again, path, budget_s=1e9)
+    assert not set(machine.runs) & set(again.runs)
+
+
+def test_rows_of_a_busy_machine_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    cell = cells_of(["resnet50"])[0]
+    assert measure(Machine(busy=True), path, budget_s=1.0) == 30
+    assert missing_strategies(cell, read_rows(path)) == list(cell.strategies)
+    assert with_compute_times(read_rows(path)) == []
+
+
+def test_rows_get_the_compute_time_of_their_cell(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    measure(Machine(), path, budget_s=1e9)
+    rows = in_grid_order(with_compute_times(read_rows(path)))
+    assert [row["strategy"] for row in rows[:4]] == ["p3", "slicing", "kvstore", "wfbp"]
+    assert {row["compute_s"] for row in rows} == {0.3}
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    assert read_rows(path) == []
+    for text in ("{", "{}", json.dumps([{"strategy": "p3"}])):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"grid\.json"):
+            read_rows(path)
+
+
+def test_slower_ports_and_more_steps_take_longer() -> None:
+    cell = cells_of(["vgg19"])[0]
+    faster = replace(cell, rate_bps=2 * cell.rate_bps)
+    assert cell.run_estimate_s(3) > cell.run_estimate_s(2)
+    assert cell.run_estimate_s(2) / cell.dilation > faster.run_estimate_s(2) / faster.dilation
