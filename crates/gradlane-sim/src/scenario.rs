@@ -114,13 +114,16 @@ impl Network {
     }
 
     /// Bytes that the kernel takes of a connection before the first of them is acknowledged. Fitted to
-    /// the path it is the floor plus twice the bandwidth-delay product, doubled by the kernel.
-    pub(crate) fn window_bytes(&self) -> u64 {
+    /// the path it is the floor plus twice the bandwidth-delay product, doubled by the kernel. Few peers
+    /// share out the floors of three (`gradlane-net`'s `send_buffer.rs`).
+    pub(crate) fn window_bytes(&self, peers: u32) -> u64 {
         if self.send_buffer_bytes > 0 {
             return self.send_buffer_bytes.min(WINDOW_BYTES_MAX);
         }
         let product = self.goodput_bps() / 8.0 * 2.0 * self.latency_s;
-        (self.send_buffer_floor_bytes + (4.0 * product) as u64).min(WINDOW_BYTES_MAX)
+        let floor_bytes = self.send_buffer_floor_bytes;
+        let floor_bytes = floor_bytes.max(3 * floor_bytes / u64::from(peers.max(1)));
+        (floor_bytes + (4.0 * product) as u64).min(WINDOW_BYTES_MAX)
     }
 
     fn validate(&self) -> Result<(), SimError> {

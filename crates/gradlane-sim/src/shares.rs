@@ -15,9 +15,9 @@ pub(crate) struct Shares {
 }
 
 impl Shares {
-    pub(crate) fn new(network: &Network) -> Shares {
+    pub(crate) fn new(network: &Network, workers: u32) -> Shares {
         Shares {
-            middle_bytes: network.window_bytes() as f64,
+            middle_bytes: network.window_bytes(workers.saturating_sub(1)) as f64,
             spread: network.share_spread,
             rng: Rng::new(network.share_seed),
         }

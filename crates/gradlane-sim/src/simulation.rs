@@ -132,7 +132,7 @@ impl Run {
             .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
-        let mut shares = Shares::new(network);
+        let mut shares = Shares::new(network, scenario.workers);
         nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
         let ns_per_byte = 8e9 / network.goodput_bps();
         let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {
