@@ -173,16 +173,16 @@ def _later_parts_dropped() -> Iterator[None]:
 
 
 MUTATIONS = (
-    Mutation("no wait before a module's forward", _no_wait_before_forward),
+    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=21),
     Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes),
     Mutation("no wait when parameters are listed", _no_wait_in_lists),
     Mutation("hyper-parameters of a later moment", _late_hyper_parameters),
     Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
     Mutation("gradients lent though others read them", _gradients_lent_though_shared),
-    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=95),
-    Mutation("the optimizer's state read early", _state_read_early),
+    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=178),
+    Mutation("the optimizer's state read early", _state_read_early, seed=28),
     Mutation(
-        "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=110
+        "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
     ),
     Mutation("divided by the ranks that have a gradient", _wrong_divisor),
     Mutation("added up in another order", _wrong_order),
