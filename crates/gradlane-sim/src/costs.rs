@@ -23,8 +23,9 @@ pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 131_072;
 /// only constant that is fitted: `gradlane lab grid --fit`.
 pub(crate) const SHARE_SPREAD: f64 = 0.2;
 
-/// Bytes of a connection after which it is unequal in another way: flows that were traced in the lab
-/// were 7 MB apart after 51 MB (`docs/decisions/0005-send-buffers.md`).
+/// Bytes of a connection after which it is unequal in another way. Chosen, not measured: flows that were
+/// traced in the lab were 7 MB apart in a step of 51 MB (`docs/decisions/0005-send-buffers.md`), and
+/// shares that last for good made `p3` on VGG-19 at 10 Gbit/s 8 % too slow.
 pub(crate) const SHARE_LASTS_BYTES: u32 = 4_000_000;
 
 /// The largest packet with segmentation offload: 45 segments of 1,448 bytes.

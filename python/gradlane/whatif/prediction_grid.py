@@ -194,8 +194,10 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
         f"(wanted: {MEDIAN_ERROR_TARGET * 100:g} % and {WORST_ERROR_TARGET * 100:g} %).\n",
         verdict_of(predictions) + "\n",
         f"One constant, `{FITTED_CONSTANT}`, is fitted, on the rows of {FITTED_WORKLOAD} alone "
-        "(`--fit` repeats it); all others are\nmeasured by themselves (`gradlane lab calibrate`, "
-        "`crates/gradlane-sim/src/costs.rs`). Compute time is that of the cell's own\nrun without "
+        "(`--fit` repeats it). How long\nconnections stay unequal was chosen with one row of vgg19 "
+        "in sight (docs/simulator.md). All others are measured by themselves\n"
+        "(`gradlane lab calibrate`, "
+        "`crates/gradlane-sim/src/costs.rs`). Compute time is that of the cell's own run without\n"
         "communication. Steps are nominal: dilation is divided out.\n",
         f"Measured: {first['steps']} steps after {warmups[0]} to {warmups[-1]} of warm-up, "
         f"{first['machine']['processors']} processors, Linux {first['versions']['kernel']}, "
