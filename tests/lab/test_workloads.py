@@ -36,6 +36,7 @@ from gradlane.lab.workloads.schedule import (
     layers_from_profile,
     merge_short_layers,
 )
+from gradlane.profiler.contents import Profile, ProfileTensor
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +220,38 @@ def test_profile_gives_times_and_tensors(tmp_path: Path) -> None:
     assert sum(layer.forward_s for layer in (head, body, embed)) == pytest.approx(0.4)
     scaled = layers_from_profile(small_profile(tmp_path), batch_time_s=2.0)
     assert scaled[1].backward_s == pytest.approx(0.6)
+
+
+def test_a_profile_of_gradlanes_own_becomes_layers(tmp_path: Path) -> None:
+    recorded = Profile(
+        "three",
+        8,
+        forward_s=0.4,
+        compute_s=1.0,
+        tensors=(
+            ProfileTensor("head.weight", (3, 2), "f32", 0.3, 0.6),
+            ProfileTensor("embed", (5,), "f32", 0.1, 0.9),
+            ProfileTensor("body.0.weight", (2, 2), "f32", 0.15, 0.8),
+            ProfileTensor("body.0.bias", (2,), "f32", 0.16, 0.7),
+        ),
+    )
+    path = tmp_path / "own.json"
+    recorded.save(path)
+    embed, body, head = layers_from_profile(path)
+    assert (embed.name, body.name, head.name) == ("embed", "body.0", "head")
+    assert [one.name for one in body.parameters] == ["body.0.weight", "body.0.bias"]
+    assert [one.name for one in embed.parameters] == ["embed.weight"]
+    assert [one.forward_s for one in (embed, body, head)] == pytest.approx([0.15, 0.15, 0.1])
+    # What follows the last gradient goes by before the next forward.
+    assert [one.backward_s for one in (head, body, embed)] == pytest.approx([0.2, 0.2, 0.2])
+    assert layers_from_profile(path, batch_time_s=2.0)[1].backward_s == pytest.approx(0.4)
+
+
+def test_a_broken_profile_of_gradlanes_own_names_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text('{"format": "gradlane-profile", "version": 1, "model": "m", "batch_size": 0}')
+    with pytest.raises(ValueError, match=r"own\.json: forward_s: missing"):
+        layers_from_profile(path)
 
 
 @pytest.mark.parametrize(

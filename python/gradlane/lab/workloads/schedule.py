@@ -15,6 +15,8 @@ from typing import Any
 
 from gradlane.lab.workloads.architectures import Architecture, ParameterShape
 from gradlane.lab.workloads.contract import Stage
+from gradlane.profiler.contents import FORMAT, Profile, ProfileTensor
+from gradlane.profiler.reading import read_own
 
 FORWARD_SHARE = 1 / 3
 """Forward's part of a step; backward computes two gradients for each product of forward."""
@@ -74,8 +76,9 @@ def layers_from_architecture(
 def layers_from_profile(path: Path, batch_time_s: float | None = None) -> list[ReplayLayer]:
     """Read a profile recorded on a real accelerator.
 
-    The file is one JSON object with `batch_time_s`, `backward_time_s` and `params`, a list in
-    backward order of objects with `name`, `shape` and `grad_ready_s` (since backward began).
+    The file is a profile of gradlane's own (see `layers_from_recording`), or one JSON object with
+    `batch_time_s`, `backward_time_s` and `params`, a list in backward order of objects with
+    `name`, `shape` and `grad_ready_s` (since backward began). For the latter:
     A layer's backward lasts from the gradient before it to its own last gradient. The rest of
     the batch time counts as forward, distributed like backward.
 
@@ -91,6 +94,8 @@ def layers_from_profile(path: Path, batch_time_s: float | None = None) -> list[R
         OSError: if the file cannot be read.
     """
     profile = _read_profile(path)
+    if profile.get("format") == FORMAT:
+        return layers_from_recording(read_own(path), batch_time_s)
     recorded_batch_s = _number(profile, "batch_time_s", path)
     backward_s = _number(profile, "backward_time_s", path)
     if not 0.0 < backward_s < recorded_batch_s:
@@ -125,6 +130,61 @@ def layers_from_profile(path: Path, batch_time_s: float | None = None) -> list[R
     ]
     layers.reverse()
     return layers
+
+
+def layers_from_recording(profile: Profile, batch_time_s: float | None = None) -> list[ReplayLayer]:
+    """Turn a recorded step into layers that run one after another.
+
+    A layer's forward lasts until the next one needs its parameters, its backward from the gradient
+    of the layer behind it to its own last one. What follows the last gradient (the optimizer, the
+    next batch) lengthens the backward of the first layer: it goes by before the next forward.
+
+    Args:
+        profile: the recording.
+        batch_time_s: scales all times to this step time; None keeps the recorded ones.
+
+    Returns:
+        The layers in the order in which forward needs them.
+
+    Raises:
+        ValueError: if `batch_time_s` is not positive.
+    """
+    batch_time_s = profile.compute_s if batch_time_s is None else batch_time_s
+    _check_batch_time(batch_time_s)
+    scale = batch_time_s / profile.compute_s
+    groups: dict[str, list[ProfileTensor]] = {}
+    for tensor in profile.tensors:
+        groups.setdefault(_layer_of(tensor.name)[0], []).append(tensor)
+    layers = sorted(groups.items(), key=lambda item: min(one.need_s for one in item[1]))
+    needs_s = [min(one.need_s for one in tensors) for _, tensors in layers]
+    forwards_s = [
+        after_s - need_s
+        for need_s, after_s in zip(needs_s, [*needs_s[1:], profile.forward_s], strict=True)
+    ]
+    # What comes before the first parameter is needed is part of the first layer.
+    forwards_s[0] += needs_s[0]
+    backwards_s: list[float] = []
+    before_s = profile.forward_s
+    for _, tensors in reversed(layers):
+        end_s = max(before_s, *(one.ready_s for one in tensors))
+        backwards_s.append(end_s - before_s)
+        before_s = end_s
+    backwards_s[-1] += profile.compute_s - before_s
+    return [
+        ReplayLayer(
+            name,
+            tuple(
+                ParameterShape(".".join(_layer_of(one.name)), one.shape)
+                for one in tensors
+                if one.numel > 0
+            ),
+            forward_s * scale,
+            backward_s * scale,
+        )
+        for (name, tensors), forward_s, backward_s in zip(
+            layers, forwards_s, reversed(backwards_s), strict=True
+        )
+    ]
 
 
 def merge_short_layers(layers: Sequence[ReplayLayer], dilation: float) -> list[ReplayLayer]:
@@ -178,12 +238,15 @@ def _check_batch_time(batch_time_s: float) -> None:
 
 def _read_profile(path: Path) -> Mapping[str, Any]:
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"profile {path} is not JSON: {error}") from error
-    if not isinstance(profile, dict) or not profile.get("params"):
-        raise ValueError(f"profile {path}: expected an object with a list 'params'")
-    return profile
+    if isinstance(profile, dict) and (profile.get("format") == FORMAT or profile.get("params")):
+        return profile
+    raise ValueError(
+        f"profile {path}: expected an object with a list 'params', or one that "
+        "`gradlane profile` wrote"
+    )
 
 
 def _number(source: Mapping[str, Any], key: str, path: Path) -> float:
@@ -191,6 +254,13 @@ def _number(source: Mapping[str, Any], key: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"profile {path}: field '{key}' must be a number, got {value!r}")
     return float(value)
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """Split a parameter's name into those of its layer and its own."""
+    layer_name, _, own_name = name.rpartition(".")
+    # A parameter of the model itself gets a layer, because layers are what is called.
+    return (layer_name, own_name) if layer_name else (name, "weight")
 
 
 def _layers_in_backward_order(
@@ -215,10 +285,7 @@ def _layers_in_backward_order(
                 f"profile {path}: '{name}' has shape {shape} but numel {entry['numel']}"
             )
         ready_s = _number(entry, "grad_ready_s", path)
-        layer_name, _, own_name = name.rpartition(".")
-        if not layer_name:
-            # A parameter of the model itself gets a layer, because layers are what is called.
-            layer_name, own_name = name, "weight"
+        layer_name, own_name = _layer_of(name)
         parameter = ParameterShape(f"{layer_name}.{own_name}", tuple(shape))
         groups.setdefault(layer_name, []).append((parameter, ready_s))
     return list(groups.items())
