@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradlane.lab.namespaces import Cluster
+from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 
 FORMAT = "gradlane-costs"
@@ -74,9 +75,7 @@ class CalibrationOptions:
             ("repeat", self.repeat, 1, 100),
             ("trials", self.trials, 3, 10_000),
         ]
-        for name, value, least, most in ranges:
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value}, but must be {least} to {most}")
+        check_ranges(ranges)
 
     @property
     def tensor_elems(self) -> list[int]:

@@ -7,18 +7,13 @@ tensors on idle ports, and what a connection takes whose peer has gone.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import sys
 import time
-import traceback
 from typing import Any
 
-import torch
-
 from gradlane.lab.stream import run_stream
-from gradlane.lab.transport_node import Exchange
+from gradlane.lab.transport_node import Exchange, answer_requests
 from gradlane.lab.transport_trace import BROADCAST, PUSH, TraceRow
 
 _CONNECT_TIMEOUT_S = 20.0
@@ -154,22 +149,7 @@ class _Node:
 
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
-    node = _Node(int(sys.argv[1]))
-
-    def send(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    send({"kind": "ready"})
-    for line in sys.stdin:
-        try:
-            send({"kind": "result", "result": node.answer(json.loads(line))})
-        except Exception as failure:
-            message = f"{type(failure).__name__}: {failure}"
-            send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
+    answer_requests(_Node(int(sys.argv[1])).answer)
 
 
 if __name__ == "__main__":

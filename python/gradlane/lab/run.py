@@ -24,6 +24,7 @@ from typing import Any
 from gradlane.lab.bound import bound_step_s
 from gradlane.lab.counters import TrafficRecord, TrafficSampler
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
+from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.strategy import Strategy
@@ -101,9 +102,7 @@ class LabOptions:
             ("slice-elems", 1 if self.slice_elems is None else self.slice_elems, 1, 2**31),
             ("seed", self.seed, 0, 2**31 - 1),
         ]
-        for name, value, least, most in ranges:
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value}, but must be {least} to {most}")
+        check_ranges(ranges)
         if self.codec != "raw":
             raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
         if self.batch_time_s is not None and not self.batch_time_s > 0:

@@ -19,6 +19,7 @@ from typing import Any
 
 from gradlane.lab.bound import port_bytes
 from gradlane.lab.namespaces import NODES_MAX, Cluster
+from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE
 from gradlane.lab.transport_trace import TraceRow, UrgentSlice, urgent_slices
@@ -89,9 +90,7 @@ class TransportOptions:
             ("urgent-trials", self.urgent_trials, 0, 10_000),
             ("urgent-megabytes", self.urgent_megabytes, 1, 10_000),
         ]
-        for name, value, least, most in ranges:
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value}, but must be {least} to {most}")
+        check_ranges(ranges)
 
     @property
     def effective_settings(self) -> dict[str, Any]:

@@ -354,26 +354,34 @@ class _Node:
         return {"goodput_bps": result.goodput_bps, "mean_bps": result.mean_bps}
 
 
-def main() -> None:
-    """Answer requests for the rank in argument one until the input ends."""
+def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests until the input ends, each with a result or an error.
+
+    Args:
+        answer: does what one request asks for.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    node = _Node(int(sys.argv[1]))
 
-    def send(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
+    def send(line: dict[str, Any]) -> None:
+        answers.write(json.dumps(line) + "\n")
         answers.flush()
 
     send({"kind": "ready"})
     for line in sys.stdin:
         try:
-            send({"kind": "result", "result": node.answer(json.loads(line))})
+            send({"kind": "result", "result": answer(json.loads(line))})
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
             send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
+
+
+def main() -> None:
+    """Answer requests for the rank in argument one until the input ends."""
+    answer_requests(_Node(int(sys.argv[1])).answer)
 
 
 if __name__ == "__main__":
