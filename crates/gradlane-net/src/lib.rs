@@ -18,8 +18,10 @@
 //! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
 //! `memory`, `kernels` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
+mod arrivals;
 mod channel;
 mod connection;
+mod depths;
 mod descriptors;
 mod doorman;
 mod driver;
@@ -44,12 +46,13 @@ mod syscall;
 mod trace;
 mod works;
 
+pub use arrivals::LatenessReading;
 pub use channel::Channel;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};
 pub use listener::Listener;
 pub use memory::UserMemory;
-pub use metrics::{MetricsReading, PeerReading, Refusal};
+pub use metrics::{MetricsReading, PeerReading, Refusal, WaitReading};
 pub use optimizer::{Rule, RuleError, StateKind, StateRead};
 pub use options::ChannelOptions;
 pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};
