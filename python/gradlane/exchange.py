@@ -6,6 +6,7 @@ when every one of them has come back; whatever is not a gradient here is handed 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Exchange:
         self._votes: list[Vote] | None = None
         self._counted = 0
         self.step = 0
-        self._spent_steps = 0
+        self._spent_steps: list[int] = []
 
     @property
     def members(self) -> Members:
@@ -118,7 +119,11 @@ class Exchange:
     @property
     def training_step(self) -> int:
         """Number of the current step of training."""
-        return self.step - self._spent_steps
+        return self.step - len(self._spent_steps)
+
+    def training_step_of(self, step: int) -> int:
+        """Number of the training step that a step of the channel was, or came after."""
+        return step - bisect.bisect_right(self._spent_steps, step)
 
     # ---- to the channel
 
@@ -247,7 +252,7 @@ class Exchange:
             with PAUSE:
                 self._channel.wait_step(self.step)
             self.step += 1
-            self._spent_steps += 1
+            self._spent_steps.append(self.step)
             run(self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "reading the optimizer's state")

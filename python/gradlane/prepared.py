@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,9 @@ from gradlane.steps import Driver, Phase, Steps
 from gradlane.table import Entry, build_table, extra_entry, names_of
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long to wait for the other ranks' goodbyes, where nobody says otherwise."""
 
 
 class Prepared:
@@ -110,6 +112,7 @@ class Prepared:
         self.installation.install(self.steps)
         if self._recording is not None:
             self._recording.watch(model)
+        self._watch = around.observer.watch(model, self.channel, self.steps)
         around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._serves else None
 
@@ -139,12 +142,14 @@ class Prepared:
         self.steps.close("the session was closed")
         self._carrier.close()
         self._tell_ending()
+        self._watch.tell(self._meeting)
         try:
             self.channel.finish(timeout_s)
         except core.ChannelTimeout:
             return
         except core.ChannelError as error:
             raise translate_error(core, error, "closing the session") from error
+        self._watch.hear(self._meeting)
         self._compare_endings()
 
     def _tell_ending(self) -> None:
@@ -359,6 +364,7 @@ class Prepared:
         self.channel.switch_priorities(priorities)
 
     def _before_step(self, step: int) -> None:
+        self._watch.step_begins(step)
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
         if self._server is not None:
@@ -434,10 +440,3 @@ def _check_apart(entries: list[Entry]) -> None:
             f"{names_of(trained[index] for index in shared)} share memory, and with "
             'update="server" each is updated by itself; use update="worker"'
         )
-
-
-def describe(prepared: Prepared) -> dict[str, Any]:
-    """Return the counters of a prepared model's channel."""
-    counters: dict[str, Any] = json.loads(prepared.channel.metrics_json())
-    counters["step"] = prepared.steps.step
-    return counters
