@@ -254,13 +254,14 @@ def lab_grid(
     console = wide_console()
     workloads = [name.strip() for name in workload.split(",") if name.strip()]
     if measure:
-        from gradlane.lab.display import bar_progress
-        from gradlane.lab.grid import cells_of, measure_missing
+        from gradlane.lab.cells import measure_missing
+        from gradlane.lab.display import runs_progress
+        from gradlane.lab.grid import cells_of
         from gradlane.lab.privilege import ensure_namespaces
 
         ensure_namespaces(sys.argv[1:])
         cells = cells_of(workloads)
-        with bar_progress(console, 0) as progress:
+        with runs_progress(console) as progress:
             missing = measure_missing(cells, results, budget_s=budget_s, progress=progress)
         if missing:
             typer.echo(f"{missing} runs are missing: give the same command again for more")
