@@ -302,14 +302,17 @@ def report(
 ) -> None:
     """Make an HTML page with plots of a results file."""
     from gradlane.report import report_from_results, report_from_whatif
+    from gradlane.report.presets import is_of_preset, report_from_preset
 
     content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
+    elif is_of_preset(rows := rows_in(content, results)):
+        report_from_preset(rows, target)
     else:
-        report_from_results(rows_in(content, results), target)
+        report_from_results(rows, target)
     typer.echo(f"wrote {target}")
 
 

@@ -20,12 +20,16 @@ from gradlane.command_options import (
     write_json,
 )
 from gradlane.lab.ending import end_in_order
+from gradlane.lab.presets.command import add_presets
 
 if TYPE_CHECKING:
     from gradlane.lab.results import Row
     from gradlane.lab.run import LabOptions
 
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
+
+
+add_presets(lab)
 
 
 @lab.callback()
