@@ -30,6 +30,7 @@ mod dtype;
 mod element;
 mod reduce;
 mod sgd;
+mod sparse;
 mod variant;
 
 pub use adam::{
