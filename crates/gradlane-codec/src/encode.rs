@@ -23,8 +23,10 @@ use std::sync::Arc;
 use thiserror::Error;
 
 pub use memory::{narrow, widen};
+pub(crate) use spec::Options;
 pub use spec::{CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
 
+use crate::sparse::{Dgc, SparseError, Topk};
 use crate::Variant;
 
 /// Where values stand, so that randomness and buckets do not depend on slicing.
@@ -96,8 +98,20 @@ pub trait Codec: Send + Sync + Debug {
         self.spec().residual
     }
 
-    /// The most bytes that `elements` values take; exact where the size is fixed.
+    /// f32 numbers that a residual has for each value; those of a value follow one another, so that
+    /// the residual of a part is a part of the residual.
+    fn residual_width(&self) -> usize {
+        1
+    }
+
+    /// The most bytes that `elements` values take in any place; exact where the size is fixed.
     fn max_wire_bytes(&self, elements: usize) -> usize;
+
+    /// The most bytes that `elements` values take in this step and on this leg.
+    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
+        let _ = place;
+        self.max_wire_bytes(elements)
+    }
 
     /// Encodes values and gives the number of bytes written to the front of `out`.
     ///
@@ -105,8 +119,8 @@ pub trait Codec: Send + Sync + Debug {
     ///
     /// # Panics
     ///
-    /// When `out` is shorter than [`Codec::max_wire_bytes`], the residual has another length than
-    /// the values, or the place is no multiple of the granule; never because of what the values are.
+    /// When `out` is shorter than [`Codec::max_wire_bytes_at`], the residual has another length than
+    /// [`Codec::residual_width`] times that of the values, or the place is no multiple of the granule; never because of what the values are.
     fn encode(
         &self,
         place: &Place,
@@ -146,6 +160,9 @@ pub enum DecodeError {
         /// Bytes that came.
         found_bytes: usize,
     },
+    /// Bytes that are no sparse values.
+    #[error(transparent)]
+    Sparse(#[from] SparseError),
 }
 
 /// Builds the codec of a spec for a tensor, with [`Variant::active`] kernels.
@@ -158,11 +175,13 @@ pub fn build_with(variant: Variant, spec: &CodecSpec, _shape: &TensorShape) -> A
     match &spec.method {
         Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
         Method::Qsgd(options) => Arc::new(qsgd::Qsgd::new(variant, spec, *options)),
+        Method::Topk(options) => Arc::new(Topk::new(variant, spec, *options)),
+        Method::Dgc(options) => Arc::new(Dgc::new(variant, spec, *options)),
     }
 }
 
 /// Checks what every `encode` asks of its arguments.
-fn check_arguments(
+pub(crate) fn check_arguments(
     codec: &dyn Codec,
     place: &Place,
     values: &[f32],
@@ -178,9 +197,10 @@ fn check_arguments(
         codec.granule(),
     );
     if let Some(residual) = residual {
-        assert_eq!(residual.len(), values.len(), "a residual has as many elements as the values");
+        let wanted = values.len() * codec.residual_width();
+        assert_eq!(residual.len(), wanted, "numbers of the residual of {} values", values.len());
     }
-    let needed = codec.max_wire_bytes(values.len());
+    let needed = codec.max_wire_bytes_at(place, values.len());
     assert!(out.len() >= needed, "{needed} bytes are needed, {} are there", out.len());
 }
 

@@ -9,6 +9,8 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+use crate::sparse::{DgcOptions, TopkOptions};
+
 /// How the scale of a bucket follows from its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Norm {
@@ -62,6 +64,10 @@ pub enum Method {
     F16,
     /// Stochastic rounding to few levels (Alistarh et al. 2017).
     Qsgd(QsgdOptions),
+    /// The largest values alone (Aji and Heafield 2017).
+    Topk(TopkOptions),
+    /// The largest values, with momentum taken before (Lin et al. 2018).
+    Dgc(DgcOptions),
 }
 
 impl Method {
@@ -72,6 +78,8 @@ impl Method {
             Method::Bf16 => "bf16",
             Method::F16 => "f16",
             Method::Qsgd(_) => "qsgd",
+            Method::Topk(_) => "topk",
+            Method::Dgc(_) => "dgc",
         }
     }
 
@@ -80,6 +88,7 @@ impl Method {
     pub const fn keeps_residual_by_default(&self) -> bool {
         match self {
             Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) => false,
+            Method::Topk(_) | Method::Dgc(_) => true,
         }
     }
 }
@@ -127,6 +136,14 @@ impl fmt::Display for CodecSpec {
                     Levels::Uniform => "uniform",
                 };
                 write!(formatter, ":bits={bits},bucket={bucket},norm={norm},levels={levels}")?;
+                separator = ",";
+            }
+            Method::Topk(options) => {
+                write!(formatter, ":{options}")?;
+                separator = ",";
+            }
+            Method::Dgc(options) => {
+                write!(formatter, ":{options}")?;
                 separator = ",";
             }
         }
@@ -188,7 +205,7 @@ pub enum CodecSpecError {
 }
 
 /// Every codec's name, for messages.
-const NAMES: &str = "f32, bf16, f16, qsgd";
+const NAMES: &str = "f32, bf16, f16, qsgd, topk, dgc";
 /// The most values that may share a scale.
 const BUCKET_MAX: u32 = 1 << 20;
 const BUCKET_ALLOWED: &str = "a multiple of 32 from 32 to 1048576";
@@ -205,6 +222,14 @@ impl FromStr for CodecSpec {
             "qsgd" => {
                 let mut options = Options::split("qsgd", rest)?;
                 (Method::Qsgd(qsgd(&mut options)?), options)
+            }
+            "topk" => {
+                let mut options = Options::split("topk", rest)?;
+                (Method::Topk(TopkOptions::parse(&mut options)?), options)
+            }
+            "dgc" => {
+                let mut options = Options::split("dgc", rest)?;
+                (Method::Dgc(DgcOptions::parse(&mut options)?), options)
             }
             _ => return Err(CodecSpecError::UnknownName { found: name.to_owned() }),
         };
@@ -232,7 +257,7 @@ fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
 }
 
 /// The options of a text, taken one after another; what is left over at the end is an error.
-struct Options<'a> {
+pub(crate) struct Options<'a> {
     codec: &'static str,
     given: Vec<(&'a str, &'a str)>,
     asked_for: Vec<&'static str>,
@@ -278,7 +303,7 @@ impl<'a> Options<'a> {
     }
 
     /// An option whose text a function understands.
-    fn parsed<T>(
+    pub(crate) fn parsed<T>(
         &mut self,
         option: &'static str,
         allowed: &'static str,
