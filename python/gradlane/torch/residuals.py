@@ -17,51 +17,60 @@ OwnerKey = tuple[int, int, int]
 """Number of the parameter, first element of the piece, elements of the piece."""
 
 
-def _key(piece: Piece) -> OwnerKey:
+def key_of(piece: Piece) -> OwnerKey:
+    """Return what a piece of a mean is kept by."""
     return (piece.part.number, piece.first, piece.numel)
 
 
 class Residuals:
-    """Residuals of one rank, f32 on the CPU, as many as its codecs keep for an element."""
+    """Residuals of one rank: f32 on the CPU, as many for an element as its codec keeps.
+
+    Attributes:
+        world_size: ranks whose gradients a mean is of.
+        worker: what was not sent of each parameter's gradient, by its number.
+        owner: what was not sent of the mean.
+    """
 
     def __init__(self, world_size: int) -> None:
-        """Begin with nothing kept.
-
-        Args:
-            world_size: ranks whose gradients a mean is of.
-        """
+        """Begin with nothing kept."""
         self.world_size = world_size
         self.worker: dict[int, torch.Tensor] = {}
-        """By parameter: (states of the codec, elements); the last state is the residual."""
         self.owner: dict[OwnerKey, torch.Tensor] = {}
 
-    def of_worker(self, piece: Piece) -> list[torch.Tensor]:
-        """Return the states of a piece of this rank's gradient, each (elements of the piece,)."""
+    def of_worker(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of this rank's gradient, None where none is kept."""
+        width = piece.part.codec.residual_width
+        if width == 0:
+            return None
         whole = self._whole(piece.part)
-        return [state[piece.first : piece.first + piece.numel] for state in whole]
+        return whole[piece.first * width : (piece.first + piece.numel) * width]
 
-    def of_owner(self, piece: Piece, states: int) -> list[torch.Tensor]:
-        """Return the states of a piece of the mean, each (elements of the piece,)."""
-        if states == 0:
-            return []
-        kept = self.owner.get(_key(piece))
-        if kept is None or len(kept) != states:
-            kept = self.owner[_key(piece)] = torch.zeros(states, piece.numel)
-        return list(kept)
+    def of_owner(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of the mean, None where none is kept."""
+        numbers = piece.numel * piece.part.codec.residual_width
+        if numbers == 0:
+            return None
+        kept = self.owner.get(key_of(piece))
+        if kept is None or kept.numel() != numbers:
+            kept = self.owner[key_of(piece)] = torch.zeros(numbers)
+        return kept
 
     def reown(self, parts: Sequence[Part], owned: Sequence[Piece]) -> None:
         """Give back what was kept of the mean of these parameters, except for these pieces."""
-        numbers = {part.number: part for part in parts}
-        stays = {_key(piece) for piece in owned}
-        for key in [key for key in self.owner if key[0] in numbers and key not in stays]:
+        by_number = {part.number: part for part in parts}
+        stays = {key_of(piece) for piece in owned}
+        for key in [key for key in self.owner if key[0] in by_number and key not in stays]:
             kept = self.owner.pop(key)
             number, first, numel = key
-            whole = self._whole(numbers[number])
-            if len(whole):
-                whole[-1, first : first + numel] += kept[-1] * self.world_size
+            width = by_number[number].codec.residual_width
+            if width and kept.numel() == numel * width:
+                whole = self._whole(by_number[number])
+                unsent = whole[first * width : (first + numel) * width : width]
+                unsent += kept[::width] * self.world_size
 
     def _whole(self, part: Part) -> torch.Tensor:
+        numbers = part.numel * part.codec.residual_width
         kept = self.worker.get(part.number)
-        if kept is None or kept.shape != (part.codec.states, part.numel):
-            kept = self.worker[part.number] = torch.zeros(part.codec.states, part.numel)
+        if kept is None or kept.numel() != numbers:
+            kept = self.worker[part.number] = torch.zeros(numbers)
         return kept
