@@ -11,9 +11,12 @@
 //!
 //! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
 
+mod bucketed;
 mod cast;
 mod draw;
+mod int8;
 mod memory;
+mod onebit;
 mod qsgd;
 mod spec;
 
@@ -24,10 +27,11 @@ use thiserror::Error;
 
 pub use memory::{narrow, widen};
 pub(crate) use spec::Options;
-pub use spec::{CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
+pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
 
 use crate::sparse::{Dgc, SparseError, Topk};
 use crate::Variant;
+use bucketed::Bucketed;
 
 /// Where values stand, so that randomness and buckets do not depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,10 +175,19 @@ pub fn build(spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
 }
 
 /// [`build`] with the kernels of a given variant: the bits are the same.
-pub fn build_with(variant: Variant, spec: &CodecSpec, _shape: &TensorShape) -> Arc<dyn Codec> {
+pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
     match &spec.method {
         Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
-        Method::Qsgd(options) => Arc::new(qsgd::Qsgd::new(variant, spec, *options)),
+        Method::OneBit(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), onebit::OneBit))
+        }
+        Method::Qsgd(options) => {
+            let quantizer = qsgd::Qsgd::new(*options);
+            Arc::new(Bucketed::new(variant, spec, u64::from(options.bucket), quantizer))
+        }
+        Method::Int8(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), int8::Int8))
+        }
         Method::Topk(options) => Arc::new(Topk::new(variant, spec, *options)),
         Method::Dgc(options) => Arc::new(Dgc::new(variant, spec, *options)),
     }

@@ -9,7 +9,7 @@
 //! SplitMix64.
 //!
 //! Sixteen bits make a probability right to 2^-17 of a level, which is what the rounding of f32 leaves
-//! of it anyway. The quality tests are in `tests/draws.rs`.
+//! of it anyway. The quality of draws is tested in `draw/tests.rs`.
 
 use gradlane_units::Rng;
 
@@ -29,12 +29,11 @@ pub(crate) struct Draws {
 }
 
 impl Draws {
-    /// The draws of the bucket that begins at element `first` of the tensor, a multiple of
-    /// [`BLOCK`].
+    /// The draws of the bucket that begins at a place; its first element is a multiple of [`BLOCK`].
     #[inline]
-    pub(crate) fn of_bucket(place: &Place, first: u64) -> Draws {
+    pub(crate) fn of_bucket(place: &Place) -> Draws {
         // A counter has 32 bits; what it cannot hold goes into the key.
-        let counter = first / 2;
+        let counter = place.first_element / 2;
         let mut rng = Rng::new(place.seed);
         for word in
             [place.step, u64::from(place.tensor) << 32 | u64::from(place.leg), counter >> 32]
@@ -65,3 +64,6 @@ impl Draws {
         (half as f32 + 0.5) * (1.0 / 65536.0)
     }
 }
+
+#[cfg(test)]
+mod tests;
