@@ -28,6 +28,7 @@ from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
+from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy
 from gradlane.lab.workloads import NAMES
 from gradlane.lab.workloads.contract import TensorTiming
@@ -106,6 +107,8 @@ class LabOptions:
             ("seed", self.seed, 0, 2**31 - 1),
         ]
         check_ranges(ranges)
+        for rate_bps in self.rates_bps:
+            PortShape(round(rate_bps / self.dilation))
         if self.codec != "raw":
             raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
