@@ -62,7 +62,8 @@ def version(json_path: JsonPath = None) -> None:
 @lab.command("run")
 def lab_run(
     workload: Annotated[
-        str, typer.Option(help="resnet50, vgg19, inception_v3, sockeye, digits-cnn, ...")
+        str,
+        typer.Option(help="resnet50, vgg19, gpt2_small, digits-cnn, ...; a wrong name lists all."),
     ],
     strategy: Annotated[
         str,
@@ -316,7 +317,7 @@ def demo(
 def whatif(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
     rate: Annotated[
@@ -447,7 +448,7 @@ def profile(
 def plan(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[int, typer.Option(help="Ranks.")],
     rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
