@@ -460,6 +460,15 @@ def plan(
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            help="auto: settings by simulation, with schemes that sessions run; poseidon: the "
+            "scheme of each layer by Poseidon's formula.",
+        ),
+    ] = "auto",
+    costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Choose the settings for a profile and a cluster, with the reason for each.
@@ -470,6 +479,7 @@ def plan(
     from gradlane.lab.rates import parse_rate
     from gradlane.planner.command import run_plan
     from gradlane.planner.settings import ClusterFacts
+    from gradlane.whatif.costs import read_costs
     from gradlane.whatif.profiles import find_profile
 
     _require_writable(json_path)
@@ -478,6 +488,8 @@ def plan(
         ClusterFacts(workers, parse_rate(rate), latency_s, update),
         budget_s=budget_s,
         console=wide_console(),
+        rule=rule,
+        costs=None if costs is None else read_costs(costs),
     )
     if json_path is not None:
         made.save(json_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def synthetic_profile(model: str, batch_time_s: float | None = None) -> Profile:
     if batch_time_s is not None and not 0.0 < batch_time_s < math.inf:
         raise ProfileError(f"batch time must be positive, got {batch_time_s} s")
     layers = layers_from_architecture(architecture, batch_time_s)
-    return profile_of_layers(model, architecture.batch_size, layers)
+    profile = profile_of_layers(model, architecture.batch_size, layers)
+    return replace(profile, flops=architecture.operations * architecture.batch_size)
 
 
 def profile_of_layers(model: str, batch_size: int, layers: Sequence[ReplayLayer]) -> Profile:
