@@ -513,6 +513,7 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         sender: Rank(options.rank),
         offset: 0,
         length: 0,
+        hop: 0,
         payload_crc: 0,
     }
 }
