@@ -76,6 +76,18 @@ impl Scheme {
 }
 
 impl Plan {
+    /// To how many others a rank sends gradients and results.
+    #[must_use]
+    pub fn peers_sent_to(&self) -> u32 {
+        let others = self.world_size - 1;
+        let is_ring = self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ring);
+        if is_ring && !self.tensors.is_empty() {
+            others.min(1)
+        } else {
+            others
+        }
+    }
+
     /// Checks that every tensor's scheme goes with the other rules.
     ///
     /// # Errors

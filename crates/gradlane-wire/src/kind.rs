@@ -55,6 +55,24 @@ wire_enum! {
 }
 
 impl FrameKind {
+    /// The name in timelines.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            FrameKind::Push => "push",
+            FrameKind::Broadcast => "broadcast",
+            FrameKind::Notify => "notify",
+            FrameKind::Pull => "pull",
+            FrameKind::PlanSwitch => "planswitch",
+            FrameKind::PlanSwitchAck => "planswitchack",
+            FrameKind::Heartbeat => "heartbeat",
+            FrameKind::Goodbye => "goodbye",
+            FrameKind::Abort => "abort",
+            FrameKind::RingReduce => "ring-reduce",
+            FrameKind::RingGather => "ring-gather",
+        }
+    }
+
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
     pub const fn goes_round(self) -> bool {

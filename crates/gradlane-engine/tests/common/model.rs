@@ -16,11 +16,12 @@ pub fn mean(plan: &Plan, tensor: TensorId, gradient: impl Fn(u32) -> Option<Vec<
             Scheme::Ps => 0,
             Scheme::Ring => slice.owner.0 + 1,
         };
-        for element in slice.start as usize..(slice.start + slice.length) as usize {
-            let value = |turn: u32| parts[((first + turn) % world) as usize][element];
+        let mean = |element: u64| {
+            let value = |turn: u32| parts[((first + turn) % world) as usize][element as usize];
             let sum = (1..world).fold(value(0), |sum, turn| sum + value(turn));
-            means.push(sum / world as f32);
-        }
+            sum / world as f32
+        };
+        means.extend((slice.start..slice.start + slice.length).map(mean));
     }
     means
 }
