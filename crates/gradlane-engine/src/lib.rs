@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod encoding;
 mod engine;
 mod error;
 mod inbound;
@@ -33,6 +34,7 @@ mod strategy;
 mod work;
 mod worker;
 
+pub use encoding::{Coding, Encoding};
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use io::{

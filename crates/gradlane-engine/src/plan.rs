@@ -3,8 +3,10 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
+use crate::encoding::{Coding, Encoding};
 use crate::error::PlanError;
 use crate::strategy::{Granularity, Placement, Strategy};
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -63,6 +65,9 @@ pub struct TensorPlan {
     pub spec: TensorSpec,
     /// How it is aggregated.
     pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
     /// Its slices are `slices.start .. slices.end` of the plan's.
     pub slices: Range<u32>,
 }
@@ -106,18 +111,40 @@ impl Plan {
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
+        let raw = tensors.into_iter().map(|spec| (spec, None)).collect();
+        Plan::build_encoded(raw, strategy, update, world_size)
+    }
+
+    /// As [`Plan::build`], with the codec of each tensor that has one. A world of one sends nothing,
+    /// and encodes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::build`]; when a codec is given for a tensor that is not trained, or not of f32, f16
+    /// or bf16.
+    pub fn build_encoded(
+        tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
         let mut placer = Placer::new(strategy.placement, world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, spec) in tensors.into_iter().enumerate() {
+        for (index, (spec, coding)) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
+            if let Some(coding) = &coding {
+                check_coding(&spec, coding.as_ref())?;
+            }
+            let coding = coding.filter(|_| world_size > 1);
+            let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
+            let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
             let whole = pieces.len() == 1;
+            let encoding = coding.map(|coding| encoding(coding.as_ref(), &pieces));
             for (part, piece) in pieces.into_iter().enumerate() {
                 let owner = placer.place(part, whole);
                 plan.slices.push(Slice {
@@ -128,7 +155,7 @@ impl Plan {
                 });
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, slices });
+            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, encoding, slices });
         }
         Ok(plan)
     }
@@ -178,17 +205,23 @@ impl Plan {
 }
 
 impl Granularity {
-    /// Element ranges that a tensor of `numel` elements is cut into. An empty tensor has one
-    /// empty piece, so that it is accounted for like every other.
-    fn cut(self, numel: u64, world_size: u32) -> Vec<Range<u64>> {
+    /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
+    /// empty tensor has one empty piece, so that it is accounted for like every other.
+    fn cut(self, numel: u64, world_size: u32, granule: u64) -> Vec<Range<u64>> {
+        let granule = granule.max(1);
         match self {
             Granularity::Slices { elems } => {
+                let elems = (elems / granule * granule).max(granule);
                 let count = numel.div_ceil(elems).max(1);
                 (0..count).map(|i| i * elems..((i + 1) * elems).min(numel)).collect()
             }
             Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
-                let parts = u64::from(world_size).min(numel);
-                let bound = |i: u64| (u128::from(numel) * u128::from(i) / u128::from(parts)) as u64;
+                let granules = numel.div_ceil(granule);
+                let parts = u64::from(world_size).min(granules);
+                let bound = |i: u64| {
+                    let at = (u128::from(granules) * u128::from(i) / u128::from(parts)) as u64;
+                    at.saturating_mul(granule).min(numel)
+                };
                 (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
             }
             Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
@@ -244,6 +277,33 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
         return Err(PlanError::new(format!("tensor {:?} is larger than 2^64 bytes", spec.name)));
     }
     Ok(())
+}
+
+/// A codec for a tensor that cannot have one.
+fn check_coding(spec: &TensorSpec, coding: &dyn Coding) -> Result<(), PlanError> {
+    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if spec.role == Role::Parameter && short {
+        return Ok(());
+    }
+    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
+    let (name, codec) = (&spec.name, coding.name());
+    Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
+}
+
+/// What the engine needs to know of a codec for these slices.
+fn encoding(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
+    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();
+    Encoding {
+        codec: coding.name(),
+        sizes: coding.sizes(),
+        granule_elems: coding.granule_elems(),
+        fixed: coding.is_fixed(),
+        error_feedback: coding.error_feedback(),
+        bytes,
+    }
 }
 
 fn narrow(count: usize) -> Result<u32, PlanError> {

@@ -10,6 +10,7 @@ use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_wire::Codec;
 
 /// What one rank contributed to a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,8 @@ pub(crate) enum Part {
     Own,
     /// A whole slice in scratch.
     Buffer(BufferRef),
+    /// A whole slice in scratch, encoded.
+    Encoded(BufferRef),
     /// Nothing: counts as zeros.
     Absent,
 }
@@ -39,6 +42,8 @@ pub(crate) struct OwnedSlice {
     pub(crate) arriving: BTreeMap<Rank, Arriving>,
     /// Whether the reduction is queued or under way.
     pub(crate) reducing: bool,
+    /// In which form the step's contributions come, once one has.
+    pub(crate) form: Option<Codec>,
     /// Urgency: what the last header said, or the own vector for own contributions.
     pub(crate) priority: Priority,
     /// Ranks that asked before the result was there.
@@ -50,6 +55,8 @@ pub(crate) struct OwnedSlice {
 pub(crate) struct Owed {
     /// The result; none when no rank had a gradient.
     pub(crate) buffer: Option<BufferRef>,
+    /// Its form.
+    pub(crate) form: Codec,
     /// Ranks that must still ask (pull rules).
     pub(crate) to_pull: RankSet,
     /// Ranks whose last frame is not yet with the kernel.
@@ -71,6 +78,7 @@ impl Server {
             parts: BTreeMap::new(),
             arriving: BTreeMap::new(),
             reducing: false,
+            form: None,
             priority: Priority(0),
             early_pulls: Vec::new(),
         };
@@ -96,6 +104,7 @@ impl OwnedSlice {
     pub(crate) fn advance(&mut self) {
         self.step = self.step.next();
         self.reducing = false;
+        self.form = None;
         self.early_pulls.clear();
     }
 }
