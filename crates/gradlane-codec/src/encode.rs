@@ -11,10 +11,15 @@
 //!
 //! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
 
+mod bucketed;
 mod cast;
 mod draw;
+mod int8;
+mod lanes;
 mod memory;
+mod onebit;
 mod qsgd;
+mod source;
 mod spec;
 
 use std::fmt::Debug;
@@ -23,9 +28,10 @@ use std::sync::Arc;
 use thiserror::Error;
 
 pub use memory::{narrow, widen};
-pub use spec::{CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
+pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
 
 use crate::Variant;
+use bucketed::Bucketed;
 
 /// Where values stand, so that randomness and buckets do not depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,10 +160,19 @@ pub fn build(spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
 }
 
 /// [`build`] with the kernels of a given variant: the bits are the same.
-pub fn build_with(variant: Variant, spec: &CodecSpec, _shape: &TensorShape) -> Arc<dyn Codec> {
+pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
     match &spec.method {
         Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
-        Method::Qsgd(options) => Arc::new(qsgd::Qsgd::new(variant, spec, *options)),
+        Method::OneBit(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), onebit::OneBit))
+        }
+        Method::Qsgd(options) => {
+            let quantizer = qsgd::Qsgd::new(*options);
+            Arc::new(Bucketed::new(variant, spec, u64::from(options.bucket), quantizer))
+        }
+        Method::Int8(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), int8::Int8))
+        }
     }
 }
 

@@ -38,8 +38,8 @@ pub use adam::{
 };
 pub use dtype::Dtype;
 pub use encode::{
-    build, build_with, narrow, widen, Codec, CodecSpec, CodecSpecError, DecodeError, Levels,
-    Method, Norm, Place, QsgdOptions, TensorShape,
+    build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
+    Levels, Method, Norm, Place, QsgdOptions, TensorShape,
 };
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{

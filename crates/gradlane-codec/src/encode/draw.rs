@@ -9,7 +9,7 @@
 //! SplitMix64.
 //!
 //! Sixteen bits make a probability right to 2^-17 of a level, which is what the rounding of f32 leaves
-//! of it anyway. The quality tests are in `tests/draws.rs`.
+//! of it anyway. The quality of draws is tested in `draw/tests.rs`.
 
 use gradlane_units::Rng;
 
@@ -23,18 +23,22 @@ pub(crate) const DRAWS: usize = 16;
 /// The draws of one bucket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draws {
-    key: [u32; 3],
+    pub(crate) key: [u32; 3],
     /// The counter of the bucket's first draw.
-    start: u32,
+    pub(crate) start: u32,
 }
 
 impl Draws {
-    /// The draws of the bucket that begins at element `first` of the tensor, a multiple of
-    /// [`BLOCK`].
+    /// The multipliers of the three rounds.
+    pub(crate) const FIRST: u32 = 0xed5a_d4bb;
+    pub(crate) const SECOND: u32 = 0xac4c_1b51;
+    pub(crate) const THIRD: u32 = 0x3184_8bab;
+
+    /// The draws of the bucket that begins at a place; its first element is a multiple of [`BLOCK`].
     #[inline]
-    pub(crate) fn of_bucket(place: &Place, first: u64) -> Draws {
+    pub(crate) fn of_bucket(place: &Place) -> Draws {
         // A counter has 32 bits; what it cannot hold goes into the key.
-        let counter = first / 2;
+        let counter = place.first_element / 2;
         let mut rng = Rng::new(place.seed);
         for word in
             [place.step, u64::from(place.tensor) << 32 | u64::from(place.leg), counter >> 32]
@@ -50,9 +54,9 @@ impl Draws {
     pub(crate) fn draw(self, block: usize, lane: usize) -> u32 {
         let counter = self.start.wrapping_add((block * DRAWS + lane) as u32);
         let mut bits = counter ^ self.key[0];
-        bits = (bits ^ (bits >> 17)).wrapping_mul(0xed5a_d4bb).wrapping_add(self.key[1]);
-        bits = (bits ^ (bits >> 11)).wrapping_mul(0xac4c_1b51).wrapping_add(self.key[2]);
-        bits = (bits ^ (bits >> 15)).wrapping_mul(0x3184_8bab);
+        bits = (bits ^ (bits >> 17)).wrapping_mul(Draws::FIRST).wrapping_add(self.key[1]);
+        bits = (bits ^ (bits >> 11)).wrapping_mul(Draws::SECOND).wrapping_add(self.key[2]);
+        bits = (bits ^ (bits >> 15)).wrapping_mul(Draws::THIRD);
         bits ^ (bits >> 14)
     }
 
@@ -65,3 +69,6 @@ impl Draws {
         (half as f32 + 0.5) * (1.0 / 65536.0)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,6 +9,8 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+use super::TensorShape;
+
 /// How the scale of a bucket follows from its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Norm {
@@ -25,6 +27,38 @@ pub enum Levels {
     Sign,
     /// The ends of `2^bits - 1` equal intervals over `[-scale, scale]`: zero is not a level.
     Uniform,
+}
+
+/// How many consecutive values share averages, or ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bucket {
+    /// So many: a multiple of 32.
+    Elements(u32),
+    /// A column as CNTK cuts them, see [`TensorShape::column`].
+    Column,
+    /// The whole tensor, which then cannot be cut into slices.
+    Tensor,
+}
+
+impl Bucket {
+    /// Values of a bucket of a tensor; at least 1.
+    pub fn elements(self, shape: &TensorShape) -> u64 {
+        match self {
+            Bucket::Elements(elements) => u64::from(elements),
+            Bucket::Column => shape.column(),
+            Bucket::Tensor => shape.elements().max(1),
+        }
+    }
+}
+
+impl fmt::Display for Bucket {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bucket::Elements(elements) => write!(formatter, "{elements}"),
+            Bucket::Column => formatter.write_str("column"),
+            Bucket::Tensor => formatter.write_str("tensor"),
+        }
+    }
 }
 
 /// Options of QSGD.
@@ -60,8 +94,12 @@ pub enum Method {
     Bf16,
     /// IEEE 754 binary16, rounded to nearest even; what is too large becomes infinity.
     F16,
+    /// Signs and two averages of every bucket (Seide et al. 2014).
+    OneBit(Bucket),
     /// Stochastic rounding to few levels (Alistarh et al. 2017).
     Qsgd(QsgdOptions),
+    /// Eight bits between the least and the greatest value of every bucket.
+    Int8(Bucket),
 }
 
 impl Method {
@@ -71,7 +109,9 @@ impl Method {
             Method::F32 => "f32",
             Method::Bf16 => "bf16",
             Method::F16 => "f16",
+            Method::OneBit(_) => "onebit",
             Method::Qsgd(_) => "qsgd",
+            Method::Int8(_) => "int8",
         }
     }
 
@@ -79,7 +119,8 @@ impl Method {
     /// otherwise: where the method is biased by more than rounding.
     pub const fn keeps_residual_by_default(&self) -> bool {
         match self {
-            Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) => false,
+            Method::OneBit(_) => true,
+            Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) | Method::Int8(_) => false,
         }
     }
 }
@@ -117,6 +158,10 @@ impl fmt::Display for CodecSpec {
         let mut separator = ":";
         match &self.method {
             Method::F32 | Method::Bf16 | Method::F16 => {}
+            Method::OneBit(bucket) | Method::Int8(bucket) => {
+                write!(formatter, ":bucket={bucket}")?;
+                separator = ",";
+            }
             Method::Qsgd(QsgdOptions { bits, bucket, norm, levels }) => {
                 let norm = match norm {
                     Norm::Max => "max",
@@ -188,10 +233,13 @@ pub enum CodecSpecError {
 }
 
 /// Every codec's name, for messages.
-const NAMES: &str = "f32, bf16, f16, qsgd";
+const NAMES: &str = "f32, bf16, f16, onebit, qsgd, int8";
 /// The most values that may share a scale.
 const BUCKET_MAX: u32 = 1 << 20;
-const BUCKET_ALLOWED: &str = "a multiple of 32 from 32 to 1048576";
+const QSGD_BUCKET: &str = "a multiple of 32 from 32 to 1048576";
+const BUCKET: &str = "column, tensor, or a multiple of 32 from 32 to 1048576";
+/// Values that share ends unless the text says otherwise: as many as share a scale in 8-bit QSGD.
+const INT8_BUCKET: Bucket = Bucket::Elements(512);
 
 impl FromStr for CodecSpec {
     type Err = CodecSpecError;
@@ -202,9 +250,19 @@ impl FromStr for CodecSpec {
             "f32" => (Method::F32, Options::split("f32", rest)?),
             "bf16" => (Method::Bf16, Options::split("bf16", rest)?),
             "f16" => (Method::F16, Options::split("f16", rest)?),
+            "onebit" => {
+                let mut options = Options::split("onebit", rest)?;
+                let bucket = options.parsed("bucket", BUCKET, parse_bucket)?;
+                (Method::OneBit(bucket.unwrap_or(Bucket::Column)), options)
+            }
             "qsgd" => {
                 let mut options = Options::split("qsgd", rest)?;
                 (Method::Qsgd(qsgd(&mut options)?), options)
+            }
+            "int8" => {
+                let mut options = Options::split("int8", rest)?;
+                let bucket = options.parsed("bucket", BUCKET, parse_bucket)?;
+                (Method::Int8(bucket.unwrap_or(INT8_BUCKET)), options)
             }
             _ => return Err(CodecSpecError::UnknownName { found: name.to_owned() }),
         };
@@ -223,7 +281,8 @@ impl FromStr for CodecSpec {
 fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
     let widths = [("2", 2), ("4", 4), ("8", 8), ("16", 16)];
     let bits = options.choice("bits", "2, 4, 8 or 16", &widths)?.unwrap_or(4);
-    let bucket = options.bucket()?.unwrap_or(QsgdOptions::default_bucket(bits));
+    let bucket = options.parsed("bucket", QSGD_BUCKET, parse_elements)?;
+    let bucket = bucket.unwrap_or(QsgdOptions::default_bucket(bits));
     let norms = [("max", Norm::Max), ("l2", Norm::L2)];
     let norm = options.choice("norm", "max or l2", &norms)?.unwrap_or(Norm::Max);
     let kinds = [("sign", Levels::Sign), ("uniform", Levels::Uniform)];
@@ -272,11 +331,6 @@ impl<'a> Options<'a> {
         })
     }
 
-    /// `bucket=…`.
-    fn bucket(&mut self) -> Result<Option<u32>, CodecSpecError> {
-        self.parsed("bucket", BUCKET_ALLOWED, parse_bucket)
-    }
-
     /// An option whose text a function understands.
     fn parsed<T>(
         &mut self,
@@ -302,7 +356,15 @@ impl<'a> Options<'a> {
     }
 }
 
-fn parse_bucket(text: &str) -> Option<u32> {
+fn parse_bucket(text: &str) -> Option<Bucket> {
+    match text {
+        "column" => Some(Bucket::Column),
+        "tensor" => Some(Bucket::Tensor),
+        _ => parse_elements(text).map(Bucket::Elements),
+    }
+}
+
+fn parse_elements(text: &str) -> Option<u32> {
     let bucket = text.parse().ok()?;
     ((32..=BUCKET_MAX).contains(&bucket) && bucket % 32 == 0).then_some(bucket)
 }
@@ -323,6 +385,11 @@ mod tests {
         assert_eq!(canonical("f32"), "f32");
         assert_eq!(canonical(" bf16 "), "bf16");
         assert_eq!(canonical("f16:residual=on"), "f16:residual=on");
+        assert_eq!(canonical("onebit"), "onebit:bucket=column");
+        assert_eq!(canonical("onebit:bucket=64"), "onebit:bucket=64");
+        assert_eq!(canonical("onebit:residual=off"), "onebit:bucket=column,residual=off");
+        assert_eq!(canonical("int8"), "int8:bucket=512");
+        assert_eq!(canonical("int8:bucket=tensor"), "int8:bucket=tensor");
         assert_eq!(canonical("qsgd"), "qsgd:bits=4,bucket=512,norm=max,levels=sign");
         assert_eq!(canonical("qsgd:bits=2"), "qsgd:bits=2,bucket=128,norm=max,levels=sign");
         assert_eq!(canonical("qsgd:bits=16"), "qsgd:bits=16,bucket=8192,norm=max,levels=sign");
