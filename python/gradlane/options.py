@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradlane.codecs import RAW, CodecRules
+from gradlane.codec_choice import RAW, CodecRules
 
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}

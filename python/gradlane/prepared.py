@@ -21,7 +21,7 @@ from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
 from gradlane.buffers import pack_buffers
-from gradlane.codecs import CodecChoice, choose_codecs, rows_with_codecs
+from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlane.codecs import CodecChoice
+from gradlane.codec_choice import CodecChoice
 from gradlane.core import Channel
 from gradlane.exchange import Members
 from gradlane.rendezvous import Meeting
@@ -68,9 +68,13 @@ class ResidualState:
             index
             for index, choice in enumerate(choices)
             if choice.facts is not None
-            and choice.facts.keeps_residual
+            and choice.facts.residual_width > 0
             and meeting.place.world_size > 1
         ]
+        self._widths = {
+            index: choices[index].facts.residual_width  # type: ignore[union-attr]
+            for index in self._kept
+        }
         self._loads = 0
         self._lent: list[Tensor] = []
 
@@ -125,8 +129,11 @@ class ResidualState:
                 name = self._entry(index).name
                 for source, target in ((kind, WORKER), (OWNER, OWNER)):
                     value = checked[source].get(name)
-                    if value is None:
-                        value = torch.zeros(self._entry(index).shape)
+                    if value is None or (target == OWNER and not self._owners_keep):
+                        value = torch.zeros(())
+                    elif target == WORKER and value.dim() == len(self._shape(self._entry(index))):
+                        # Another codec kept one number: what was not sent, the first of several.
+                        value = self._as_first(index, value)
                     self._load(index, target, value)
 
     def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -142,10 +149,12 @@ class ResidualState:
                 if name not in shapes:
                     raise ValueError(f"{kind} has {name!r}, which this model does not train")
                 entry = shapes[name]
-                if tuple(value.shape) != self._shape(entry):
+                shape = self._shape(entry)
+                kept = () if kind == OWNER else self._kept_shape(name)
+                if tuple(value.shape) not in (shape, shape + kept):
                     raise ValueError(
-                        f"{kind} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                        f"{self._shape(entry)}: is the checkpoint another model's?"
+                        f"{kind} of {name!r} has shape {tuple(value.shape)}, expected "
+                        f"{shape + kept}: is the checkpoint another model's?"
                     )
         return {kind: dict(state[kind]) for kind in _KINDS}
 
@@ -153,39 +162,65 @@ class ResidualState:
     def _shape(entry: Entry) -> tuple[int, ...]:
         return (*entry.shape, 2) if entry.dtype.is_complex else tuple(entry.shape)
 
+    def _kept_shape(self, name: str) -> tuple[int, ...]:
+        widths = [
+            width for index, width in self._widths.items() if self._entry(index).name == name
+        ]
+        return (widths[0],) if widths and widths[0] > 1 else ()
+
     def _entry(self, index: int) -> Entry:
         return self._members.trained[index]
 
-    def _empty(self, index: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for a tensor, on the host and in its layout; complex numbers are pairs."""
+    def _empty(self, index: int, dtype: torch.dtype | None = None, width: int = 1) -> Tensor:
+        """Return memory for a tensor, on the host and in its layout; complex numbers are pairs.
+
+        Args:
+            index: the tensor.
+            dtype: in place of its own.
+            width: numbers for each value, in a dimension of their own where there are several.
+        """
         entry = self._entry(index)
+        shape, stride, own = self._shape(entry), entry.stride, entry.dtype
+        if own.is_complex:
+            stride, own = (*(2 * step for step in stride), 1), own.to_real()
+        if width > 1:
+            shape, stride = (*shape, width), (*(width * step for step in stride), 1)
         with torch.inference_mode(False):
-            tensor = torch.empty_strided(
-                entry.shape,
-                entry.stride,
-                dtype=dtype if dtype is not None and not entry.dtype.is_complex else entry.dtype,
-            )
-        return torch.view_as_real(tensor) if entry.dtype.is_complex else tensor
+            return torch.empty_strided(shape, stride, dtype=dtype or own)
 
     def _own(self, index: int) -> Tensor:
-        value = self._empty(index, torch.float32)
+        value = self._empty(index, torch.float32, self._widths[index])
         with self._translating("reading residuals"):
             self._channel.copy_worker_residual(index, value.data_ptr(), value.numel())
         return value
 
     def _load(self, index: int, kind: str, value: Tensor) -> None:
-        room = self._empty(index, torch.float32)
+        room = self._empty(index, torch.float32, self._widths[index] if kind == WORKER else 1)
         room.copy_(value)
         self._channel.load_state(index, kind, room.data_ptr(), room.numel())
 
+    def _as_first(self, index: int, value: Tensor) -> Tensor:
+        width = self._widths[index]
+        if width == 1:
+            return value
+        wide = torch.zeros((*value.shape, width))
+        wide[..., 0] = value
+        return wide
+
     def _mean(self, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Average residuals over all ranks, each tensor in its own dtype."""
-        given = {}
-        for index, value in own.items():
-            given[index] = self._empty(index)
-            given[index].copy_(value)
-        self._step(given, read=None, gives=lambda index: True)
-        return {index: self._widened(index, value) for index, value in given.items()}
+        means = {index: torch.empty_like(value) for index, value in own.items()}
+        for part in range(max(self._widths.values())):
+            given = {}
+            for index, value in own.items():
+                if part < self._widths[index]:
+                    given[index] = self._empty(index)
+                    given[index].copy_(value if self._widths[index] == 1 else value[..., part])
+            self._step(given, read=None, gives=lambda index: True)
+            for index, value in given.items():
+                mean = means[index]
+                (mean if self._widths[index] == 1 else mean[..., part]).copy_(value)
+        return means
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
@@ -206,10 +241,6 @@ class ResidualState:
             words = (upper.view(torch.int16).to(torch.int32) << 16) | lower
             values[index] = in_layout(words.view(torch.float32), self._entry(index).stride)
         return values
-
-    def _widened(self, index: int, value: Tensor) -> Tensor:
-        wide = self._empty(index, torch.float32)
-        return wide.copy_(value)
 
     def _step(
         self, memory: Mapping[int, Tensor], *, read: int | None, gives: Callable[[int], bool]

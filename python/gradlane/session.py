@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from gradlane import lifecycle
 from gradlane.buffers import MODES
-from gradlane.codecs import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
+from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
 from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place

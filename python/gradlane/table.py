@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gradlane.codecs import CodedTensor
+from gradlane.codec_choice import CodedTensor
 
 _TRAINED_DTYPES = {
     torch.float32: "f32",

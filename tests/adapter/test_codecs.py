@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.codecs import CodedTensor, check_codecs, choose_codecs, codec_rules
+from gradlane.codec_choice import CodedTensor, check_codecs, choose_codecs, codec_rules
 from gradlane.core import load_core
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import same_bits, snapshot

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.grid import (
-    CELLS,
+from gradlane.lab.cells import (
     STEPS,
-    cells_of,
-    in_grid_order,
+    CellsProgress,
     measure_missing,
     missing_strategies,
     read_rows,
     still_missing,
     with_compute_times,
 )
+from gradlane.lab.grid import CELLS, cells_of, in_grid_order
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabOptions, LabProgress
+from gradlane.lab.strategy import parse_strategy
 
 
 def made_row(options: LabOptions, strategy: str, *, cpu_bound: bool = False) -> Row:
@@ -32,7 +32,7 @@ def made_row(options: LabOptions, strategy: str, *, cpu_bound: bool = False) -> 
         workers=options.workers,
         rate_bps=options.rates_bps[0],
         dilation=options.dilation,
-        slice_elems=None,
+        slice_elems=parse_strategy(strategy).slice_elems(options.slice_elems),
         codec="raw",
         steps=options.steps,
         warmup=options.warmup,
@@ -93,7 +93,7 @@ def measure(machine: Machine, path: Path, budget_s: float) -> int:
         cells_of(["resnet50"]),
         path,
         budget_s=budget_s,
-        progress=LabProgress(),
+        progress=CellsProgress(),
         now=machine.now,
         run=machine.run,
     )
@@ -133,7 +133,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
     machine = Machine(fails_after=2)
     with pytest.raises(KeyboardInterrupt):
         measure(machine, path, budget_s=1e9)
-    assert [row["strategy"] for row in read_rows(path)] == ["none", "slicing"]
+    assert [row["strategy"] for row in read_rows(path)] == ["none", "p3"]
     again = Machine()
     measure(again, path, budget_s=1e9)
     assert not set(machine.runs) & set(again.runs)
@@ -167,5 +167,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_slower_ports_and_more_steps_take_longer() -> None:
     cell = cells_of(["vgg19"])[0]
     faster = replace(cell, rate_bps=2 * cell.rate_bps)
-    assert cell.run_estimate_s(3) > cell.run_estimate_s(2)
-    assert cell.run_estimate_s(2) / cell.dilation > faster.run_estimate_s(2) / faster.dilation
+    longer = replace(cell, steps=cell.steps + 1)
+    assert longer.run_estimate_s("p3") > cell.run_estimate_s("p3") > faster.run_estimate_s("p3")
+    assert cell.estimate_s() > sum(map(cell.run_estimate_s, cell.strategies))

@@ -28,8 +28,10 @@ use std::sync::Arc;
 use thiserror::Error;
 
 pub use memory::{narrow, widen};
+pub(crate) use spec::Options;
 pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
 
+use crate::sparse::{Dgc, SparseError, Topk};
 use crate::Variant;
 use bucketed::Bucketed;
 
@@ -102,8 +104,20 @@ pub trait Codec: Send + Sync + Debug {
         self.spec().residual
     }
 
-    /// The most bytes that `elements` values take; exact where the size is fixed.
+    /// f32 numbers that a residual has for each value; those of a value follow one another, so that
+    /// the residual of a part is a part of the residual.
+    fn residual_width(&self) -> usize {
+        1
+    }
+
+    /// The most bytes that `elements` values take in any place; exact where the size is fixed.
     fn max_wire_bytes(&self, elements: usize) -> usize;
+
+    /// The most bytes that `elements` values take in this step and on this leg.
+    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
+        let _ = place;
+        self.max_wire_bytes(elements)
+    }
 
     /// Encodes values and gives the number of bytes written to the front of `out`.
     ///
@@ -111,8 +125,8 @@ pub trait Codec: Send + Sync + Debug {
     ///
     /// # Panics
     ///
-    /// When `out` is shorter than [`Codec::max_wire_bytes`], the residual has another length than
-    /// the values, or the place is no multiple of the granule; never because of what the values are.
+    /// When `out` is shorter than [`Codec::max_wire_bytes_at`], the residual has another length than
+    /// [`Codec::residual_width`] times that of the values, or the place is no multiple of the granule; never because of what the values are.
     fn encode(
         &self,
         place: &Place,
@@ -152,6 +166,9 @@ pub enum DecodeError {
         /// Bytes that came.
         found_bytes: usize,
     },
+    /// Bytes that are no sparse values.
+    #[error(transparent)]
+    Sparse(#[from] SparseError),
 }
 
 /// Builds the codec of a spec for a tensor, with [`Variant::active`] kernels.
@@ -173,11 +190,13 @@ pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Ar
         Method::Int8(bucket) => {
             Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), int8::Int8))
         }
+        Method::Topk(options) => Arc::new(Topk::new(variant, spec, *options)),
+        Method::Dgc(options) => Arc::new(Dgc::new(variant, spec, *options)),
     }
 }
 
 /// Checks what every `encode` asks of its arguments.
-fn check_arguments(
+pub(crate) fn check_arguments(
     codec: &dyn Codec,
     place: &Place,
     values: &[f32],
@@ -193,9 +212,10 @@ fn check_arguments(
         codec.granule(),
     );
     if let Some(residual) = residual {
-        assert_eq!(residual.len(), values.len(), "a residual has as many elements as the values");
+        let wanted = values.len() * codec.residual_width();
+        assert_eq!(residual.len(), wanted, "numbers of the residual of {} values", values.len());
     }
-    let needed = codec.max_wire_bytes(values.len());
+    let needed = codec.max_wire_bytes_at(place, values.len());
     assert!(out.len() >= needed, "{needed} bytes are needed, {} are there", out.len());
 }
 

@@ -30,6 +30,7 @@ mod element;
 mod encode;
 mod reduce;
 mod sgd;
+mod sparse;
 mod variant;
 
 pub use adam::{
@@ -46,4 +47,5 @@ pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,
     SgdStep,
 };
+pub use sparse::{DgcOptions, SparseError, TopkOptions};
 pub use variant::{Variant, VariantError};

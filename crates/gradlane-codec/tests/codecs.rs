@@ -223,7 +223,9 @@ fn lengths_are_exact_and_others_are_refused() {
             let mut out = vec![0.0; length];
             let longer = [&bytes[..], &[0]].concat();
             let error = codec.decode(&longer, &mut out).unwrap_err();
-            let DecodeError::Length { elements, expected_bytes, found_bytes, .. } = error;
+            let DecodeError::Length { elements, expected_bytes, found_bytes, .. } = error else {
+                panic!("{text} {length}: {error}");
+            };
             assert_eq!((elements, expected_bytes), (length, bytes.len()));
             assert_eq!(found_bytes, bytes.len() + 1);
             if let Some((_, shorter)) = bytes.split_last() {

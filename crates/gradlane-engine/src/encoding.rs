@@ -13,7 +13,7 @@ use crate::work::Running;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Rank, SliceId, Step};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
 use serde::{Deserialize, Serialize};
 
@@ -28,8 +28,8 @@ pub struct Encoding {
     pub granule_elems: u64,
     /// Whether every encoding of a slice is equally long.
     pub fixed: bool,
-    /// Whether what encoding loses is kept and added the next time.
-    pub error_feedback: bool,
+    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
+    pub residual_width: u32,
     /// For each length of a slice, in elements, the most bytes of its encoding.
     pub bytes: Vec<(u64, u64)>,
 }
@@ -54,8 +54,8 @@ pub trait Coding {
     fn bytes_max(&self, elements: u64) -> u64;
     /// Whether that is also the least.
     fn is_fixed(&self) -> bool;
-    /// Whether what encoding loses is kept and added the next time.
-    fn error_feedback(&self) -> bool;
+    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
+    fn residual_width(&self) -> u32;
 }
 
 impl Plan {
@@ -75,6 +75,13 @@ impl Plan {
                 encoding.bytes_max(elements).expect("a plan has the size of each of its slices")
             }
         }
+    }
+
+    /// Numbers that are kept for each value of a tensor of what its encoding loses.
+    #[must_use]
+    pub fn residual_width(&self, tensor: TensorId) -> usize {
+        let encoding = self.tensor(tensor).encoding.as_ref();
+        encoding.map_or(0, |encoding| encoding.residual_width as usize)
     }
 
     /// The encoding of the tensor that a slice is part of.

@@ -301,7 +301,7 @@ fn encoding(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
         sizes: coding.sizes(),
         granule_elems: coding.granule_elems(),
         fixed: coding.is_fixed(),
-        error_feedback: coding.error_feedback(),
+        residual_width: coding.residual_width(),
         bytes,
     }
 }

@@ -299,13 +299,17 @@ impl Channel {
         self.check()?;
         Ledger::check_tensor(&self.plan, tensor)?;
         let spec = &self.plan.tensor(tensor).spec;
-        if values.len() as u64 != spec.numel {
+        let width = match kind {
+            StateKind::WorkerResidual => self.plan.residual_width(tensor),
+            _ => 1,
+        };
+        if values.len() as u64 != spec.numel * width as u64 {
             return Err(ChannelError::Usage(UsageError::Argument(format!(
                 "{} of tensor {:?} has {} elements, the tensor {}",
                 kind.name(),
                 spec.name,
                 values.len(),
-                spec.numel
+                spec.numel * width as u64
             ))));
         }
         let owned: Vec<(SliceId, Vec<f32>)> = self
@@ -316,8 +320,8 @@ impl Channel {
             })
             .map(|id| {
                 let slice = self.plan.slice(id);
-                let start = slice.start as usize;
-                (id, values[start..start + slice.length as usize].to_vec())
+                let start = slice.start as usize * width;
+                (id, values[start..start + slice.length as usize * width].to_vec())
             })
             .collect();
         self.shared.command(Command::LoadState(kind, owned));

@@ -68,8 +68,9 @@ impl Coding for TensorCodec {
         self.codec.is_fixed_size()
     }
 
-    fn error_feedback(&self) -> bool {
-        self.codec.keeps_residual()
+    fn residual_width(&self) -> u32 {
+        let width = if self.codec.keeps_residual() { self.codec.residual_width() } else { 0 };
+        u32::try_from(width).unwrap_or(u32::MAX)
     }
 }
 
@@ -96,7 +97,7 @@ pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Arc<dyn Codec>>>, String
         let same = codec.name() == encoding.codec
             && codec.granule_elems() == encoding.granule_elems
             && codec.is_fixed() == encoding.fixed
-            && codec.error_feedback() == encoding.error_feedback;
+            && codec.residual_width() == encoding.residual_width;
         if !same {
             return refuse(format!("{:?} is not as {:?} says", encoding.codec, codec.name()));
         }

@@ -56,6 +56,12 @@ impl Coder {
         blocks
     }
 
+    /// Where the residual of a block is in that of the slice.
+    fn kept(&self, block: &Block) -> Range<usize> {
+        let width = self.codec.residual_width();
+        block.elements.start * width..block.elements.end * width
+    }
+
     fn place_of(&self, block: &Block) -> Place {
         let first_element = self.place.first_element + block.elements.start as u64;
         Place { first_element, ..self.place }
@@ -91,7 +97,7 @@ pub(crate) fn encode(
 ) -> Result<u64, String> {
     same_bytes(from, coder)?;
     if let Some(residual) = &mut residual {
-        fit(residual, coder.elements)?;
+        fit(residual, coder.elements * coder.codec.residual_width())?;
     }
     // SAFETY: both spans are registered; the engine lends the gradient to this work to read, and the
     // output to it alone.
@@ -100,7 +106,7 @@ pub(crate) fn encode(
     let mut used = 0;
     for block in coder.blocks() {
         let values = as_f32(coder, values, &block, &mut wide);
-        let residual = residual.as_deref_mut().map(|it| &mut it[block.elements.clone()]);
+        let residual = residual.as_deref_mut().map(|it| &mut it[coder.kept(&block)]);
         let room = out.get_mut(used..).unwrap_or_default();
         used += coder.codec.encode(&coder.place_of(&block), values, residual, room);
     }
@@ -117,7 +123,7 @@ pub(crate) fn recode(
     copy_to: Option<Span>,
 ) -> Result<u64, String> {
     if let Some(residual) = &mut residual {
-        fit(residual, coder.elements)?;
+        fit(residual, coder.elements * coder.codec.residual_width())?;
     }
     if let Some(copy) = copy_to {
         same_bytes(copy, coder)?;
@@ -129,7 +135,7 @@ pub(crate) fn recode(
     let mut used = 0;
     for block in coder.blocks() {
         mean_of_block(coder, from, &inputs, &block, &mut mean)?;
-        let residual = residual.as_deref_mut().map(|it| &mut it[block.elements.clone()]);
+        let residual = residual.as_deref_mut().map(|it| &mut it[coder.kept(&block)]);
         let room = out.get_mut(used..).unwrap_or_default();
         let length = coder.codec.encode(&coder.place_of(&block), &mean, residual, room);
         if let Some(copy) = copy_to {
@@ -246,12 +252,12 @@ fn same_bytes(memory: Span, coder: &Coder) -> Result<(), String> {
 }
 
 /// A residual that is not there yet is zero.
-fn fit(residual: &mut Vec<f32>, elements: usize) -> Result<(), String> {
+fn fit(residual: &mut Vec<f32>, length: usize) -> Result<(), String> {
     if residual.is_empty() {
-        residual.resize(elements, 0.0);
+        residual.resize(length, 0.0);
     }
-    if residual.len() == elements {
+    if residual.len() == length {
         return Ok(());
     }
-    Err(format!("a residual of {} elements where the slice has {elements}", residual.len()))
+    Err(format!("a residual of {} numbers where the slice has {length}", residual.len()))
 }

@@ -150,6 +150,13 @@ impl SliceState {
             // Nothing was lost so far.
             values.resize(elements, 0.0);
         }
+        if read.kind == StateKind::OwnerResidual && values.len() > elements && elements > 0 {
+            // Of what an owner keeps only the first number of each value is not zero.
+            let width = values.len() / elements;
+            let mut first = SliceState::default();
+            first.owner_residual.extend(values.iter().step_by(width));
+            return first.bytes(read, element_bytes, elements);
+        }
         if values.len() != elements {
             let (found, name) = (values.len(), read.kind.name());
             return Err(format!("{name} of {found} elements is asked for as {elements}"));

@@ -84,8 +84,9 @@ impl Works {
     /// storage; between steps.
     pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<f32> {
         let mut values = Vec::new();
+        let width = self.plan.residual_width(tensor);
         for slice in self.plan.slices_of(tensor) {
-            let length = self.plan.slice(slice).length as usize;
+            let length = self.plan.slice(slice).length as usize * width;
             let state = self.states[slice.index()].get_or_insert_default();
             let own = state.values(StateKind::WorkerResidual);
             values.extend_from_slice(own);
@@ -96,7 +97,14 @@ impl Works {
 
     /// Puts optimizer state of slices that this rank owns in place, or its own residuals.
     pub(crate) fn load_state(&mut self, kind: StateKind, slices: Vec<(SliceId, Vec<f32>)>) {
-        for (slice, values) in slices {
+        for (slice, mut values) in slices {
+            let width = self.plan.residual_width(self.plan.slice(slice).tensor);
+            if kind == StateKind::OwnerResidual && width > 1 {
+                // Of what an owner keeps only the first number of each value is not zero.
+                let mut wide = vec![0.0; values.len() * width];
+                wide.iter_mut().step_by(width).zip(&values).for_each(|(wide, it)| *wide = *it);
+                values = wide;
+            }
             let state = self.states[slice.index()].get_or_insert_default();
             *state.values(kind) = values;
         }

@@ -5,6 +5,7 @@
 //! while one waits.
 
 mod channel;
+mod codec;
 mod errors;
 mod listener;
 mod plan;
@@ -15,6 +16,8 @@ mod simulate;
 mod _core {
     #[pymodule_export]
     use crate::channel::Channel;
+    #[pymodule_export]
+    use crate::codec::Codec;
     #[pymodule_export]
     use crate::errors::{ChannelError, ChannelTimeout};
     #[pymodule_export]

@@ -63,8 +63,8 @@ pub(crate) fn plan_json(
 ///
 /// sizes are those of the tensor's dimensions in the order of its storage. "codec" is the canonical
 /// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size"; slices
-/// begin at multiples of "granule_elems"; "keeps_residual" is error feedback. ValueError names what
-/// is wrong with the text.
+/// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
+/// feedback). ValueError names what is wrong with the text.
 #[pyfunction]
 pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<String> {
     let dtype: Dtype = serde_json::from_value(dtype.into())
@@ -78,7 +78,7 @@ pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<S
         "codec": codec.name(),
         "granule_elems": codec.granule_elems(),
         "fixed_size": codec.is_fixed(),
-        "keeps_residual": codec.error_feedback(),
+        "residual_width": codec.residual_width(),
         "unbiased": codec.is_unbiased(),
         "wire_bytes_max": codec.bytes_max(elements),
     });

@@ -15,8 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class LabOptions:
         repeat: how many times all strategies are run.
         steps: measured steps a run.
         warmup: steps before them.
+        further_warmup: more steps before them, by the strategy's text.
         slice_elems: elements a slice at most; None: each strategy's own.
         codec: `raw`.
         seed: of model, batches and gradients.
@@ -78,6 +80,7 @@ class LabOptions:
     batch_time_s: float | None = None
     paced: bool = True
     trace_path: Path | None = None
+    further_warmup: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -125,7 +128,7 @@ class LabOptions:
 
     def warmup_of(self, strategy: Strategy) -> int:
         """Steps before the measured ones: those of a plan being found come first."""
-        return strategy.learning_steps + self.warmup
+        return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)
 
 
 class LabProgress:
@@ -385,5 +388,6 @@ def _machine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "processor_model": model,
         "load_average_at_start": os.getloadavg()[0],
+        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": ["gradlane", *sys.argv[1:]],
     }

@@ -10,6 +10,7 @@ use std::str::FromStr;
 use thiserror::Error;
 
 use super::TensorShape;
+use crate::sparse::{DgcOptions, TopkOptions};
 
 /// How the scale of a bucket follows from its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,6 +101,10 @@ pub enum Method {
     Qsgd(QsgdOptions),
     /// Eight bits between the least and the greatest value of every bucket.
     Int8(Bucket),
+    /// The largest values alone (Aji and Heafield 2017).
+    Topk(TopkOptions),
+    /// The largest values, with momentum taken before (Lin et al. 2018).
+    Dgc(DgcOptions),
 }
 
 impl Method {
@@ -112,6 +117,8 @@ impl Method {
             Method::OneBit(_) => "onebit",
             Method::Qsgd(_) => "qsgd",
             Method::Int8(_) => "int8",
+            Method::Topk(_) => "topk",
+            Method::Dgc(_) => "dgc",
         }
     }
 
@@ -121,6 +128,7 @@ impl Method {
         match self {
             Method::OneBit(_) => true,
             Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) | Method::Int8(_) => false,
+            Method::Topk(_) | Method::Dgc(_) => true,
         }
     }
 }
@@ -172,6 +180,14 @@ impl fmt::Display for CodecSpec {
                     Levels::Uniform => "uniform",
                 };
                 write!(formatter, ":bits={bits},bucket={bucket},norm={norm},levels={levels}")?;
+                separator = ",";
+            }
+            Method::Topk(options) => {
+                write!(formatter, ":{options}")?;
+                separator = ",";
+            }
+            Method::Dgc(options) => {
+                write!(formatter, ":{options}")?;
                 separator = ",";
             }
         }
@@ -233,7 +249,7 @@ pub enum CodecSpecError {
 }
 
 /// Every codec's name, for messages.
-const NAMES: &str = "f32, bf16, f16, onebit, qsgd, int8";
+const NAMES: &str = "f32, bf16, f16, onebit, qsgd, int8, topk, dgc";
 /// The most values that may share a scale.
 const BUCKET_MAX: u32 = 1 << 20;
 const QSGD_BUCKET: &str = "a multiple of 32 from 32 to 1048576";
@@ -258,6 +274,14 @@ impl FromStr for CodecSpec {
             "qsgd" => {
                 let mut options = Options::split("qsgd", rest)?;
                 (Method::Qsgd(qsgd(&mut options)?), options)
+            }
+            "topk" => {
+                let mut options = Options::split("topk", rest)?;
+                (Method::Topk(TopkOptions::parse(&mut options)?), options)
+            }
+            "dgc" => {
+                let mut options = Options::split("dgc", rest)?;
+                (Method::Dgc(DgcOptions::parse(&mut options)?), options)
             }
             "int8" => {
                 let mut options = Options::split("int8", rest)?;
@@ -291,7 +315,7 @@ fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
 }
 
 /// The options of a text, taken one after another; what is left over at the end is an error.
-struct Options<'a> {
+pub(crate) struct Options<'a> {
     codec: &'static str,
     given: Vec<(&'a str, &'a str)>,
     asked_for: Vec<&'static str>,
@@ -332,7 +356,7 @@ impl<'a> Options<'a> {
     }
 
     /// An option whose text a function understands.
-    fn parsed<T>(
+    pub(crate) fn parsed<T>(
         &mut self,
         option: &'static str,
         allowed: &'static str,

@@ -87,8 +87,8 @@ impl Coding for Toy {
     fn is_fixed(&self) -> bool {
         !self.varies
     }
-    fn error_feedback(&self) -> bool {
-        false
+    fn residual_width(&self) -> u32 {
+        0
     }
     fn sizes(&self) -> Vec<u64> {
         Vec::new()

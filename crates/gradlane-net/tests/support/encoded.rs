@@ -52,12 +52,13 @@ pub struct Oracle {
 
 impl Oracle {
     pub fn new(codec: &str, index: u32, spec: &TensorSpec, world_size: u32) -> Oracle {
-        let codec = codec.parse().expect("a codec");
-        let zeros = vec![0.0; spec.numel as usize];
+        let codec = build(&codec.parse().expect("a codec"), &TensorShape::new(&[spec.numel]));
+        let width = if codec.keeps_residual() { codec.residual_width() } else { 0 };
+        let zeros = vec![0.0; spec.numel as usize * width];
         Oracle {
             spec: spec.clone(),
             index,
-            codec: build(&codec, &TensorShape::new(&[spec.numel])),
+            codec,
             worker_residuals: vec![zeros.clone(); world_size as usize],
             owner_residual: zeros,
         }
