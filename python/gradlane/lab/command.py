@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradlane.accuracy.command import lab_accuracy
 from gradlane.command_options import (
     CostsPath,
     HtmlPath,
@@ -30,6 +31,7 @@ lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=T
 
 
 add_presets(lab)
+lab.command("accuracy")(lab_accuracy)
 
 
 @lab.callback()
