@@ -46,7 +46,6 @@ SCHEMES = (
     "qsgd:bits=16",
     "qsgd:bits=2,residual=on",
     "asgd:order=random",
-    "asgd:lr=mean",
     "topk:ratio=0.01",
     "dgc:ratio=0.001,broadcast_ratio=0.004",
 )
