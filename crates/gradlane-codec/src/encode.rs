@@ -15,9 +15,11 @@ mod bucketed;
 mod cast;
 mod draw;
 mod int8;
+mod lanes;
 mod memory;
 mod onebit;
 mod qsgd;
+mod source;
 mod spec;
 
 use std::fmt::Debug;

@@ -23,12 +23,17 @@ pub(crate) const DRAWS: usize = 16;
 /// The draws of one bucket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draws {
-    key: [u32; 3],
+    pub(crate) key: [u32; 3],
     /// The counter of the bucket's first draw.
-    start: u32,
+    pub(crate) start: u32,
 }
 
 impl Draws {
+    /// The multipliers of the three rounds.
+    pub(crate) const FIRST: u32 = 0xed5a_d4bb;
+    pub(crate) const SECOND: u32 = 0xac4c_1b51;
+    pub(crate) const THIRD: u32 = 0x3184_8bab;
+
     /// The draws of the bucket that begins at a place; its first element is a multiple of [`BLOCK`].
     #[inline]
     pub(crate) fn of_bucket(place: &Place) -> Draws {
@@ -49,9 +54,9 @@ impl Draws {
     pub(crate) fn draw(self, block: usize, lane: usize) -> u32 {
         let counter = self.start.wrapping_add((block * DRAWS + lane) as u32);
         let mut bits = counter ^ self.key[0];
-        bits = (bits ^ (bits >> 17)).wrapping_mul(0xed5a_d4bb).wrapping_add(self.key[1]);
-        bits = (bits ^ (bits >> 11)).wrapping_mul(0xac4c_1b51).wrapping_add(self.key[2]);
-        bits = (bits ^ (bits >> 15)).wrapping_mul(0x3184_8bab);
+        bits = (bits ^ (bits >> 17)).wrapping_mul(Draws::FIRST).wrapping_add(self.key[1]);
+        bits = (bits ^ (bits >> 11)).wrapping_mul(Draws::SECOND).wrapping_add(self.key[2]);
+        bits = (bits ^ (bits >> 15)).wrapping_mul(Draws::THIRD);
         bits ^ (bits >> 14)
     }
 

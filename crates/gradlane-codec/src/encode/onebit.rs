@@ -4,9 +4,12 @@
 //! A value that is at least zero (minus zero is) is sent as the average of all such values of its
 //! bucket, any other as the average of the others. It is biased and lives by its residual.
 
+mod kernel;
 mod oracle;
 
 use super::bucketed::Quantizer;
+use super::lanes::Lanes;
+use super::source::Source;
 use super::Place;
 
 /// Bytes of the two averages, each an f32, before the bits.
@@ -48,5 +51,27 @@ impl Quantizer for OneBit {
 
     fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32)) {
         oracle::decode(bytes, out, set);
+    }
+
+    #[inline(always)]
+    unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
+        self,
+        _place: &Place,
+        source: Source<KEEP>,
+        elements: usize,
+        out: &mut [u8],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe { kernel::encode::<R, N, KEEP>(source, elements, out) }
+    }
+
+    #[inline(always)]
+    unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
+        self,
+        bytes: &[u8],
+        out: &mut [f32],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe { kernel::decode::<R, N, ADD>(bytes, out) }
     }
 }

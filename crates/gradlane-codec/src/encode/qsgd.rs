@@ -5,9 +5,12 @@
 //! stands for the value `(k - h) * (scale / h)`: the paper's sign and magnitude in the first case,
 //! its equal intervals over `[-scale, scale]` in the second.
 
+mod kernel;
 mod oracle;
 
 use super::bucketed::Quantizer;
+use super::lanes::Lanes;
+use super::source::Source;
 use super::{draw::Draws, Levels, Norm, Place, QsgdOptions};
 
 /// Bytes of a bucket's scale, an f32, before its codes.
@@ -35,13 +38,19 @@ impl Qsgd {
         };
         Qsgd { options, half, code_of_nothing }
     }
+
+    /// Bytes of a bucket of so many elements.
+    #[inline(always)]
+    fn bytes(self, elements: usize) -> usize {
+        SCALE_BYTES + (elements * self.options.bits as usize).div_ceil(8)
+    }
 }
 
 impl Quantizer for Qsgd {
     const IS_UNBIASED: bool = true;
 
     fn bucket_bytes(self, elements: usize) -> usize {
-        SCALE_BYTES + (elements * self.options.bits as usize).div_ceil(8)
+        self.bytes(elements)
     }
 
     fn encode_plainly(
@@ -56,5 +65,29 @@ impl Quantizer for Qsgd {
 
     fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32)) {
         oracle::decode(self, bytes, out, set);
+    }
+
+    #[inline(always)]
+    unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
+        self,
+        place: &Place,
+        source: Source<KEEP>,
+        elements: usize,
+        out: &mut [u8],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe {
+            kernel::encode::<R, N, KEEP>(self, Draws::of_bucket(place), source, elements, out);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
+        self,
+        bytes: &[u8],
+        out: &mut [f32],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe { kernel::decode::<R, N, ADD>(self, bytes, out) }
     }
 }

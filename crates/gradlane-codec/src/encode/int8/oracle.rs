@@ -7,29 +7,59 @@ use crate::encode::qsgd::SCALE_MIN;
 /// Encodes a bucket of at least one value.
 pub(super) fn encode(values: &[f32], mut residual: Option<&mut [f32]>, out: &mut [u8]) {
     let all = (0..values.len()).map(|index| wanted(values, residual.as_deref(), index));
-    let (mut least, greatest) = ends(all);
-    let range = greatest - least;
-    if !range.is_finite() {
-        least = f32::NAN;
-    }
-    let is_flat = !range.is_finite() || range < SCALE_MIN;
-    let step = if is_flat { 0.0 } else { range / CODE_MAX };
-    let steps_per_value = if is_flat { 0.0 } else { CODE_MAX / range };
+    let (least, greatest) = ends(all);
+    let grid = grid_of(least, greatest);
     let (front, codes) = out.split_at_mut(FRONT_BYTES);
-    front[..4].copy_from_slice(&least.to_le_bytes());
-    front[4..].copy_from_slice(&step.to_le_bytes());
+    front.copy_from_slice(&grid.to_bytes());
+    if grid.least.is_nan() {
+        codes.fill(0);
+        return;
+    }
     for index in 0..values.len() {
         let value = wanted(values, residual.as_deref(), index);
-        let steps = (value - least) * steps_per_value;
-        let code = steps.round_ties_even().clamp(0.0, CODE_MAX);
-        // A NaN becomes 0 here.
+        let code = code_of(grid, value);
         codes[index] = code as u8;
         if let Some(residual) = residual.as_deref_mut() {
-            if !least.is_nan() {
-                residual[index] = value - (least + code * step);
-            }
+            residual[index] = value - (grid.least + code * grid.step);
         }
     }
+}
+
+/// How values become codes and codes values.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    /// The value of code 0; NaN where the ends are not finite, or too far apart.
+    pub(super) least: f32,
+    /// The distance of two codes; zero where all values are the same, nearly.
+    pub(super) step: f32,
+    /// What distances from the least value are multiplied with.
+    pub(super) steps_per_value: f32,
+}
+
+impl Grid {
+    /// What is sent of it.
+    pub(super) fn to_bytes(self) -> [u8; FRONT_BYTES] {
+        let ([a, b, c, d], [e, f, g, h]) = (self.least.to_le_bytes(), self.step.to_le_bytes());
+        [a, b, c, d, e, f, g, h]
+    }
+}
+
+/// The grid between two ends.
+pub(super) fn grid_of(least: f32, greatest: f32) -> Grid {
+    let range = greatest - least;
+    if !range.is_finite() {
+        Grid { least: f32::NAN, step: 0.0, steps_per_value: 0.0 }
+    } else if range < SCALE_MIN {
+        Grid { least, step: 0.0, steps_per_value: 0.0 }
+    } else {
+        Grid { least, step: range / CODE_MAX, steps_per_value: CODE_MAX / range }
+    }
+}
+
+/// The code of a value between the ends.
+pub(super) fn code_of(grid: Grid, value: f32) -> f32 {
+    let steps = (value - grid.least) * grid.steps_per_value;
+    steps.round_ties_even().clamp(0.0, CODE_MAX)
 }
 
 /// The least and the greatest value, with minus zero below zero and infinity beyond all; both NaN

@@ -12,14 +12,20 @@ pub(super) fn encode(
     out: &mut [u8],
 ) {
     let all = (0..values.len()).map(|index| wanted(values, residual.as_deref(), index));
-    let scale = scale_of(qsgd.options.norm, all);
+    let scale = match qsgd.options.norm {
+        // Magnitudes are ordered as their bits are, infinity and NaN at the end.
+        Norm::Max => f32::from_bits(all.map(|it| it.abs().to_bits()).max().unwrap_or(0)),
+        Norm::L2 => norm2(all),
+    };
+    let scale = scale_or_nothing(scale);
+    let grid = grid_of(qsgd, scale);
     let (scale_bytes, codes) = out.split_at_mut(SCALE_BYTES);
     scale_bytes.copy_from_slice(&scale.to_le_bytes());
     codes.fill(0);
     for index in 0..values.len() {
         let value = wanted(values, residual.as_deref(), index);
         let code = if scale > 0.0 {
-            code_of(qsgd, scale, value, draws.uniform(index))
+            code_of(qsgd, grid, value, draws.uniform(index))
         } else {
             qsgd.code_of_nothing
         };
@@ -32,13 +38,8 @@ pub(super) fn encode(
     }
 }
 
-/// The scale of a bucket: NaN where it is no number, zero where it is too small.
-fn scale_of(norm: Norm, values: impl Iterator<Item = f32>) -> f32 {
-    let scale = match norm {
-        // Magnitudes are ordered as their bits are, infinity and NaN at the end.
-        Norm::Max => f32::from_bits(values.map(|it| it.abs().to_bits()).max().unwrap_or(0)),
-        Norm::L2 => norm2(values),
-    };
+/// The scale that is sent: NaN where it is no finite number, zero where it is too small.
+pub(super) fn scale_or_nothing(scale: f32) -> f32 {
     match scale {
         _ if !scale.is_finite() => f32::NAN,
         _ if scale < SCALE_MIN => 0.0,
@@ -46,9 +47,23 @@ fn scale_of(norm: Norm, values: impl Iterator<Item = f32>) -> f32 {
     }
 }
 
+/// How values become levels and codes values.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    /// What values are multiplied with.
+    pub(super) levels_per_value: f32,
+    /// The distance of two levels.
+    pub(super) level: f32,
+}
+
+/// The grid of a scale.
+pub(super) fn grid_of(qsgd: Qsgd, scale: f32) -> Grid {
+    Grid { levels_per_value: qsgd.half / scale, level: scale / qsgd.half }
+}
+
 /// The 2-norm, in f64: sixteen sums of every sixteenth square, added in pairs at the end.
 #[allow(clippy::cast_possible_truncation)]
-fn norm2(values: impl Iterator<Item = f32>) -> f32 {
+pub(super) fn norm2(values: impl Iterator<Item = f32>) -> f32 {
     let mut sums = [0.0_f64; 16];
     for (index, value) in values.enumerate() {
         sums[index % 16] += f64::from(value) * f64::from(value);
@@ -57,9 +72,9 @@ fn norm2(values: impl Iterator<Item = f32>) -> f32 {
 }
 
 /// The code of a value, by a number strictly between 0 and 1.
-fn code_of(qsgd: Qsgd, scale: f32, value: f32, uniform: f32) -> u32 {
+pub(super) fn code_of(qsgd: Qsgd, grid: Grid, value: f32, uniform: f32) -> u32 {
     let half = qsgd.half;
-    let levels = value * (half / scale);
+    let levels = value * grid.levels_per_value;
     let code = match qsgd.options.levels {
         Levels::Sign => (levels + uniform.copysign(levels)).trunc() + half,
         Levels::Uniform => ((levels + half) + uniform).trunc(),
@@ -68,7 +83,7 @@ fn code_of(qsgd: Qsgd, scale: f32, value: f32, uniform: f32) -> u32 {
 }
 
 /// The value of a code.
-fn value_of(qsgd: Qsgd, scale: f32, code: u32) -> f32 {
+pub(super) fn value_of(qsgd: Qsgd, scale: f32, code: u32) -> f32 {
     (code as f32 - qsgd.half) * (scale / qsgd.half)
 }
 
@@ -85,7 +100,7 @@ fn position(bits: u32, elements: usize, index: usize) -> (usize, u32) {
 }
 
 /// Writes a code among others that are zero.
-fn pack(bits: u32, elements: usize, index: usize, code: u32, codes: &mut [u8]) {
+pub(super) fn pack(bits: u32, elements: usize, index: usize, code: u32, codes: &mut [u8]) {
     if bits == 16 {
         codes[2 * index..][..2].copy_from_slice(&(code as u16).to_le_bytes());
     } else {
@@ -95,7 +110,7 @@ fn pack(bits: u32, elements: usize, index: usize, code: u32, codes: &mut [u8]) {
 }
 
 /// Reads a code.
-fn unpack(bits: u32, elements: usize, index: usize, codes: &[u8]) -> u32 {
+pub(super) fn unpack(bits: u32, elements: usize, index: usize, codes: &[u8]) -> u32 {
     if bits == 16 {
         u32::from(u16::from_le_bytes([codes[2 * index], codes[2 * index + 1]]))
     } else {
