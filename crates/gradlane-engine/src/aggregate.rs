@@ -46,6 +46,9 @@ impl Engine {
         }
         match self.work.pop()? {
             Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
+            Pending::AddRound { slice, step, received } => {
+                Some(self.start_round(slice, step, received))
+            }
             Pending::Install { slice, step, buffer } => {
                 Some(self.start_install(slice, step, buffer))
             }
@@ -90,7 +93,7 @@ impl Engine {
         self.hand_out(slice, step, operation, Running::Install { slice, buffer })
     }
 
-    fn hand_out(
+    pub(crate) fn hand_out(
         &mut self,
         slice: SliceId,
         step: Step,
@@ -119,6 +122,7 @@ impl Engine {
                 }
                 self.deliver(slice, step, Some(output), in_place);
             }
+            Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);
                 self.slice_done(slice, true);
@@ -269,6 +273,6 @@ impl Engine {
 }
 
 /// All of a buffer.
-fn whole(buffer: BufferRef) -> Region {
+pub(crate) fn whole(buffer: BufferRef) -> Region {
     Region { memory: Memory::Buffer(buffer), offset: 0, length: buffer.bytes }
 }

@@ -4,6 +4,7 @@
 //! they are observed while training and switched at step boundaries.
 
 use crate::error::PlanError;
+use crate::scheme::{RingPlacer, Scheme};
 use crate::strategy::{Granularity, Placement, Strategy};
 use alloc::format;
 use alloc::string::String;
@@ -20,15 +21,6 @@ pub enum Role {
     Parameter,
     /// Spread from rank 0 at step 0 only: buffers, frozen parameters.
     Initial,
-}
-
-/// How one tensor is aggregated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scheme {
-    /// Sharded parameter servers.
-    #[default]
-    Ps,
 }
 
 /// Where the optimizer runs.
@@ -76,8 +68,14 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it.
+    /// The server that aggregates it; of a ring, the rank on which its sum ends.
     pub owner: Rank,
+}
+
+impl Slice {
+    fn of(tensor: TensorId, piece: &Range<u64>, owner: Rank) -> Slice {
+        Slice { tensor, start: piece.start, length: piece.end - piece.start, owner }
+    }
 }
 
 /// Everything that the ranks must agree on before the first frame.
@@ -106,29 +104,54 @@ impl Plan {
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
+        let scheme = strategy.scheme;
+        let tensors = tensors.into_iter().map(|spec| (spec, scheme)).collect();
+        Plan::build_mixed(tensors, strategy, update, world_size)
+    }
+
+    /// The same with a scheme for each tensor. The slices of servers are placed as if there were
+    /// no others.
+    ///
+    /// # Errors
+    /// As [`Plan::build`], and when a scheme does not go with the other rules.
+    pub fn build_mixed(
+        tensors: Vec<(TensorSpec, Scheme)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
         let mut placer = Placer::new(strategy.placement, world_size);
+        let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, spec) in tensors.into_iter().enumerate() {
+        for (index, (spec, scheme)) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
+            scheme.check(&spec, &plan.strategy, update, world_size)?;
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
-            let whole = pieces.len() == 1;
-            for (part, piece) in pieces.into_iter().enumerate() {
-                let owner = placer.place(part, whole);
-                plan.slices.push(Slice {
-                    tensor,
-                    start: piece.start,
-                    length: piece.end - piece.start,
-                    owner,
-                });
+            let blocks = ring.deal(&spec);
+            match scheme {
+                Scheme::Ps => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
+                    let whole = pieces.len() == 1;
+                    for (part, piece) in pieces.into_iter().enumerate() {
+                        let owner = placer.place(part, whole);
+                        plan.slices.push(Slice::of(tensor, &piece, owner));
+                    }
+                }
+                Scheme::Ring => {
+                    for (block, owner) in blocks {
+                        let pieces = plan.strategy.granularity.cut_block(&block);
+                        let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
+                        plan.slices.extend(slices);
+                    }
+                }
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, slices });
+            plan.tensors.push(TensorPlan { spec, scheme, slices });
         }
         Ok(plan)
     }
