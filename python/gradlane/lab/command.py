@@ -48,7 +48,8 @@ def lab_run(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
+            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
+            "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
             "slicing, wfbp, kvstore, deferred-pull, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
