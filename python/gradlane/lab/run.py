@@ -29,7 +29,7 @@ from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.shaping import PortShape
-from gradlane.lab.strategy import Strategy
+from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.timeline.chrome import read_chrome, write_chrome
@@ -359,7 +359,8 @@ class _Runner:
         for row in repeat_rows:
             if ceilings:
                 row.compute_s = ceilings[0]
-            if row.compute_s > 0 and self._timings:
+            # What a hook of DDP's sends is not known here: the bound is that of full precision.
+            if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
                 bound = bound_step_s(
                     self._timings,
                     workers=row.workers,
