@@ -1,12 +1,12 @@
 """What codecs with error feedback have lost so far: out of a session into a checkpoint, and back.
 
-Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without it
-forgets gradients. There are two kinds. What this rank's own contributions have lost is another
+Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without
+it forgets gradients. There are two kinds. What this rank's own contributions have lost is another
 tensor on every rank. What results have lost is kept by the owner of each slice, and is whole here:
 the owners broadcast it, as it is, in a step of the channel that is no training.
 
-A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own it
-holds the mean of all ranks' residuals. What counts for training is what they add to the mean
+A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
+it holds the mean of all ranks' residuals. What counts for training is what they add to the mean
 gradient, so where the ranks do not each load their own, every rank starts with that mean, and
 nothing is lost or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
 """
@@ -120,8 +120,7 @@ class ResidualState:
         key = f"residuals/{self._loads}"
         self._meeting.put(f"{key}/{place.rank}", json.dumps(own))
         said = [
-            json.loads(self._meeting.get(f"{key}/{rank}", rank))
-            for rank in range(place.world_size)
+            json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
         ]
         kind = WORKER if all(said) else _MEAN
         with self._translating("loading residuals"):
@@ -163,9 +162,7 @@ class ResidualState:
         return (*entry.shape, 2) if entry.dtype.is_complex else tuple(entry.shape)
 
     def _kept_shape(self, name: str) -> tuple[int, ...]:
-        widths = [
-            width for index, width in self._widths.items() if self._entry(index).name == name
-        ]
+        widths = [width for index, width in self._widths.items() if self._entry(index).name == name]
         return (widths[0],) if widths and widths[0] > 1 else ()
 
     def _entry(self, index: int) -> Entry:
