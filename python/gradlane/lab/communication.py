@@ -21,6 +21,8 @@ from gradlane.options import Options
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+POWERSGD_RANK = 2
+"""Of the matrices that PowerSGD sends in place of a gradient (Vogels et al. 2019)."""
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 
 
@@ -36,6 +38,7 @@ class Place:
         slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
+        codec: how gradients travel (gradlane only); `raw` is none.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class Place:
     slice_elems: int | None
     job: str
     trace_path: str | None = None
+    codec: str = "raw"
 
 
 class Communication(Protocol):
@@ -60,6 +64,9 @@ class Communication(Protocol):
 
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
 
     def close(self) -> None:
         """Disconnect; a later run may connect anew."""
@@ -87,6 +94,10 @@ class Silence:
         """Return nothing."""
         return {}
 
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -108,6 +119,30 @@ def _mean_in_rank_order(
 
     result: torch.futures.Future[torch.Tensor] = future.then(mean)
     return result
+
+
+def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> None:
+    """Let a hook encode DDP's gradients: one of PyTorch's own by name, or a codec of gradlane's.
+
+    Raises:
+        ValueError: there is no such hook.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    name, _, argument = hook.partition(":")
+    if name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=int(argument or POWERSGD_RANK),
+            start_powerSGD_iter=2,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        import gradlane.torch
+
+        wrapped.register_comm_hook(*gradlane.torch.ddp_hook(hook, model=wrapped))
 
 
 class DistributedDataParallel:
@@ -136,6 +171,8 @@ class DistributedDataParallel:
             group = dist.group.WORLD
             assert group is not None
             wrapped.register_comm_hook(group, _mean_in_rank_order)
+        elif self._strategy.hook:
+            register_hook(wrapped, self._strategy.hook)
         return wrapped, optimizer
 
     def settle(self) -> None:
@@ -144,6 +181,10 @@ class DistributedDataParallel:
     def metrics(self) -> dict[str, Any]:
         """Return nothing: DDP counts no bytes."""
         return {}
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
 
     def close(self) -> None:
         """Leave the process group."""
@@ -166,6 +207,7 @@ class Gradlane:
             world_size=place.world_size,
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
+            codec=place.codec,
             update="worker",
             interface=None,
             advertise=place.address,
@@ -194,6 +236,13 @@ class Gradlane:
             del plan["tensors"]
             counters["plan"] = plan
         return counters
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return what the session has chosen."""
+        return [
+            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
+            for choice in self._session.codecs
+        ]
 
     def close(self) -> None:
         """Close the session."""
