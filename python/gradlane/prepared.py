@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +130,28 @@ class Prepared:
             spend_step=self.steps.spend_step,
             translating=self._translating,
         )
+
+        if around.checkpoints is not None:
+            around.checkpoints.follow(self, meeting)
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return all that training goes on from, whole on every rank; a collective call."""
+        self.check_between_steps()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "session": self.residuals.state_dict(),
+        }
+
+    def load_whole_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `whole_state` returned; a collective call between steps.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.residuals.load_state_dict(state["session"])
 
     def close(self, timeout_s: float) -> None:
         """Settle, unhook and say goodbye.

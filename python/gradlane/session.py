@@ -35,11 +35,12 @@ from torch.optim import Optimizer
 
 from gradlane import lifecycle
 from gradlane.buffers import MODES
+from gradlane.checkpoints.keeper import make_checkpoints
 from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
 from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
-from gradlane.errors import GradlaneError, SessionClosed
+from gradlane.errors import GradlaneError, SessionClosed, UsageError
 from gradlane.join import Join
 from gradlane.observability.metrics import Metrics
 from gradlane.observability.observer import make_observer
@@ -93,6 +94,9 @@ def init(
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
     prometheus_port: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = Options.checkpoint_every,
+    checkpoint_keep: int = Options.checkpoint_keep,
     summary: bool | None = None,
     core: CoreModule | None = None,
 ) -> Session:
@@ -138,6 +142,8 @@ def init(
             `gradlane trace merge` joins; see `docs/timelines.md`.
         prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
             `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
+        checkpoint: folder to write checkpoints to, shared by all ranks, every `checkpoint_every`
+            steps; the last `checkpoint_keep` complete ones stay. See `docs/checkpoints.md`.
         summary: whether rank 0 prints a line to stderr at the end, on what the steps have waited
             for; None: unless `GRADLANE_SUMMARY` is 0.
         core: in place of the compiled core; for tests.
@@ -170,6 +176,9 @@ def init(
         trace=trace,
         trace_path=wanted_path(trace_path),
         prometheus=wanted_address(prometheus_port, os.environ),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=checkpoint_keep,
         summary=is_wanted(summary, os.environ),
     )
     core = core if core is not None else load_core()
@@ -191,6 +200,13 @@ class Session:
         host, port = store_address(store, os.environ)
         self._recorder = make_recorder(options, place)
         self._observer = make_observer(options, place)
+        self._checkpoints = make_checkpoints(
+            options.checkpoint,
+            options.checkpoint_every,
+            options.checkpoint_keep,
+            place,
+            options.connect_timeout_s,
+        )
         self._standstill = Standstill(store, place)
         self._around = Surroundings(
             core,
@@ -201,6 +217,7 @@ class Session:
             secret,
             self._standstill,
             self._observer,
+            self._checkpoints,
             self._recorder,
         )
         self._store = store
@@ -365,6 +382,24 @@ class Session:
         for prepared, one in zip(self._prepared, models, strict=True):
             prepared.residuals.load_state_dict(one)
 
+    def restore(self) -> int:
+        """Go on from the last complete checkpoint; a collective call after `prepare()`.
+
+        Parameters, buffers, the optimizer's state and settings, and what codecs have kept are those
+        of that step afterwards, in a world of any size. See `docs/checkpoints.md`.
+
+        Returns:
+            The number of training steps that were taken before it; 0 if there is no checkpoint.
+
+        Raises:
+            UsageError: the session takes no checkpoints, or it is too early or too late for this.
+            CheckpointError: the checkpoint is damaged, of another version, or another model's.
+        """
+        self._check_open()
+        if self._checkpoints is None:
+            raise UsageError("restore() reads gradlane.init(checkpoint=...), which is not given")
+        return self._checkpoints.restore()
+
     @property
     def codecs(self) -> list[CodecChoice]:
         """Which codec each trained tensor of the models travels in, and why."""
@@ -521,6 +556,8 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._standstill.close()
         self._write_reports()
         if errors:
@@ -537,6 +574,8 @@ class Session:
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
         self._plans.stop()
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
         for prepared in self._prepared:
             prepared.abort(reason)
         self._standstill.close()
