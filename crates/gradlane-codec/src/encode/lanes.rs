@@ -64,8 +64,10 @@ pub(super) trait Lanes: Register<Lane = f32> {
     unsafe fn right<const BITS: u32>(words: Self::Words) -> Self::Words;
     /// All bits set where the upmost one is.
     unsafe fn signs(words: Self::Words) -> Self::Words;
-    /// Writes the words.
-    unsafe fn store_words(words: Self::Words, to: *mut u32);
+    /// The largest word, signed.
+    unsafe fn largest(words: Self::Words) -> i32;
+    /// The sum of the lanes: each with the one half of the lanes further, and so on in pairs.
+    unsafe fn in_pairs(lanes: Self) -> f32;
     /// Reads one byte for every lane.
     unsafe fn load_bytes(from: *const u8) -> Self::Words;
     /// Writes the lowest byte of every lane.
@@ -197,6 +199,22 @@ impl<R: Lanes, const N: usize> Wide<R, N> {
         lanes
     }
 
+    /// The sum of sixteen lanes: each with the one eight further, the sums with those four further,
+    /// and so on.
+    #[inline(always)]
+    pub(super) unsafe fn in_pairs(mut self) -> f32 {
+        let mut registers = N;
+        while registers > 1 {
+            registers /= 2;
+            for index in 0..registers {
+                // SAFETY: the caller enables the instructions.
+                self.0[index] = unsafe { self.0[index].add(self.0[index + registers]) };
+            }
+        }
+        // SAFETY: the caller enables the instructions.
+        unsafe { R::in_pairs(self.0[0]) }
+    }
+
     /// Reads and widens sixteen elements.
     #[inline(always)]
     pub(super) unsafe fn load_as<E: Element + Storage<R>>(from: *const u8) -> Self {
@@ -303,18 +321,23 @@ impl<R: Lanes, const N: usize> Words<R, N> {
         }
     }
 
-    /// The lanes as an array of signed numbers.
+    /// The largest of sixteen words, signed.
     #[inline(always)]
-    pub(super) unsafe fn lanes(self) -> [i32; WIDTH] {
-        let mut lanes = [0_i32; WIDTH];
-        for index in 0..N {
-            // SAFETY: the caller enables the instructions, and sixteen lanes fit.
-            unsafe {
-                let to = lanes.as_mut_ptr().add(index * R::LANES);
-                R::store_words(self.0[index], to.cast());
-            }
+    pub(super) unsafe fn largest(self) -> i32 {
+        let mut largest = self.0[0];
+        for other in &self.0[1..] {
+            // SAFETY: the caller enables the instructions.
+            largest = unsafe { R::larger(largest, *other) };
         }
-        lanes
+        // SAFETY: the caller enables the instructions.
+        unsafe { R::largest(largest) }
+    }
+
+    /// The smallest of sixteen words, signed.
+    #[inline(always)]
+    pub(super) unsafe fn smallest(self) -> i32 {
+        // SAFETY: the caller enables the instructions.
+        unsafe { !Words::xor(self, Words::same(u32::MAX)).largest() }
     }
 }
 
@@ -380,9 +403,9 @@ pub(super) fn dispatch<W: Work>(variant: Variant, work: W) -> W::Output {
 
 /// # Safety
 ///
-/// The machine has AVX2 and F16C.
+/// The machine has AVX2, F16C and POPCNT.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c")]
+#[target_feature(enable = "avx2,f16c,popcnt")]
 unsafe fn with_avx2<W: Work>(work: W) -> W::Output {
     // SAFETY: this function enables the instructions.
     unsafe { work.run::<std::arch::x86_64::__m256, 2>() }
@@ -390,9 +413,9 @@ unsafe fn with_avx2<W: Work>(work: W) -> W::Output {
 
 /// # Safety
 ///
-/// The machine has AVX-512F.
+/// The machine has AVX-512F and POPCNT.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,popcnt")]
 unsafe fn with_avx512<W: Work>(work: W) -> W::Output {
     // SAFETY: this function enables the instructions.
     unsafe { work.run::<std::arch::x86_64::__m512, 1>() }
