@@ -78,7 +78,7 @@ def demo(
 def whatif(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
     rate: Annotated[
@@ -209,7 +209,7 @@ def profile(
 def plan(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[int, typer.Option(help="Ranks.")],
     rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
@@ -221,6 +221,15 @@ def plan(
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            help="auto: settings by simulation, with schemes that sessions run; poseidon: the "
+            "scheme of each layer by Poseidon's formula.",
+        ),
+    ] = "auto",
+    costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Choose the settings for a profile and a cluster, with the reason for each.
@@ -231,6 +240,7 @@ def plan(
     from gradlane.lab.rates import parse_rate
     from gradlane.planner.command import run_plan
     from gradlane.planner.settings import ClusterFacts
+    from gradlane.whatif.costs import read_costs
     from gradlane.whatif.profiles import find_profile
 
     require_writable(json_path)
@@ -239,6 +249,8 @@ def plan(
         ClusterFacts(workers, parse_rate(rate), latency_s, update),
         budget_s=budget_s,
         console=wide_console(),
+        rule=rule,
+        costs=None if costs is None else read_costs(costs),
     )
     if json_path is not None:
         made.save(json_path)

@@ -347,6 +347,7 @@ impl Scenario {
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));
+        plan.check_schemes().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
         if plan.world_size != workers {
             return refuse(format!("plan is for {} ranks, not for {workers}", plan.world_size));
         }

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.planner.schemes import SCHEMES
+from gradlane.planner.schemes import ENGINE_SCHEMES, SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"
@@ -133,6 +133,23 @@ class Plan:
             raise ValueError(
                 f"{where} is for another model ({self.model}): it has no tensor {extra!r}; make a "
                 "plan from a profile of this model"
+            )
+
+    def check_runs(self, where: str) -> None:
+        """Check that a session can run the plan's schemes.
+
+        Args:
+            where: the plan's name in messages.
+
+        Raises:
+            PlanError: it cannot; the message names the first tensor and its scheme.
+        """
+        others = [one for one in self.tensors if one.scheme not in ENGINE_SCHEMES]
+        if others:
+            raise PlanError(
+                f"{where} aggregates {others[0].name!r} by scheme {others[0].scheme!r} "
+                f"({len(others)} of {len(self.tensors)} tensors), which sessions cannot run yet: "
+                f"they run {', '.join(ENGINE_SCHEMES)}; make one with `gradlane plan --plan auto`"
             )
 
 

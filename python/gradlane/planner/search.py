@@ -18,6 +18,7 @@ from typing import Any
 from gradlane.options import SLICE_ELEMS, STRATEGIES
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
 TIE = 0.01
@@ -98,6 +99,7 @@ def search(
     base: Settings,
     *,
     budget_s: float = 60.0,
+    costs: MachineCosts | None = None,
     on_simulated: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """Choose the settings that are predicted to be fastest.
@@ -107,6 +109,7 @@ def search(
         facts: the cluster.
         base: the settings without a plan.
         budget_s: candidates that would take longer than what is left of it are left out.
+        costs: constants of the cluster's machines in place of the simulator's own.
         on_simulated: called after each simulation.
 
     Returns:
@@ -115,7 +118,7 @@ def search(
     Raises:
         ValueError: the simulator refuses the profile or the cluster.
     """
-    simulations = _Simulations(profile, facts, budget_s, on_simulated)
+    simulations = _Simulations(profile, facts, budget_s, costs, on_simulated)
     simulations.run([base])
     base_step_s = simulations.step_s(base)
     if base_step_s is None:
@@ -198,11 +201,13 @@ class _Simulations:
         profile: Profile,
         facts: ClusterFacts,
         budget_s: float,
+        costs: MachineCosts | None,
         on_simulated: Callable[[], None],
     ) -> None:
         self._profile = profile
         self._facts = facts
         self._deadline_s = time.monotonic() + budget_s
+        self._costs = costs
         self._on_simulated = on_simulated
         self._step_s: dict[Settings, float] = {}
         self._threads = min(4, os.cpu_count() or 1)
@@ -223,6 +228,6 @@ class _Simulations:
         frames = simulated_frames(self._profile, self._facts, settings)
         if time.monotonic() + frames / _FRAMES_PER_S > self._deadline_s:
             return None
-        step_s = predict_step_s(self._profile, self._facts, settings)
+        step_s = predict_step_s(self._profile, self._facts, settings, self._costs)
         self._on_simulated()
         return step_s
