@@ -66,6 +66,9 @@ impl Engine {
         }
         match self.work.pop()? {
             Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
+            Pending::AddRound { slice, step, received } => {
+                Some(self.start_round(slice, step, received))
+            }
             Pending::Install { slice, step, buffer } => {
                 Some(self.start_install(slice, step, buffer))
             }
@@ -199,6 +202,7 @@ impl Engine {
                 let form = if encoded { Codec::Encoded } else { Codec::Raw };
                 self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
+            Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);
                 self.slice_done(slice, true);

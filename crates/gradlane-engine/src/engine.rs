@@ -10,7 +10,9 @@ use crate::lifecycle::Lifecycle;
 use crate::plan::{Plan, Update};
 use crate::priority::{PendingSwitch, PriorityTable};
 use crate::rank_set::RankSet;
+use crate::ring::Ring;
 use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
+use crate::scheme::Scheme;
 use crate::server::{Part, Server};
 use crate::strategy::PullRule;
 use crate::work::WorkQueue;
@@ -71,6 +73,7 @@ pub struct Engine {
     pub(crate) scheduler: Scheduler,
     pub(crate) worker: Worker,
     pub(crate) server: Server,
+    pub(crate) ring: Ring,
     pub(crate) work: WorkQueue,
     pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
@@ -100,6 +103,7 @@ impl Engine {
             ),
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
+            ring: Ring::new(&plan),
             work: WorkQueue::new(options.work_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
@@ -234,6 +238,9 @@ impl Engine {
 
     /// Queues the pushes of a tensor, or hands its own slices to the server.
     pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
+        if self.plan.tensor(tensor).scheme == Scheme::Ring {
+            return self.contribute_round(tensor);
+        }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
         let contributes = self.contributes(self.rank(), step);
@@ -408,6 +415,7 @@ impl Engine {
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
+                FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
                 _ => {}
             }
         }
@@ -496,6 +504,7 @@ impl Engine {
             sender: self.rank(),
             offset: 0,
             length: 0,
+            hop: 0,
             payload_crc: 0,
         }
     }

@@ -7,6 +7,7 @@ use crate::error::ProtocolError;
 use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
+use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
 use crate::strategy::PullRule;
 use crate::worker::{Contribution, Phase};
@@ -19,7 +20,7 @@ use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 /// Longest reason in an abort frame.
 const ABORT_TEXT_BYTES_MAX: u32 = 4096;
 
-type Checked<T> = Result<T, String>;
+pub(crate) type Checked<T> = Result<T, String>;
 
 impl Engine {
     /// A verified header has arrived from a peer: where does its payload go?
@@ -37,6 +38,8 @@ impl Engine {
                 FrameKind::Broadcast => self.land_broadcast(from, header),
                 FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
+                FrameKind::RingReduce => self.land_round(header),
+                FrameKind::RingGather => self.land_result_round(header),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
@@ -60,6 +63,8 @@ impl Engine {
             FrameKind::Broadcast => self.take_broadcast(header),
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
+            FrameKind::RingReduce => self.take_round(header),
+            FrameKind::RingGather => self.take_result_round(header),
             _ => {
                 let what = format!("{:?} is a control frame", header.kind);
                 return Err(ProtocolError { peer: from, what });
@@ -150,15 +155,9 @@ impl Engine {
                 header.plan_version
             ));
         }
-        let owner = match header.kind {
-            FrameKind::Push | FrameKind::Pull => self.rank(),
-            _ => from,
-        };
-        if slice.owner != owner {
-            return Err(format!("{}, but {} owns it", self.describe(header), slice.owner));
-        }
+        self.check_route(from, header)?;
         let encoded = header.codec == Codec::Encoded;
-        let has_body = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast)
+        let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
         let may_be_encoded =
             has_body && self.plan.may_be_encoded(header.kind, header.slice, header.step);
@@ -182,6 +181,27 @@ impl Engine {
             header.length,
             header.offset
         ))
+    }
+
+    /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
+    fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let is_round = self.plan.tensor(header.tensor).scheme == Scheme::Ring;
+        if is_round != header.kind.goes_round() {
+            let scheme = if is_round { "goes round a ring" } else { "has servers" };
+            return Err(format!("{}, a tensor that {scheme}", self.describe(header)));
+        }
+        if is_round {
+            return self.check_round(from, header);
+        }
+        let owner = match header.kind {
+            FrameKind::Push | FrameKind::Pull => self.rank(),
+            _ => from,
+        };
+        let right = self.plan.slice(header.slice).owner;
+        if right != owner {
+            return Err(format!("{}, but {right} owns it", self.describe(header)));
+        }
+        Ok(())
     }
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
@@ -266,7 +286,7 @@ impl Engine {
     }
 
     /// Where the bytes of a broadcast frame go: the choice is made with the slice's first frame.
-    fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
+    pub(crate) fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
         let slice = header.slice;
         if self.worker.slice(slice).phase == Phase::Waiting {
             let form = header.codec;
@@ -393,7 +413,7 @@ impl Engine {
     }
 
     /// "Push of slice 7 of "fc.weight" in step 3".
-    fn describe(&self, header: &FrameHeader) -> String {
+    pub(crate) fn describe(&self, header: &FrameHeader) -> String {
         describe(&self.plan, header)
     }
 }
@@ -405,6 +425,6 @@ fn describe(plan: &Plan, header: &FrameHeader) -> String {
     format!("{:?} of slice {slice} of {name:?} in {}", header.kind, header.step)
 }
 
-fn range(memory: Memory, offset: u64, length: u32) -> Region {
+pub(crate) fn range(memory: Memory, offset: u64, length: u32) -> Region {
     Region { memory, offset, length: u64::from(length) }
 }

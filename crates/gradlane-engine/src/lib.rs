@@ -28,7 +28,9 @@ mod plan;
 mod priority;
 mod queue;
 mod rank_set;
+mod ring;
 mod scheduler;
+mod scheme;
 mod server;
 mod strategy;
 mod work;
@@ -41,7 +43,8 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{Plan, Role, Slice, TensorPlan, TensorSpec, Update};
+pub use scheme::{Scheme, RING_BLOCK_ELEMS};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

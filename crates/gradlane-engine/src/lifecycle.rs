@@ -7,6 +7,7 @@ use crate::error::{Failure, Outstanding, UsageError};
 use crate::io::Event;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
+use crate::scheme::Scheme;
 use crate::worker::Phase;
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -260,13 +261,18 @@ impl Engine {
                 if state.phase != Phase::Done {
                     let bytes = self.plan.bytes_as(slice, self.result_form(slice));
                     outstanding.bytes += bytes.saturating_sub(state.received_bytes);
-                    owners.insert(self.plan.slice(slice).owner);
+                    if tensor.scheme == Scheme::Ps {
+                        owners.insert(self.plan.slice(slice).owner);
+                    }
                 }
             }
         }
         owners.remove(self.rank());
         let missing = self.missing_contributors();
-        let ranks = if missing.is_empty() { owners } else { missing };
+        let mut ranks = if missing.is_empty() { owners } else { missing };
+        for rank in self.suspects_round() {
+            ranks.insert(rank);
+        }
         outstanding.ranks = ranks.iter().collect();
         outstanding
     }

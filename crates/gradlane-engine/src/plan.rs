@@ -5,6 +5,7 @@
 
 use crate::encoding::{Coding, Encoding};
 use crate::error::PlanError;
+use crate::scheme::{RingPlacer, Scheme};
 use crate::strategy::{Granularity, Placement, Strategy};
 use alloc::boxed::Box;
 use alloc::format;
@@ -22,15 +23,6 @@ pub enum Role {
     Parameter,
     /// Spread from rank 0 at step 0 only: buffers, frozen parameters.
     Initial,
-}
-
-/// How one tensor is aggregated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scheme {
-    /// Sharded parameter servers.
-    #[default]
-    Ps,
 }
 
 /// Where the optimizer runs.
@@ -81,8 +73,14 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it.
+    /// The server that aggregates it; of a ring, the rank on which its sum ends.
     pub owner: Rank,
+}
+
+impl Slice {
+    fn of(tensor: TensorId, piece: &Range<u64>, owner: Rank) -> Slice {
+        Slice { tensor, start: piece.start, length: piece.end - piece.start, owner }
+    }
 }
 
 /// Everything that the ranks must agree on before the first frame.
@@ -111,18 +109,45 @@ impl Plan {
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
-        let raw = tensors.into_iter().map(|spec| (spec, None)).collect();
-        Plan::build_encoded(raw, strategy, update, world_size)
+        let scheme = strategy.scheme;
+        let tensors = tensors.into_iter().map(|spec| (spec, scheme, None)).collect();
+        Plan::build_rows(tensors, strategy, update, world_size)
+    }
+
+    /// The same with a scheme for each tensor. The slices of servers are placed as if there were
+    /// no others.
+    ///
+    /// # Errors
+    /// As [`Plan::build`], and when a scheme does not go with the other rules.
+    pub fn build_mixed(
+        tensors: Vec<(TensorSpec, Scheme)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let tensors = tensors.into_iter().map(|(spec, scheme)| (spec, scheme, None)).collect();
+        Plan::build_rows(tensors, strategy, update, world_size)
     }
 
     /// As [`Plan::build`], with the codec of each tensor that has one. A world of one sends nothing,
     /// and encodes nothing.
     ///
     /// # Errors
-    /// As [`Plan::build`]; when a codec is given for a tensor that is not trained, or not of f32, f16
-    /// or bf16.
+    /// As [`Plan::build`]; when a codec is given for a tensor that is not trained, not of f32, f16 or
+    /// bf16, or goes round a ring.
     pub fn build_encoded(
         tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let scheme = strategy.scheme;
+        let tensors = tensors.into_iter().map(|(spec, coding)| (spec, scheme, coding)).collect();
+        Plan::build_rows(tensors, strategy, update, world_size)
+    }
+
+    fn build_rows(
+        tensors: Vec<(TensorSpec, Scheme, Option<Box<dyn Coding>>)>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
@@ -131,31 +156,41 @@ impl Plan {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
         let mut placer = Placer::new(strategy.placement, world_size);
+        let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, (spec, coding)) in tensors.into_iter().enumerate() {
+        for (index, (spec, scheme, coding)) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
+            scheme.check(&spec, &plan.strategy, update, world_size)?;
             if let Some(coding) = &coding {
-                check_coding(&spec, coding.as_ref())?;
+                check_coding(&spec, scheme, coding.as_ref())?;
             }
             let coding = coding.filter(|_| world_size > 1);
             let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
-            let whole = pieces.len() == 1;
-            let encoding = coding.map(|coding| encoding(coding.as_ref(), &pieces));
-            for (part, piece) in pieces.into_iter().enumerate() {
-                let owner = placer.place(part, whole);
-                plan.slices.push(Slice {
-                    tensor,
-                    start: piece.start,
-                    length: piece.end - piece.start,
-                    owner,
-                });
+            let blocks = ring.deal(&spec);
+            match scheme {
+                Scheme::Ps => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
+                    let whole = pieces.len() == 1;
+                    for (part, piece) in pieces.into_iter().enumerate() {
+                        let owner = placer.place(part, whole);
+                        plan.slices.push(Slice::of(tensor, &piece, owner));
+                    }
+                }
+                Scheme::Ring => {
+                    for (block, owner) in blocks {
+                        let pieces = plan.strategy.granularity.cut_block(&block);
+                        let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
+                        plan.slices.extend(slices);
+                    }
+                }
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, encoding, slices });
+            let lengths = plan.slices[first as usize..].iter().map(|slice| slice.length).collect();
+            let encoding = coding.map(|coding| encoding(coding.as_ref(), lengths));
+            plan.tensors.push(TensorPlan { spec, scheme, encoding, slices });
         }
         Ok(plan)
     }
@@ -280,19 +315,22 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
 }
 
 /// A codec for a tensor that cannot have one.
-fn check_coding(spec: &TensorSpec, coding: &dyn Coding) -> Result<(), PlanError> {
-    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
-    if spec.role == Role::Parameter && short {
+fn check_coding(spec: &TensorSpec, scheme: Scheme, coding: &dyn Coding) -> Result<(), PlanError> {
+    let what = if !matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16) {
+        "is neither f32, f16 nor bf16"
+    } else if spec.role != Role::Parameter {
+        "is not trained"
+    } else if scheme == Scheme::Ring {
+        "goes round a ring, where there are no codecs"
+    } else {
         return Ok(());
-    }
-    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
+    };
     let (name, codec) = (&spec.name, coding.name());
     Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
 }
 
 /// What the engine needs to know of a codec for these slices.
-fn encoding(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
-    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
+fn encoding(coding: &dyn Coding, mut lengths: Vec<u64>) -> Encoding {
     lengths.sort_unstable();
     lengths.dedup();
     let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();

@@ -5,8 +5,9 @@
 //! step before having the result of the one before.
 
 use crate::io::BufferRef;
-use crate::plan::Plan;
+use crate::plan::{Plan, Slice};
 use crate::rank_set::RankSet;
+use crate::scheme::Scheme;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
@@ -83,7 +84,8 @@ impl Server {
             early_pulls: Vec::new(),
         };
         let slices = plan.slices.iter().enumerate();
-        let mine = slices.filter(|(_, slice)| slice.owner == rank);
+        let served = |slice: &Slice| plan.tensor(slice.tensor).scheme == Scheme::Ps;
+        let mine = slices.filter(|(_, slice)| slice.owner == rank && served(slice));
         let owned = mine.map(|(index, _)| (SliceId(index as u32), fresh())).collect();
         Server { owned, owed: BTreeMap::new() }
     }

@@ -14,6 +14,8 @@ use gradlane_units::{Rank, SliceId, Step};
 pub(crate) enum Pending {
     /// Reduce the contributions of an owned slice.
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
+    /// Add this rank's contribution to what came round the ring.
+    AddRound { slice: SliceId, step: Step, received: Part },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
@@ -36,6 +38,12 @@ pub(crate) enum Running {
     Encode {
         waiting: Waiting,
         key: Key,
+        output: BufferRef,
+    },
+    AddRound {
+        slice: SliceId,
+        step: Step,
+        /// Buffer with the sum.
         output: BufferRef,
     },
     Install {

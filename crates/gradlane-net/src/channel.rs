@@ -629,6 +629,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
             plan.world_size, options.world_size
         )));
     }
+    plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
     let mut next_slice = 0;
     for (index, tensor) in plan.tensors.iter().enumerate() {
         let name = &tensor.spec.name;

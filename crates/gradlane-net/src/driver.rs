@@ -93,7 +93,7 @@ impl Driver {
             generation: options.generation,
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
-        let peers = streams.iter().flatten().count();
+        let peers = plan.peers_sent_to() as usize;
         let mut links = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
             links.push(match stream {
@@ -526,6 +526,7 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         sender: Rank(options.rank),
         offset: 0,
         length: 0,
+        hop: 0,
         payload_crc: 0,
     }
 }

@@ -8,8 +8,8 @@ mod support_encoded;
 use gradlane_engine::{Decision, Input, Journal, Update};
 use gradlane_units::{Dtype, Priority, Step};
 use support::{
-    check_means, contribute, deadline, each_rank, never, plan, run_step, specs, tensor, world_with,
-    PATIENCE,
+    check_means, check_ring_means, contribute, deadline, each_rank, never, plan, run_step, specs,
+    tensor, world_with, PATIENCE,
 };
 use support_encoded::plan_encoded;
 
@@ -27,14 +27,18 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
         options.frame_bytes = 7_000;
         options.credit_bytes = 7_000;
     });
-    each_rank(channels, |channel| {
+    each_rank(channels, move |channel| {
         for step in 0..5 {
             if step == 2 && channel.rank().0 == 0 {
                 let order = vec![Priority(-2), Priority(0), Priority(-1)];
                 channel.switch_priorities(order).expect("a switch");
             }
             let tensors = run_step(&channel, step).expect("a step");
-            check_means(WORLD, step, &specs(&channel), &tensors);
+            if strategy == "ring" {
+                check_ring_means(channel.plan(), step, &tensors);
+            } else {
+                check_means(WORLD, step, &specs(&channel), &tensors);
+            }
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
@@ -73,6 +77,11 @@ fn a_replay_of_kvstore_decides_the_same() {
 #[test]
 fn a_replay_of_deferred_pull_decides_the_same() {
     conforms("deferred-pull");
+}
+
+#[test]
+fn a_replay_of_ring_decides_the_same() {
+    conforms("ring");
 }
 
 #[test]

@@ -333,7 +333,7 @@ impl Channel {
         let plan = self.channel.plan();
         let frames = self.channel.take_trace().into_iter().map(|entry| {
             let (way, bytes, header) = (way(entry.direction), entry.bytes(), entry.header);
-            let kind = format!("{:?}", header.kind).to_lowercase();
+            let kind = header.kind.name().to_owned();
             let place = (header.tensor.0, header.slice.0, header.offset);
             let times = (entry.begin_ns, entry.time_ns);
             (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)

@@ -111,6 +111,7 @@ pub(crate) struct Meters {
 impl Run {
     fn new(scenario: &Scenario) -> Result<Run, SimError> {
         let mut plan = scenario.plan(scenario.workers)?;
+        let peers = plan.peers_sent_to();
         let fold = match scenario.representatives {
             0 => Fold::none(scenario.workers),
             count => Fold::of(&plan, count)?,
@@ -134,7 +135,7 @@ impl Run {
             .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
-        let mut shares = Shares::new(network, scenario.workers);
+        let mut shares = Shares::new(network, peers);
         nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
         let ns_per_byte = 8e9 / network.goodput_bps();
         let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {

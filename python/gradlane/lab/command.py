@@ -40,7 +40,8 @@ def _lab(context: typer.Context) -> None:
 @lab.command("run")
 def lab_run(
     workload: Annotated[
-        str, typer.Option(help="resnet50, vgg19, inception_v3, sockeye, digits-cnn, ...")
+        str,
+        typer.Option(help="resnet50, vgg19, gpt2_small, digits-cnn, ...; a wrong name lists all."),
     ],
     strategy: Annotated[
         str,

@@ -30,8 +30,9 @@ from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
+from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy
-from gradlane.lab.workloads import NAMES
+from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
@@ -91,6 +92,11 @@ class LabOptions:
         Raises:
             ValueError: an option is out of its range; the message names it.
         """
+        if self.workload in SIMULATED_NAMES:
+            raise ValueError(
+                f"{self.workload} is too large to be replayed on one machine; ask `gradlane whatif "
+                f"{self.workload}`, or give its shapes on a smaller scale with --profile"
+            )
         if self.workload not in NAMES:
             raise ValueError(
                 f"there is no workload {self.workload!r}; there are: {', '.join(NAMES)}"
@@ -109,6 +115,8 @@ class LabOptions:
             ("seed", self.seed, 0, 2**31 - 1),
         ]
         check_ranges(ranges)
+        for rate_bps in self.rates_bps:
+            PortShape(round(rate_bps / self.dilation))
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
         if self.batch_time_s is not None and not self.batch_time_s > 0:

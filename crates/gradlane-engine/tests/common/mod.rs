@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod model;
+
 use gradlane_engine::{
     Coding, Engine, EngineOptions, Event, Failure, Landing, Memory, Operation, Payload, Plan,
     Region, Role, Strategy, TensorSpec, Transmit, Update, Work,
