@@ -18,6 +18,8 @@ const TEXTS: &[&str] = &[
     "qsgd:bits=8,levels=uniform",
     "qsgd:bits=16,bucket=64,norm=l2",
     "int8",
+    "topk:ratio=0.1",
+    "dgc:ratio=0.01,clip=1",
 ];
 
 #[derive(Arbitrary, Debug)]
@@ -64,7 +66,7 @@ fuzz_target!(|case: Case<'_>| {
     values.truncate(elements);
     let first_element = u64::from(case.granule) * scalar.granule();
     let place = Place { seed: case.seed, step: 1, tensor: 2, leg: 3, first_element };
-    let mut residual = vec![0.5; values.len()];
+    let mut residual = vec![0.5; values.len() * scalar.residual_width()];
     let mut out = vec![0; scalar.max_wire_bytes(values.len())];
     let kept = case.with_residual.then_some(&mut residual[..]);
     let bytes = scalar.encode(&place, &values, kept, &mut out);
@@ -77,7 +79,7 @@ fuzz_target!(|case: Case<'_>| {
             decoded.is_err() || same(&other_sum, &sum),
             "{spec} decodes otherwise with {variant}"
         );
-        let mut other_residual = vec![0.5; values.len()];
+        let mut other_residual = vec![0.5; residual.len()];
         let mut other = vec![0; out.len()];
         let kept = case.with_residual.then_some(&mut other_residual[..]);
         assert_eq!(codec.encode(&place, &values, kept, &mut other), bytes);

@@ -14,7 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 
 import gradlane.torch
-from gradlane.lab.communication import _mean_in_rank_order
+from gradlane.accuracy.exchange import Exchange
+from gradlane.lab.communication import _mean_in_rank_order, register_hook
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
@@ -225,3 +226,39 @@ def fail(store: Store, rank: int, world_size: int, job: str) -> str:
         state.close()
         del ddp
     return text
+
+
+def train_in_lab(
+    store: Store, rank: int, world_size: int, job: str, *, hooks: list[str]
+) -> list[str]:
+    """Train with hooks as the lab registers them and return digests of the parameters."""
+    digests = []
+    with _Group(store, rank, world_size, job):
+        for hook in hooks:
+            ddp = _wrapped(make_model())
+            register_hook(ddp, hook)
+            _train(ddp, rank, 0, 5, 0.05)
+            digests.append(_digest(ddp))
+            del ddp
+    return digests
+
+
+def emulate(spec: str, *, workers: int, steps: int, lr: float = 0.05) -> str:
+    """Train as `train` does, with the study's emulated workers, and return the digest."""
+    model = make_model()
+    exchange = Exchange(model, spec, workers=workers, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    parameters = list(model.parameters())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for step in range(steps):
+        gradients = []
+        for worker in range(workers):
+            inputs, targets = _batch(worker, step)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            gradients.append(torch.autograd.grad(loss, parameters))
+        for parameter, mean in zip(parameters, exchange.average(gradients, step), strict=True):
+            parameter.grad = mean
+        optimizer.step()
+    torch.set_num_threads(threads)
+    return _digest(model)

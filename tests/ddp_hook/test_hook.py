@@ -11,11 +11,12 @@ from torch import nn
 
 import gradlane.torch
 from gradlane.codecs import Codec
+from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.torch.layout import Part, cut
 from gradlane.torch.parameters import Parameters, small_below
 from gradlane.torch.residuals import Residuals
 from tests.adapter.pool import RankPool
-from tests.ddp_hook.scenarios import make_model
+from tests.ddp_hook.scenarios import emulate, make_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -171,3 +172,32 @@ def test_arguments_are_checked_before_anything_is_joined() -> None:
         gradlane.torch.ddp_hook("qsgd:residual=off", error_feedback=True)
     with pytest.raises(RuntimeError, match="init_process_group"):
         gradlane.torch.ddp_hook()
+
+
+def test_the_lab_names_hooks_of_ddp() -> None:
+    text = "ddp-gloo, ddp-gloo:4+qsgd:bits=4,bucket=128, ddp-gloo+powersgd:2,ddp-gloo+fp16,p3"
+    plain, codec, power, half, p3 = parse_strategies(text)
+    assert [one.hook for one in (plain, power, half, p3)] == ["", "powersgd:2", "fp16", ""]
+    assert (codec.hook, codec.bucket_mb) == ("qsgd:bits=4,bucket=128", 4)
+    assert plain.is_baseline and not codec.is_baseline and not power.is_baseline
+    for wrong in ("p3+fp16", "none+fp16", "ddp-gloo+"):
+        with pytest.raises(ValueError, match=r"ddp-gloo\+fp16"):
+            parse_strategy(wrong)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_hooks_of_the_lab_train(pool: RankPool, world_size: int) -> None:
+    results = pool.run(
+        f"{SCENARIOS}:train_in_lab",
+        ranks=world_size,
+        hooks=["fp16", "powersgd", "qsgd:bits=8", "f32"],
+    )
+    for number in range(4):
+        assert len({result[number] for result in results}) == 1
+
+
+def test_the_studys_data_flow_is_that_of_ranks(pool: RankPool) -> None:
+    """Workers emulated in one process get the same bits as processes that exchange shards."""
+    for spec in ("qsgd:bits=2,residual=on", "onebit:bucket=64", "int8"):
+        results = pool.run(f"{SCENARIOS}:train", hooks=[{"spec": spec, "route": "shards"}], steps=4)
+        assert results[0][0]["digest"] == emulate(spec, workers=3, steps=4), spec

@@ -43,7 +43,7 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update};
 pub use scheme::{Scheme, RING_BLOCK_ELEMS};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,

@@ -83,6 +83,16 @@ impl Slice {
     }
 }
 
+/// A tensor, and how it is to be aggregated.
+pub struct TensorSetting {
+    /// The tensor as the user has it.
+    pub spec: TensorSpec,
+    /// How it is aggregated.
+    pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    pub coding: Option<Box<dyn Coding>>,
+}
+
 /// Everything that the ranks must agree on before the first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
@@ -110,31 +120,30 @@ impl Plan {
         world_size: u32,
     ) -> Result<Plan, PlanError> {
         let scheme = strategy.scheme;
-        let tensors = tensors.into_iter().map(|spec| (spec, scheme, None)).collect();
-        Plan::build_rows(tensors, strategy, update, world_size)
+        let plain = |spec| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
     }
 
-    /// The same with a scheme for each tensor. The slices of servers are placed as if there were
-    /// no others.
+    /// The same with a scheme for each tensor.
     ///
     /// # Errors
-    /// As [`Plan::build`], and when a scheme does not go with the other rules.
+    /// As [`Plan::build_from`].
     pub fn build_mixed(
         tensors: Vec<(TensorSpec, Scheme)>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
-        let tensors = tensors.into_iter().map(|(spec, scheme)| (spec, scheme, None)).collect();
-        Plan::build_rows(tensors, strategy, update, world_size)
+        let plain = |(spec, scheme)| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
     }
 
-    /// As [`Plan::build`], with the codec of each tensor that has one. A world of one sends nothing,
-    /// and encodes nothing.
+    /// The same with the codec of each tensor that has one.
     ///
     /// # Errors
-    /// As [`Plan::build`]; when a codec is given for a tensor that is not trained, not of f32, f16 or
-    /// bf16, or goes round a ring.
+    /// As [`Plan::build_from`].
     pub fn build_encoded(
         tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
         strategy: Strategy,
@@ -142,12 +151,19 @@ impl Plan {
         world_size: u32,
     ) -> Result<Plan, PlanError> {
         let scheme = strategy.scheme;
-        let tensors = tensors.into_iter().map(|(spec, coding)| (spec, scheme, coding)).collect();
-        Plan::build_rows(tensors, strategy, update, world_size)
+        let coded = |(spec, coding)| TensorSetting { spec, scheme, coding };
+        let tensors = tensors.into_iter().map(coded).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
     }
 
-    fn build_rows(
-        tensors: Vec<(TensorSpec, Scheme, Option<Box<dyn Coding>>)>,
+    /// The same with a scheme and, where wanted, a codec for each tensor. The slices of servers are
+    /// placed as if there were no others. A world of one sends nothing, and encodes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::build`]; when a scheme does not go with the other rules, or a codec is given for a
+    /// tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    pub fn build_from(
+        tensors: Vec<TensorSetting>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
@@ -159,7 +175,7 @@ impl Plan {
         let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, (spec, scheme, coding)) in tensors.into_iter().enumerate() {
+        for (index, TensorSetting { spec, scheme, coding }) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, world_size)?;
             if let Some(coding) = &coding {
@@ -170,10 +186,12 @@ impl Plan {
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
             let blocks = ring.deal(&spec);
+            let mut encoding = None;
             match scheme {
                 Scheme::Ps => {
                     let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
                     let whole = pieces.len() == 1;
+                    encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
                     for (part, piece) in pieces.into_iter().enumerate() {
                         let owner = placer.place(part, whole);
                         plan.slices.push(Slice::of(tensor, &piece, owner));
@@ -188,8 +206,6 @@ impl Plan {
                 }
             }
             let slices = first..narrow(plan.slices.len())?;
-            let lengths = plan.slices[first as usize..].iter().map(|slice| slice.length).collect();
-            let encoding = coding.map(|coding| encoding(coding.as_ref(), lengths));
             plan.tensors.push(TensorPlan { spec, scheme, encoding, slices });
         }
         Ok(plan)
@@ -316,21 +332,24 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
 
 /// A codec for a tensor that cannot have one.
 fn check_coding(spec: &TensorSpec, scheme: Scheme, coding: &dyn Coding) -> Result<(), PlanError> {
-    let what = if !matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16) {
-        "is neither f32, f16 nor bf16"
-    } else if spec.role != Role::Parameter {
-        "is not trained"
-    } else if scheme == Scheme::Ring {
-        "goes round a ring, where there are no codecs"
-    } else {
-        return Ok(());
-    };
     let (name, codec) = (&spec.name, coding.name());
+    if scheme != Scheme::Ps {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has scheme ring and codec {codec:?}: sums that go round a ring cannot be \
+             encoded; use scheme ps, or no codec"
+        )));
+    }
+    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if spec.role == Role::Parameter && short {
+        return Ok(());
+    }
+    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
     Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
 }
 
 /// What the engine needs to know of a codec for these slices.
-fn encoding(coding: &dyn Coding, mut lengths: Vec<u64>) -> Encoding {
+fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
+    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
     lengths.sort_unstable();
     lengths.dedup();
     let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();

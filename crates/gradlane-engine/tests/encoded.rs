@@ -5,14 +5,11 @@
 mod common;
 
 use common::{encoded_plan, tensors, Cluster, Toy};
-use gradlane_engine::{Plan, Role, Strategy, Update};
+use gradlane_engine::{Plan, Role, Scheme, Strategy, Update};
 use gradlane_units::{Dtype, Rng, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
 use proptest::prelude::*;
 use std::sync::Arc;
-
-/// Strategies whose slices have owners.
-const SERVERS: &[&str] = &["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
 
 /// Values whose sum depends on the order of addition; some are zeros.
 fn gradient(rank: u32, tensor: usize, step: u64, numel: u64) -> Vec<f32> {
@@ -53,6 +50,12 @@ fn expected(
     let zero = if ranks.len() < world as usize { 0.0 } else { -0.0 };
     let sum = sum.unwrap_or_default();
     sum.iter().map(|total| keep((total + zero) / world as f32).to_bits()).collect()
+}
+
+/// The strategies whose tensors have servers, which alone can be encoded.
+fn served() -> Vec<&'static str> {
+    let scheme_of = |name: &str| Strategy::named(name, None, 0).expect("a strategy").scheme;
+    Strategy::NAMES.into_iter().filter(|&name| scheme_of(name) == Scheme::Ps).collect()
 }
 
 /// The codec for every second tensor.
@@ -108,7 +111,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
     #[test]
     fn all_ranks_have_the_decoded_broadcast(
-        name in proptest::sample::select(SERVERS),
+        name in proptest::sample::select(served()),
         sizes in proptest::collection::vec(prop_oneof![1..70_u64, Just(1500_u64)], 1..6),
         world in 2..6_u32,
         slice_elems in 1..400_u64,
@@ -247,12 +250,18 @@ fn only_short_floats_that_are_trained_have_codecs() {
     assert!(build(&|spec| spec.dtype = Dtype::Bf16).is_ok());
     let f64 = build(&|spec| spec.dtype = Dtype::F64);
     assert!(f64.is_err_and(|text| text.contains("layer0.weight") && text.contains("neither f32")));
-    let ring = Strategy::named("ring", None, 0).expect("ring");
-    let spec = tensors(&[10]).remove(0);
-    let round = Plan::build_encoded(vec![(spec, toy())], ring, Update::Worker, 2);
-    assert!(round.is_err_and(|error| error.to_string().contains("round a ring")));
     let initial = build(&|spec| spec.role = Role::Initial);
     assert!(initial.is_err_and(|text| text.contains("not trained")));
+}
+
+#[test]
+fn sums_that_go_round_have_no_codecs() {
+    let spec = tensors(&[10]).remove(0);
+    let toy = Toy { granule_elems: 1, varies: false };
+    let strategy = Strategy::named("ring", None, 0).expect("ring");
+    let plan = Plan::build_encoded(vec![(spec, Some(Box::new(toy)))], strategy, Update::Worker, 2);
+    let text = plan.expect_err("refused").to_string();
+    assert!(text.contains("layer0.weight") && text.contains("scheme ring"), "{text}");
 }
 
 #[test]

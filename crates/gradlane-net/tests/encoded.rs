@@ -71,12 +71,13 @@ fn short_tensors_are_encoded_from_what_they_widen_to() {
     trains("qsgd:bits=8", Dtype::Bf16, "slicing", 5_000, 2);
 }
 
-/// Bytes of all memory after some steps, with the traffic that they took.
+/// Bytes of all memory after some steps, and what all ranks sent, step 0 and goodbyes included.
 fn bits_of(
     codec: &'static str,
     slice_elems: u64,
     threads: usize,
     ahead: usize,
+    steps: u64,
 ) -> (Vec<Vec<u8>>, u64) {
     let tensors = vec![tensor("weight", 200_000, Dtype::F32), tensor("bias", 10, Dtype::F32)];
     let plan = plan_encoded(tensors, codec, "p3", slice_elems, 3, Update::Worker);
@@ -85,30 +86,30 @@ fn bits_of(
         options.work_depth = 2 * threads.max(1);
         options.encoded_ahead = ahead;
     });
-    let mut ranks = each_rank(channels, |channel| {
-        run_step(&channel, 0).expect("step 0");
-        let before = channel.metrics().tx_bytes;
+    let mut ranks = each_rank(channels, move |channel| {
         let mut last = Vec::new();
-        for step in 1..=3 {
+        for step in 0..=steps {
             last = run_step(&channel, step).expect("a step");
         }
-        let sent = channel.metrics().tx_bytes - before;
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        let sent = channel.metrics().tx_bytes;
         (last.into_iter().map(|it| it.bytes).collect::<Vec<_>>(), sent)
     });
     assert!(ranks.windows(2).all(|pair| pair[0].0 == pair[1].0), "all ranks have the same");
-    ranks.remove(0)
+    let sent = ranks.iter().map(|it| it.1).sum();
+    (ranks.remove(0).0, sent)
 }
 
 #[test]
 fn the_cut_the_threads_and_the_buffers_change_no_bit() {
     let codec = "qsgd:bits=4,residual=on";
-    let (right, sent_bytes) = bits_of(codec, 50_000, 1, 4);
+    let (right, sent_bytes) = bits_of(codec, 50_000, 1, 4, 3);
     for (slice_elems, threads, ahead) in [(1_000, 3, 1), (512, 0, 2), (300_000, 2, 8)] {
-        assert!(bits_of(codec, slice_elems, threads, ahead).0 == right, "{slice_elems}");
+        assert!(bits_of(codec, slice_elems, threads, ahead, 3).0 == right, "{slice_elems}");
     }
-    let (_, raw_bytes) = bits_of("f32", 50_000, 1, 4);
-    let ratio = raw_bytes as f64 / sent_bytes as f64;
+    let values_bytes = bits_of(codec, 50_000, 1, 4, 0).1;
+    let raw_bytes = bits_of("f32", 50_000, 1, 4, 3).1;
+    let ratio = (raw_bytes - values_bytes) as f64 / (sent_bytes - values_bytes) as f64;
     // 4 bits a value, and a scale of 4 bytes for each 512 of them.
     assert!((7.7..8.0).contains(&ratio), "{ratio}");
 }

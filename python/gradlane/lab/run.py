@@ -24,14 +24,14 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.lab.bound import bound_step_s
-from gradlane.lab.counters import TrafficRecord, TrafficSampler
+from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.shaping import PortShape
-from gradlane.lab.strategy import Strategy
+from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.timeline.chrome import read_chrome, write_chrome
@@ -161,6 +161,7 @@ def run_lab(
     *,
     progress: LabProgress | None = None,
     on_rows: Callable[[list[Row]], None] | None = None,
+    on_recording: Callable[[Row, Recording], None] | None = None,
 ) -> list[Row]:
     """Build the cluster, measure its goodput, run everything and return a row for each run.
 
@@ -168,6 +169,7 @@ def run_lab(
         options: what to run.
         progress: told about steps and phases.
         on_rows: called with all finished rows after each run, so that none is lost.
+        on_recording: called with each row and what was sampled for it, before `on_rows`.
 
     Raises:
         LabError: the cluster could not be built, or a rank failed.
@@ -193,6 +195,8 @@ def run_lab(
                 for strategy in order:
                     progress.phase(f"{options.workload} with {strategy.text}")
                     repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput_bps))
+                    if on_recording is not None and runner.recording is not None:
+                        on_recording(repeat_rows[-1], runner.recording)
                     runner.set_bounds(repeat_rows)
                     finished = [*rows, *repeat_rows]
                     summarize(finished)
@@ -224,6 +228,7 @@ class _Runner:
         self._versions = package_versions()
         self._machine = _machine()
         self._trace_path = scratch / "trace.json"
+        self.recording: Recording | None = None
 
     def _next_port(self) -> int:
         # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
@@ -281,7 +286,8 @@ class _Runner:
                 self._progress.advance(done_steps - reported)
                 reported = done_steps
 
-        with TrafficSampler(self._cluster.counter_descriptors()) as sampler:
+        descriptors, processes = self._cluster.counter_descriptors(), self._pool.processes()
+        with TrafficSampler(descriptors, processes=processes) as sampler:
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
@@ -325,6 +331,7 @@ class _Runner:
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
         real_goodput_bps = goodput_bps / dilation
+        self.recording = Recording(record, boundaries_s, real_goodput_bps)
         cpu_share = record.processor_share(start_s, end_s)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
         series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
@@ -374,7 +381,8 @@ class _Runner:
         for row in repeat_rows:
             if ceilings:
                 row.compute_s = ceilings[0]
-            if row.compute_s > 0 and self._timings:
+            # What a hook of DDP's sends is not known here: the bound is that of full precision.
+            if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
                 bound = bound_step_s(
                     self._timings,
                     workers=row.workers,
