@@ -203,9 +203,7 @@ def _smallest_encoded(tensors: Iterable[CodedTensor]) -> int:
 
 def _by_size(text: str, tensor: CodedTensor, smallest: int) -> CodecChoice:
     if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
-        reason = (
-            f"of {tensor.numel} elements, below {smallest}: over 99 % of all parameters are encoded"
-        )
+        reason = f"below {smallest:,} elements; the others are over 99 % of all"
         return CodecChoice(tensor.name, RAW, reason)
     return _made(text, tensor, "the codec for all")
 

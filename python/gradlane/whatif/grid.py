@@ -27,6 +27,7 @@ class Row:
     workers: int
     rate_bps: float
     compression: float
+    """Bytes of gradients over bytes that travel for them, those of the codec included."""
     scaling_factor: float
     """Compute time over step time, 0 to 1."""
     step_s: float
@@ -118,7 +119,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         topology=cluster.topology,
         workers=cluster.workers,
         rate_bps=cluster.rate_bps,
-        compression=cluster.compression,
+        compression=_ratio(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
         step_s=step_s,
         compute_s=profile.compute_s,
@@ -128,6 +129,14 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         tx_utilization=float(report.get("tx_utilization", 0.0)),
         io_utilization=float(report.get("io_utilization", 0.0)),
     )
+
+
+def _ratio(profile: Profile, cluster: Cluster) -> float:
+    if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
+        return cluster.compression
+    choices = codecs_in(profile, codec_rules(cluster.codec))
+    encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
+    return round(encoded * cluster.compression, 2)
 
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
