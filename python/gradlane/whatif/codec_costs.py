@@ -18,6 +18,18 @@ import numpy as np
 from gradlane.codec_choice import RAW, CodecChoice, CodecRules, CodedTensor, choose_codecs
 from gradlane.whatif.profiles import Profile
 
+CALIBRATED_CODECS = (
+    "bf16",
+    "f16",
+    "int8",
+    "onebit:bucket=64",
+    "qsgd:bits=2,bucket=128,norm=max,levels=sign",
+    "qsgd:bits=4,bucket=512,norm=max,levels=sign",
+    "qsgd:bits=8,bucket=512,norm=max,levels=sign",
+    "qsgd:bits=16,bucket=8192,norm=max,levels=sign",
+    "topk:ratio=0.001",
+)
+"""What `gradlane lab calibrate` measures."""
 _ELEMENTS = 1 << 20
 _REPEATS = 5
 
