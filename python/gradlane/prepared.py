@@ -123,6 +123,7 @@ class Prepared:
             members=self._members,
             choices=self.codecs,
             updates_on_servers=self._serves,
+            settle=self.steps.settle,
             spend_step=self.steps.spend_step,
             translating=self._translating,
         )

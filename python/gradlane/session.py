@@ -265,8 +265,10 @@ class Session:
         except GradlaneError as error:
             unable = error
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        residuals = None
         if before is not None:
             try:
+                residuals = before.residuals.state_dict()
                 self._part_with(before)
             except GradlaneError as error:
                 # The others are on their way to the next meeting, and would wait there.
@@ -281,6 +283,8 @@ class Session:
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        if residuals is not None:
+            prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
             self._learn(prepared, links)

@@ -344,7 +344,7 @@ class _Runner:
             rate_bps=rate_bps,
             dilation=dilation,
             slice_elems=strategy.slice_elems(options.slice_elems),
-            codec=options.codec_of(strategy),
+            codec=str(results[0]["codec"]),
             steps=options.steps,
             warmup=options.warmup_of(strategy),
             repeat=repeat,

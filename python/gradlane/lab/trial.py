@@ -100,7 +100,8 @@ def run_trial(
         JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` and
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
-        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `evaluation`.
+        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
+        `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -167,6 +168,9 @@ def _run_connected(
     result["metrics"] = communication.metrics()
     codecs = communication.codecs()
     result["verified_tensors"] = _verify(request, strategy, workload, codecs)
+    # A plan that a session finds may decline to encode.
+    encodes = any(codec != "raw" for codec, _ in codecs)
+    result["codec"] = request.codec if encodes else "raw"
     result["wire_bytes"] = [
         timing.size_bytes if wire_bytes is None else wire_bytes
         for timing, (_, wire_bytes) in zip(workload.timings, codecs, strict=False)
