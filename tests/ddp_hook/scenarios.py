@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import Store
 
 import gradlane.torch
 from gradlane.accuracy.exchange import Exchange
-from gradlane.lab.communication import _mean_in_rank_order, register_hook
+from gradlane.lab.communication import _mean_in_rank_order
+from gradlane.lab.ddp_hooks import register_hook
 
 
 def make_model(seed: int = 0) -> nn.Sequential:

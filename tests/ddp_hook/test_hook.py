@@ -197,7 +197,10 @@ def test_hooks_of_the_lab_train(pool: RankPool, world_size: int) -> None:
 
 
 def test_the_studys_data_flow_is_that_of_ranks(pool: RankPool) -> None:
-    """Workers emulated in one process get the same bits as processes that exchange shards."""
-    for spec in ("qsgd:bits=2,residual=on", "onebit:bucket=64", "int8"):
+    """Workers emulated in one process get the same bits as processes that exchange shards.
+
+    Without residuals: those of owners move when DDP makes its buckets anew.
+    """
+    for spec in ("qsgd:bits=2", "onebit:bucket=64,residual=off", "int8"):
         results = pool.run(f"{SCENARIOS}:train", hooks=[{"spec": spec, "route": "shards"}], steps=4)
         assert results[0][0]["digest"] == emulate(spec, workers=3, steps=4), spec
