@@ -49,7 +49,8 @@ def plan_json(
 
     Args:
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
-            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`.
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`. Those that are to be
+            encoded also have `"codec"`, and `"sizes"`: of their dimensions in the order of storage.
         strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
@@ -58,6 +59,21 @@ def plan_json(
 
     Raises:
         ValueError: the arguments make no plan; the message says why.
+    """
+
+def codec_json(text: str, dtype: str, sizes: list[int]) -> str:
+    """Say what a codec does to a tensor, as a JSON object; `null` where it would change nothing.
+
+    Args:
+        text: a codec such as `qsgd:bits=4`.
+        dtype: the tensor's.
+        sizes: of its dimensions in the order of storage.
+
+    Returns:
+        `{"codec", "granule_elems", "fixed_size", "residual_width", "unbiased", "wire_bytes_max"}`.
+
+    Raises:
+        ValueError: the text is no codec; the message says what is wrong.
     """
 
 def simulate(scenario_json: str) -> str:
@@ -96,7 +112,8 @@ class Channel:
                 `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: fitted to
                 the path), `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
                 `work_threads` (0: on the I/O thread), `io_threads` (1), `silence_timeout_s`,
-                `progress_timeout_s`, `connect_timeout_s`, `trace`.
+                `progress_timeout_s`, `connect_timeout_s`, `trace`, `seed` (of codecs),
+                `encoded_ahead`.
             plan_json: what `plan_json` returned, the same on every rank.
             peers: `host:port` (`[v6]:port`) of every rank.
             secret: what all ranks of the job know.
@@ -154,6 +171,22 @@ class Channel:
         Args:
             name: `momentum_buffer`, `exp_avg` or `exp_avg_sq`.
             part: 0 or 1.
+        """
+
+    def send_raw(self, step: int) -> None:
+        """Let this rank's contributions travel as they are in a step that has just begun.
+
+        Every rank has to say so before its first contribution; a session whose ranks do not fails.
+        """
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Copy what this rank's own encoding has lost of a tensor so far, between steps.
+
+        Args:
+            tensor: number in the tensor table.
+            pointer: address of `count` contiguous f32 values in the order of the tensor's storage,
+                to be written during the call.
+            count: the tensor's number of elements times the codec's `residual_width`.
         """
 
     def clear_state(self) -> None:

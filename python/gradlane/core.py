@@ -45,6 +45,12 @@ class Channel(Protocol):
     def read_state(self, name: str, part: int) -> None:
         """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
 
+    def send_raw(self, step: int) -> None:
+        """Let this rank's contributions to a step that has just begun travel without codecs."""
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Copy what this rank's own encoding has lost of a tensor to `count` f32 values."""
+
     def clear_state(self) -> None:
         """Forget all optimizer state on this rank (`update="server"`)."""
 
@@ -198,6 +204,9 @@ class CoreModule(Protocol):
     @property
     def plan_json(self) -> PlanBuilder:
         """The builder of plans."""
+
+    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+        """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
 
 
 class CodecModule(Protocol):

@@ -245,9 +245,9 @@ def test_time_left_follows_the_pace() -> None:
     assert left.left_s == 0.0
     assert [format_duration(it) for it in (10, 60, 600, 6300)] == [
         "less than a minute",
-        "1 min",
-        "10 min",
-        "1 h 45 min",
+        "about 1 min",
+        "about 10 min",
+        "about 1 h 45 min",
     ]
 
 
@@ -260,7 +260,7 @@ def test_progress_counts_runs_and_tells_the_time_left(
         progress.within_run(150.0)
         progress.run_ended(300.0)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 runs to measure, about 10 min" in text and "1 of 2 runs" in text
+    assert "2 runs to measure: about 10 min" in text and "1 of 2 runs" in text
 
 
 @pytest.mark.parametrize(

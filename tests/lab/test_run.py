@@ -98,7 +98,7 @@ def test_wrong_strategies_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workload": "alexnet"}, "resnet50"),
+        ({"workload": "alexnet2"}, "resnet50"),
         ({"workers": 1}, "workers is 1"),
         ({"rates_bps": []}, "rate"),
         ({"dilation": 0.0}, "dilation"),

@@ -4,7 +4,7 @@
 
 use crate::engine::Engine;
 use crate::error::ProtocolError;
-use crate::io::{Landing, Memory, Region};
+use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
@@ -15,7 +15,7 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// Longest reason in an abort frame.
 const ABORT_TEXT_BYTES_MAX: u32 = 4096;
@@ -156,13 +156,21 @@ impl Engine {
             ));
         }
         self.check_route(from, header)?;
-        let bytes = self.plan.slice_bytes(header.slice);
+        let encoded = header.codec == Codec::Encoded;
         let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
-        let bytes = if has_body { bytes } else { 0 };
+        let may_be_encoded =
+            has_body && self.plan.may_be_encoded(header.kind, header.slice, header.step);
+        if encoded && !may_be_encoded {
+            return Err(format!("{} as encoded bytes", self.describe(header)));
+        }
+        let bytes = if has_body { self.plan.bytes_as(header.slice, header.codec) } else { 0 };
+        // Where encodings differ in length, the last frame says how long this one is.
+        let varies =
+            encoded && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
-        let fits = end.is_some_and(|end| end <= bytes && last == (end == bytes));
+        let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
         let moves = header.length > 0 || last;
         if fits && moves {
             return Ok(());
@@ -198,7 +206,8 @@ impl Engine {
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
-        let bytes = self.plan.slice_bytes(header.slice);
+        let bytes = self.plan.bytes_as(header.slice, header.codec);
+        let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
@@ -209,6 +218,9 @@ impl Engine {
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
+        }
+        if has_body && *owned.form.get_or_insert(header.codec) != header.codec {
+            return Err(format!("{} as {:?}, unlike other contributions", what(), header.codec));
         }
         if header.length == 0 {
             return Ok(Landing::Nothing);
@@ -232,7 +244,13 @@ impl Engine {
             return;
         }
         let part = match owned.arriving.remove(&from) {
-            Some(arriving) => Part::Buffer(arriving.buffer),
+            Some(arriving) => {
+                let buffer = BufferRef { bytes: arriving.received_bytes, ..arriving.buffer };
+                match header.codec {
+                    Codec::Raw => Part::Buffer(buffer),
+                    Codec::Encoded => Part::Encoded(buffer),
+                }
+            }
             None => Part::Absent,
         };
         self.add_part(header.slice, from, part, header.priority);
@@ -258,6 +276,9 @@ impl Engine {
             let arrived = state.received_bytes;
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
+        if arriving && state.form != header.codec {
+            return Err(format!("{} as {:?} after {:?}", what(), header.codec, state.form));
+        }
         if header.length == 0 {
             return Ok(Landing::Nothing);
         }
@@ -268,12 +289,14 @@ impl Engine {
     pub(crate) fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
         let slice = header.slice;
         if self.worker.slice(slice).phase == Phase::Waiting {
-            let phase = if self.open_region(slice).is_some() {
+            let form = header.codec;
+            let phase = if form == Codec::Raw && self.open_region(slice).is_some() {
                 Phase::Landing
             } else {
-                Phase::Buffering(self.buffers.acquire(self.plan.slice_bytes(slice)))
+                Phase::Buffering(self.buffers.acquire(self.plan.bytes_as(slice, form)))
             };
-            self.worker.slice_mut(slice).phase = phase;
+            let state = self.worker.slice_mut(slice);
+            (state.phase, state.form) = (phase, form);
         }
         match (self.worker.slice(slice).phase, self.open_region(slice)) {
             (Phase::Buffering(buffer), _) => {
@@ -292,7 +315,8 @@ impl Engine {
         }
         match slice.phase {
             Phase::Buffering(buffer) => {
-                slice.phase = Phase::Buffered(buffer);
+                let bytes = slice.received_bytes;
+                slice.phase = Phase::Buffered(BufferRef { bytes, ..buffer });
                 self.install_if_open(header.slice);
             }
             Phase::Landing => self.slice_done(header.slice, true),

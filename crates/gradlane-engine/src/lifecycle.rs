@@ -147,6 +147,7 @@ impl Engine {
         }
         let owes_nothing = self.scheduler.is_idle()
             && self.work.is_idle()
+            && self.encodes.is_idle()
             && self.server.owed.is_empty()
             && (!self.worker.begun || self.worker.incomplete == 0);
         if !owes_nothing {
@@ -219,6 +220,7 @@ impl Engine {
         self.lifecycle.ended = Some(reason.to_string());
         self.scheduler.clear();
         self.work.clear();
+        self.encodes.clear();
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
         for rank in self.lifecycle.lost.iter().chain(self.lifecycle.departed.keys().copied()) {
             others.remove(rank);
@@ -257,7 +259,7 @@ impl Engine {
             for slice in self.plan.slices_of(id) {
                 let state = self.worker.slice(slice);
                 if state.phase != Phase::Done {
-                    let bytes = self.plan.slice_bytes(slice);
+                    let bytes = self.plan.bytes_as(slice, self.result_form(slice));
                     outstanding.bytes += bytes.saturating_sub(state.received_bytes);
                     if tensor.scheme == Scheme::Ps {
                         owners.insert(self.plan.slice(slice).owner);

@@ -23,7 +23,7 @@ mod _core {
     #[pymodule_export]
     use crate::listener::Listener;
     #[pymodule_export]
-    use crate::plan::plan_json;
+    use crate::plan::{codec_json, plan_json};
     #[pymodule_export]
     use crate::simulate::simulate;
 }

@@ -167,7 +167,8 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(list(rows), indent=1))
+            # A row a line: to be searched and compared with the tools for lines.
+            file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -63,7 +63,7 @@ class _RunsProgress(CellsProgress):
         self._progress.update(self._task, total=estimate_s)
         if runs:
             self._console.print(
-                f"{runs} runs to measure, about {format_duration(estimate_s)}", highlight=False
+                f"{runs} runs to measure: {format_duration(estimate_s)}", highlight=False
             )
         self._show()
 
@@ -90,7 +90,7 @@ class _RunsProgress(CellsProgress):
         return f"{self._ended} of {self._runs} runs"
 
     def _left(self) -> str:
-        return f"about {format_duration(self._time.left_s)} left"
+        return f"{format_duration(self._time.left_s)} left"
 
     def _show(self) -> None:
         self._time.done_s = self._whole_s + self._within_s

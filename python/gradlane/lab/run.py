@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.bound import bound_step_s
-from gradlane.lab.counters import TrafficRecord, TrafficSampler
+from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
@@ -154,6 +154,7 @@ def run_lab(
     *,
     progress: LabProgress | None = None,
     on_rows: Callable[[list[Row]], None] | None = None,
+    on_recording: Callable[[Row, Recording], None] | None = None,
 ) -> list[Row]:
     """Build the cluster, measure its goodput, run everything and return a row for each run.
 
@@ -161,6 +162,7 @@ def run_lab(
         options: what to run.
         progress: told about steps and phases.
         on_rows: called with all finished rows after each run, so that none is lost.
+        on_recording: called with each row and what was sampled for it, before `on_rows`.
 
     Raises:
         LabError: the cluster could not be built, or a rank failed.
@@ -186,6 +188,8 @@ def run_lab(
                 for strategy in order:
                     progress.phase(f"{options.workload} with {strategy.text}")
                     repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput_bps))
+                    if on_recording is not None and runner.recording is not None:
+                        on_recording(repeat_rows[-1], runner.recording)
                     runner.set_bounds(repeat_rows)
                     finished = [*rows, *repeat_rows]
                     summarize(finished)
@@ -216,6 +220,7 @@ class _Runner:
         self._versions = package_versions()
         self._machine = _machine()
         self._trace_path = scratch / "trace.json"
+        self.recording: Recording | None = None
 
     def _next_port(self) -> int:
         # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
@@ -272,7 +277,8 @@ class _Runner:
                 self._progress.advance(done_steps - reported)
                 reported = done_steps
 
-        with TrafficSampler(self._cluster.counter_descriptors()) as sampler:
+        descriptors, processes = self._cluster.counter_descriptors(), self._pool.processes()
+        with TrafficSampler(descriptors, processes=processes) as sampler:
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
@@ -310,6 +316,7 @@ class _Runner:
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
         real_goodput_bps = goodput_bps / dilation
+        self.recording = Recording(record, boundaries_s, real_goodput_bps)
         cpu_share = record.processor_share(start_s, end_s)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
         series["time_s"] = [time_s / dilation for time_s in series["time_s"]]

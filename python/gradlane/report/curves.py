@@ -48,7 +48,7 @@ def curve_plot(
         colors: colour number of each name, or `text` for the colour of text, with square dots.
         x_ticks: values to mark on the horizontal axis, with their texts.
         is_log: whether the horizontal axis is logarithmic.
-        stars: points to point out, by name.
+        stars: points to point out, by name: the first with a star, others with a diamond.
         note: text below the plot.
     """
     traces: list[dict[str, Any]] = []
@@ -64,7 +64,8 @@ def curve_plot(
         traces.append(_trace(name, points, "text", "lines", {"width": 1.5, "dash": "dash"}))
     for name, points in (stars or {}).items():
         traces.append(_trace(name, points, "text", "markers", {"width": 0}))
-        traces[-1]["marker"] = {"size": 15, "symbol": "star-open", "line": {"width": 1.5}}
+        symbol = "star-open" if name == next(iter(stars or {})) else "diamond-open"
+        traces[-1]["marker"] = {"size": 16, "symbol": symbol, "line": {"width": 1.5}}
     layout: dict[str, Any] = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_label}, "automargin": True},

@@ -1,7 +1,7 @@
 //! `f32`, `bf16` and `f16`: every value on its own, rounded to nearest even, little-endian.
 
 use super::lanes::{dispatch, Lanes, Wide, Words, Work, WIDTH};
-use super::source::Source;
+use super::source::{Source, AHEAD};
 use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, Method, Place};
 use crate::element::{Bf16, Element, Storage, F16, F32};
 use crate::Variant;
@@ -202,6 +202,7 @@ impl<E: Elements, const KEEP: bool> Work for Encode<'_, E, KEEP> {
         unsafe {
             while self.elements - at >= WIDTH {
                 let to = self.out.as_mut_ptr().add(at * E::BYTES);
+                self.source.fetch(at + AHEAD);
                 let wanted = self.source.wanted::<R, N>(at);
                 E::store_wide(wanted, to);
                 if KEEP {

@@ -2,6 +2,23 @@
 
 use super::lanes::{Lanes, Mask, Wide};
 
+/// How far ahead values are fetched at least, in elements.
+pub(super) const AHEAD: usize = 512;
+
+/// Asks for the cache line of an address, which need not be valid.
+#[inline(always)]
+pub(super) fn fetch(address: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 machine has SSE; a prefetch of any address does nothing that is seen.
+    unsafe {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    // Other machines have no prefetch in stable Rust.
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// The values of a bucket and, where `KEEP`, their residual.
 ///
 /// The pointers are to as many elements as the bucket has.
@@ -40,6 +57,16 @@ impl<const KEEP: bool> Source<KEEP> {
             } else {
                 value
             }
+        }
+    }
+
+    /// Asks for the cache lines of sixteen elements from `at` on, which may lie past the end: a
+    /// kernel that computes on one bucket has the next one fetched meanwhile.
+    #[inline(always)]
+    pub(super) fn fetch(self, at: usize) {
+        fetch(self.values.wrapping_add(at));
+        if KEEP {
+            fetch(self.residual.wrapping_add(at));
         }
     }
 

@@ -3,7 +3,7 @@
 use super::oracle::{code_of, grid_of, Grid};
 use super::{CODE_MAX, FRONT_BYTES};
 use crate::encode::lanes::{Lanes, Wide, Words, WIDTH};
-use crate::encode::source::Source;
+use crate::encode::source::{Source, AHEAD};
 
 /// Encodes a bucket of at least one value.
 ///
@@ -32,7 +32,10 @@ pub(super) unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         let wide_least = Wide::<R, N>::splat(least);
         let wide_step = Wide::splat(step);
         let wide_steps = Wide::splat(steps_per_value);
+        // The next bucket, for the search of its ends.
+        let ahead = elements.max(AHEAD);
         while elements - at >= WIDTH {
+            source.fetch(at + ahead);
             let wanted = source.wanted(at);
             let steps = Wide::multiply(Wide::subtract(wanted, wide_least), wide_steps);
             // Values lie between the ends, so that codes are in range up to rounding.

@@ -5,7 +5,7 @@
 use super::{average, AVERAGES_BYTES, RUN};
 use crate::encode::bucketed::in_pairs;
 use crate::encode::lanes::{Lanes, Mask, Wide, WIDTH};
-use crate::encode::source::Source;
+use crate::encode::source::{Source, AHEAD};
 
 /// Bytes of the bits of sixteen values.
 const BITS_BYTES: usize = WIDTH / 8;
@@ -54,6 +54,7 @@ unsafe fn signs_and_averages<R: Lanes, const N: usize, const KEEP: bool>(
             let (mut plus_lanes, mut minus_lanes) = (zero, zero);
             let mut at = start;
             while end - at >= WIDTH {
+                source.fetch(at + AHEAD);
                 let wanted = source.wanted::<R, N>(at);
                 let mask = Wide::not_negative(wanted);
                 plus_lanes = Wide::add(plus_lanes, Wide::select(mask, wanted, zero));

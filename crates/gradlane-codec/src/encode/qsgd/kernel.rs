@@ -6,7 +6,7 @@ use super::oracle::{code_of, grid_of, norm2, pack, scale_or_nothing, unpack, val
 use super::{Draws, Levels, Norm, Qsgd, SCALE_BYTES};
 use crate::encode::draw::{BLOCK, DRAWS};
 use crate::encode::lanes::{Lanes, Wide, Words, WIDTH};
-use crate::encode::source::Source;
+use crate::encode::source::{Source, AHEAD};
 
 /// Encodes a bucket of at least one value.
 ///
@@ -191,6 +191,8 @@ impl<const KEEP: bool> Bucket<KEEP> {
         let Bucket { qsgd, scale, draws, source, elements } = self;
         let grid = grid_of(qsgd, scale);
         let step = BLOCK.max(WIDTH * 8 / BITS as usize);
+        // The next bucket, for its search of the largest magnitude.
+        let ahead = elements.max(AHEAD);
         let mut at = 0;
         // SAFETY: as the caller promises; every block is in range of values and codes.
         unsafe {
@@ -203,6 +205,9 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 codes_at::<R, N, KEEP, BITS, SIGN>(constants, source, at, uniform(drawn))
             };
             while elements - at >= step {
+                for lane in (0..step).step_by(WIDTH) {
+                    source.fetch(at + lane + ahead);
+                }
                 let to = codes.as_mut_ptr().add(at * BITS as usize / 8);
                 let mut packed = Words::same(0);
                 for block in 0..step / BLOCK {
