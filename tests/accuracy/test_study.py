@@ -98,7 +98,7 @@ def test_steps_take_the_bound_for_the_bytes_sent() -> None:
     slow = step_s("mlp", plain_bytes, 1e8, 4)
     assert slow == pytest.approx(8 * 0.75 * plain_bytes / 0.956e8, rel=0.05)
     assert step_s("mlp", plain_bytes // 4, 1e8, 4) == pytest.approx(slow / 4, rel=0.1)
-    assert step_s("mlp", plain_bytes, 1e12, 4) == TASKS["mlp"].compute_s
+    assert step_s("mlp", plain_bytes, 1e12, 4) == pytest.approx(TASKS["mlp"].compute_s, rel=0.01)
 
 
 @pytest.mark.parametrize("text", ["p3", "asgd:lr=mean", "onebit"])

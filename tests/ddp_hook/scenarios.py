@@ -207,6 +207,32 @@ def spoil(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
     return {"finite": finite}
 
 
+def halve(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
+    """Train a model whose gradients are bf16, with some parameters that no loss reaches."""
+    with _Group(store, rank, world_size, job):
+        model = make_model()
+        model.append(nn.Identity())
+        model.register_parameter("unused", nn.Parameter(torch.ones(300)))
+        ddp = nn.parallel.DistributedDataParallel(
+            model.bfloat16(), bucket_cap_mb=0.0625, find_unused_parameters=True
+        )
+        state, hook = gradlane.torch.ddp_hook("qsgd:bits=8", small_elems=0)
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        losses = []
+        for step in range(6):
+            inputs, targets = _batch(rank, step)
+            loss = nn.functional.mse_loss(ddp(inputs.bfloat16()).float(), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        parameters = torch.cat([one.detach().float().flatten() for one in model.parameters()])
+        state.close()
+        del ddp
+    return {"parameters": parameters, "losses": losses}
+
+
 def fail(store: Store, rank: int, world_size: int, job: str) -> str:
     """Let encoding fail in the second step, on every rank, and return what backward says."""
     with _Group(store, rank, world_size, job):

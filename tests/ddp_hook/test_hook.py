@@ -101,6 +101,13 @@ def test_a_gradient_that_is_no_number_is_seen_everywhere_and_forgotten(pool: Ran
         assert result["finite"] == [True, False, True]
 
 
+def test_bf16_gradients_and_unused_parameters_are_averaged_too(pool: RankPool) -> None:
+    results = pool.run(f"{SCENARIOS}:halve")
+    for result in results[1:]:
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+    assert results[0]["losses"][-1] < results[0]["losses"][0]
+
+
 def test_a_failure_ends_backward_with_its_text(pool: RankPool) -> None:
     for text in pool.run(f"{SCENARIOS}:fail", ranks=2):
         assert "no room for the bytes" in text and "step 2" in text
