@@ -355,6 +355,11 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as end:
+        # Typer makes this of Ctrl-C, without a word.
+        if end.code == 130:
+            typer.echo("interrupted", err=True)
+        raise
     except Terminated:
         typer.echo("terminated", err=True)
         sys.exit(143)
