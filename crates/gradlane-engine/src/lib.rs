@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod each;
 mod engine;
 mod error;
 mod inbound;
@@ -29,6 +30,7 @@ mod queue;
 mod rank_set;
 mod scheduler;
 mod server;
+mod staleness;
 mod strategy;
 mod work;
 mod worker;
@@ -39,7 +41,8 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{check_ready_rule, Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

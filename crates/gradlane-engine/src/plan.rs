@@ -4,7 +4,7 @@
 //! they are observed while training and switched at step boundaries.
 
 use crate::error::PlanError;
-use crate::strategy::{Granularity, Placement, Strategy};
+use crate::strategy::{Granularity, Placement, PullRule, ReadyRule, Strategy};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -99,7 +99,8 @@ impl Plan {
     /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server.
     ///
     /// # Errors
-    /// When the world is empty, a trained tensor holds plain bytes, or there are too many slices.
+    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, or the
+    /// strategy's ready rule does not go with the rest.
     pub fn build(
         tensors: Vec<TensorSpec>,
         strategy: Strategy,
@@ -109,6 +110,7 @@ impl Plan {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
+        check_ready_rule(&strategy, update)?;
         let mut placer = Placer::new(strategy.placement, world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
@@ -223,6 +225,25 @@ impl Placer {
                 owner
             }
         }
+    }
+}
+
+/// Which ready rules go with which updates and pull rules.
+///
+/// # Errors
+/// When they do not, with the reason.
+pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanError> {
+    let name = &strategy.name;
+    match strategy.ready {
+        ReadyRule::All => Ok(()),
+        ReadyRule::Each if update != Update::Server => Err(PlanError::new(format!(
+            "strategy {name:?} applies each rank's gradients alone, where the parameters are: it \
+             asks for update=server; with update=worker every rank would train a model of its own"
+        ))),
+        ReadyRule::Each if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
+            "strategy {name:?} answers each push at once: it has no use for a pull rule"
+        ))),
+        ReadyRule::Each => Ok(()),
     }
 }
 

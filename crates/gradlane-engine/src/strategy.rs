@@ -64,6 +64,9 @@ pub enum PullRule {
 pub enum ReadyRule {
     /// Those of all ranks: synchronous training.
     All,
+    /// None: each push is applied and answered alone (asynchronous SGD). Asks for updates on the
+    /// server.
+    Each,
 }
 
 /// When a tensor that is complete is given to its waiters.
@@ -104,11 +107,16 @@ pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
 
 impl Strategy {
     /// The names that [`Strategy::named`] knows.
-    pub const NAMES: [&'static str; 5] = ["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
+    pub const NAMES: [&'static str; 6] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "asgd"];
+    /// Those of them that give all ranks the same mean in each step.
+    pub const SYNCHRONOUS: [&'static str; 5] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
 
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
-    /// `deferred-pull` (R4). `slice_elems` replaces the slice size of the first three (`None`:
-    /// 50,000, and 2 MB for `wfbp`); `seed` places whole tensors in the last two.
+    /// `deferred-pull` (R4), `asgd` (R5; everything but the ready rule is P3's). `slice_elems`
+    /// replaces the slice size of the first three and of `asgd` (`None`: 50,000, and 2 MB for
+    /// `wfbp`); `seed` places whole tensors in `kvstore` and `deferred-pull`.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -144,6 +152,7 @@ impl Strategy {
             }),
             "kvstore" => Ok(kvstore),
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
+            "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
             _ => Err(PlanError::new(format!(
                 "unknown strategy {name:?}; known are {}",
                 Strategy::NAMES.join(", ")

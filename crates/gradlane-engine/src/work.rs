@@ -1,6 +1,7 @@
 //! Work waiting for the driver's threads, most urgent first. What exactly is to be done is decided
 //! as late as possible: when the driver asks.
 
+use crate::each::Push;
 use crate::io::{BufferRef, WorkId};
 use crate::scheduler::Key;
 use crate::server::Part;
@@ -13,6 +14,8 @@ use gradlane_units::{Rank, SliceId, Step};
 pub(crate) enum Pending {
     /// Reduce the contributions of an owned slice.
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
+    /// Apply one rank's push to an owned slice (ready rule `Each`).
+    Apply { slice: SliceId, push: Push },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
@@ -29,6 +32,12 @@ pub(crate) enum Running {
         spent: Vec<BufferRef>,
         /// Whether the result went into the tensor's memory in the same pass.
         in_place: bool,
+    },
+    Apply {
+        slice: SliceId,
+        push: Push,
+        /// Buffer with the new state.
+        output: BufferRef,
     },
     Install {
         slice: SliceId,

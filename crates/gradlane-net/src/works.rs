@@ -5,7 +5,7 @@ use crate::executor::Executor;
 use crate::kernels::{Contributions, Done, Job, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
-use gradlane_engine::{JournaledEngine, Operation, Plan, Region, Work};
+use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
 use gradlane_units::{SliceId, TensorId};
 use std::sync::Arc;
 
@@ -14,6 +14,8 @@ use std::sync::Arc;
 pub(crate) struct Works {
     executor: Executor,
     plan: Arc<Plan>,
+    /// Whether each push is a step of the optimizer, which then only the owner can count.
+    applies_each: bool,
     /// Per tensor: settings in force from the last `set_optimizer` on.
     rules: Vec<Option<Rule>>,
     /// Set in steps that broadcast state in place of parameters.
@@ -30,6 +32,7 @@ impl Works {
         Works {
             executor,
             plan: Arc::clone(plan),
+            applies_each: plan.strategy.ready == ReadyRule::Each,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
@@ -144,6 +147,10 @@ impl Works {
                 state: self.states[work.slice.index()].take().unwrap_or_default(),
             },
             (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
+                let rule = self.rules[work.tensor.index()]
+                    .ok_or("no optimizer settings: call set_optimizer before gradients")?;
+                let mut state = self.states[work.slice.index()].take().unwrap_or_default();
+                let rule = if self.applies_each { state.count(rule) } else { rule };
                 Kernel::Apply {
                     from: Contributions {
                         inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
@@ -153,9 +160,8 @@ impl Works {
                     },
                     parameters: locate(parameters)?,
                     output: locate(output)?,
-                    rule: self.rules[work.tensor.index()]
-                        .ok_or("no optimizer settings: call set_optimizer before gradients")?,
-                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                    rule,
+                    state,
                 }
             }
         };

@@ -7,7 +7,7 @@ use gradlane_engine::{
     Engine, EngineOptions, Event, Failure, Landing, Memory, Operation, Payload, Plan, Region, Role,
     Strategy, TensorSpec, Transmit, Update, Work,
 };
-use gradlane_units::{Dtype, Priority, Rank, Rng, Step, TensorId};
+use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::FrameHeader;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -22,12 +22,23 @@ pub struct Node {
     unsent: VecDeque<Transmit>,
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
+    pub applied: Vec<Applied>,
     pub switched: Vec<(u32, Step)>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
     /// Frames in the order in which they were handed out.
     pub log: Vec<FrameHeader>,
+}
+
+/// One `Event::Applied`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Applied {
+    pub slice: SliceId,
+    pub rank: Rank,
+    pub step: Step,
+    pub version: u64,
+    pub staleness: u64,
 }
 
 /// Frames on their way from one rank to another.
@@ -53,8 +64,9 @@ pub fn tensors(sizes: &[u64]) -> Vec<TensorSpec> {
 }
 
 pub fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world_size: u32) -> Arc<Plan> {
+    let update = if strategy == "asgd" { Update::Server } else { Update::Worker };
     let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a known strategy");
-    let plan = Plan::build(tensors(sizes), strategy, Update::Worker, world_size);
+    let plan = Plan::build(tensors(sizes), strategy, update, world_size);
     Arc::new(plan.expect("a plan that can be built"))
 }
 
@@ -79,6 +91,7 @@ impl Cluster {
                 unsent: VecDeque::new(),
                 ready: Vec::new(),
                 completed: Vec::new(),
+                applied: Vec::new(),
                 switched: Vec::new(),
                 failure: None,
                 closed: false,
@@ -128,6 +141,20 @@ impl Cluster {
             }
         }
         self.nodes.iter_mut().for_each(Node::take_events);
+    }
+
+    /// A number of random actions.
+    pub fn stir(&mut self, actions: u32) {
+        for _ in 0..actions {
+            let node = self.rng.below(self.world()) as usize;
+            match self.rng.below(5) {
+                0 => self.take_work(node),
+                1 => self.do_work(node),
+                2 => self.hand_to_kernel(node),
+                3 => self.transmit(node),
+                _ => self.deliver(node),
+            };
+        }
     }
 
     /// Every action once on every node: nothing is left only when nothing moves here.
@@ -353,6 +380,9 @@ impl Node {
                     self.ready.push((tensor, step, absent));
                 }
                 Event::StepComplete { step } => self.completed.push(step),
+                Event::Applied { slice, rank, step, version, staleness } => {
+                    self.applied.push(Applied { slice, rank, step, version, staleness });
+                }
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),
                 // Reading a buffer that is free, or writing past it, panics from now on.
                 Event::BufferFree(buffer) => {
