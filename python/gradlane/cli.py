@@ -68,7 +68,7 @@ def lab_run(
         str,
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull, auto."
+            "slicing, wfbp, kvstore, deferred-pull, asgd, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
@@ -325,7 +325,7 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring-fused."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring-fused."
         ),
     ] = "wfbp,p3",
     codec: Annotated[str, typer.Option(help="Encoding of gradients: raw.")] = "raw",

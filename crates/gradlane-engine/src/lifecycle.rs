@@ -148,8 +148,7 @@ impl Engine {
             return;
         }
         let complete = !self.worker.begun || self.worker.incomplete == 0;
-        let idle =
-            self.scheduler.is_idle() && self.work.is_idle() && self.server.owed.is_empty();
+        let idle = self.scheduler.is_idle() && self.work.is_idle() && self.server.owed.is_empty();
         // Under `Each` a goodbye says that this rank pushes no more; it serves the others until
         // they have said the same.
         if !complete || !(idle || self.serves_to_the_end()) {

@@ -18,7 +18,7 @@ fn push(rank: u32, step: u64) -> f32 {
 
 /// Whether a rank has a gradient for a tensor in a step.
 fn has(rank: u32, step: u64, tensor: usize, holes: bool) -> bool {
-    !holes || (u64::from(rank) + step + tensor as u64) % 3 != 0
+    !holes || !(u64::from(rank) + step + tensor as u64).is_multiple_of(3)
 }
 
 /// One rank's way through its steps.
@@ -52,7 +52,8 @@ impl Run {
         }
         cluster.step_zero();
         cluster.nodes.iter_mut().for_each(|node| node.completed.clear());
-        let walk = |&(steps, lazy): &(u64, u32)| Walk { steps, lazy, step: 0, left: 0, ended: true };
+        let walk =
+            |&(steps, lazy): &(u64, u32)| Walk { steps, lazy, step: 0, left: 0, ended: true };
         let walks = walks.iter().map(walk).collect();
         Run { cluster, sizes: sizes.to_vec(), walks, holes: false, held: BTreeMap::new() }
     }

@@ -1,11 +1,22 @@
 //! What a finished run comes to.
 
 use crate::node::Node;
-use crate::report::{median, Report, TensorWait, Utilization};
+use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
 
 impl Run {
+    fn staleness_figures(&self) -> Option<StalenessFigures> {
+        let tallies = self.staleness.tallies();
+        let pushes: u64 = tallies.iter().map(|tally| tally.pushes).sum();
+        let sum: u64 = tallies.iter().map(|tally| tally.sum).sum();
+        (pushes > 0).then(|| StalenessFigures {
+            pushes,
+            mean: sum as f64 / pushes as f64,
+            max: tallies.iter().map(|tally| tally.max).max().unwrap_or_default(),
+        })
+    }
+
     /// Adds up a run that has finished.
     pub(crate) fn outcome(self, scenario: &Scenario) -> Outcome {
         assert_eq!(self.frames.len(), 0, "a frame was sent and has not arrived");
@@ -61,6 +72,7 @@ impl Run {
             work_utilization: self.meters.work_ns as f64 / ranks / (all * 1e9),
             steps_s,
             utilization,
+            staleness: self.staleness_figures(),
             frames: self.meters.frames,
             bytes: sent,
             events: self.calendar.made(),

@@ -166,7 +166,7 @@ class Gradlane:
             world_size=place.world_size,
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
-            update="worker",
+            update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,
             job=place.job,
@@ -189,6 +189,8 @@ class Gradlane:
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
         counters = dict(self._session.metrics())
+        if staleness := self._session.staleness():
+            counters["staleness_by_rank"] = staleness
         if self._session.plan is not None:
             plan = self._session.plan.to_json()
             del plan["tensors"]

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.options import EXACT_STRATEGIES, SLICE_ELEMS
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
 from gradlane.whatif.profiles import Profile
@@ -89,7 +89,7 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most."""
-    return len(STRATEGIES) + len(SLICES) + len(FRAMES) + 4
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 4
 
 
 def search(
@@ -135,7 +135,7 @@ def search(
 def _candidates(base: Settings) -> list[tuple[str, Sequence[Value]]]:
     slices = (base.slice_elems_in_force, *SLICES)
     return [
-        ("strategy", STRATEGIES),
+        ("strategy", EXACT_STRATEGIES),
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
@@ -187,7 +187,7 @@ def _choose(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    return float(STRATEGIES.index(str(value)))
+    return float(EXACT_STRATEGIES.index(str(value)))
 
 
 class _Simulations:
