@@ -225,7 +225,8 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 level: Wide::splat(grid.level),
                 half: Wide::splat(qsgd.half),
             };
-            while elements - at >= MANY * BLOCK {
+            // Uniform levels are the rarer choice, and every body takes its time to compile.
+            while SIGN && elements - at >= MANY * BLOCK {
                 self.blocks::<R, N, BITS, SIGN, MANY>(constants, at, codes);
                 at += MANY * BLOCK;
             }
