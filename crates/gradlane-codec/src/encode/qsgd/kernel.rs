@@ -1,8 +1,8 @@
-//! QSGD in wide registers: the same operations as the oracle's, sixteen at a time.
+//! Encoding QSGD in wide registers: the same operations as the oracle's, sixteen at a time.
 //!
 //! Whole blocks of the layout are done here; what is left of a bucket is done by the oracle's steps.
 
-use super::oracle::{code_of, grid_of, norm2, pack, scale_or_nothing, unpack, value_of};
+use super::oracle::{code_of, grid_of, norm2, pack, scale_or_nothing, value_of};
 use super::{Draws, Levels, Norm, Qsgd, SCALE_BYTES};
 use crate::encode::draw::{BLOCK, DRAWS};
 use crate::encode::lanes::{Lanes, Wide, Words, WIDTH};
@@ -115,7 +115,7 @@ unsafe fn uniform<R: Lanes, const N: usize>(bits: Words<R, N>) -> Wide<R, N> {
     // SAFETY: the caller enables the instructions.
     unsafe {
         let bits = Words::and(bits, Words::same(0xffff << 7));
-        // One and a half of the last bit drawn: exact, and so is the difference.
+        // Half of the last bit drawn on top: exact, and so is the difference.
         let above_one = Words::or(bits, Words::same(0x3f80_0040));
         Wide::subtract(Wide::of_words(above_one), Wide::splat(1.0))
     }
@@ -215,7 +215,7 @@ impl<const KEEP: bool> Bucket<KEEP> {
         self,
         codes: &mut [u8],
     ) {
-        let Bucket { qsgd, scale, draws, source, elements } = self;
+        let Bucket { qsgd, scale, elements, .. } = self;
         let grid = grid_of(qsgd, scale);
         let mut at = 0;
         // SAFETY: as the caller promises; every block is in range of values and codes.
@@ -241,13 +241,26 @@ impl<const KEEP: bool> Bucket<KEEP> {
                     at += BLOCK;
                 }
             }
-            codes[at * BITS as usize / 8..].fill(0);
-            while at < elements {
+            if at < elements {
+                self.rest(at, codes);
+            }
+        }
+    }
+
+    /// Writes the codes of the values from `at` on, one after another.
+    #[inline(never)]
+    unsafe fn rest(self, at: usize, codes: &mut [u8]) {
+        let Bucket { qsgd, scale, draws, source, elements } = self;
+        let grid = grid_of(qsgd, scale);
+        let bits = qsgd.options.bits;
+        codes[at * bits as usize / 8..].fill(0);
+        for at in at..elements {
+            // SAFETY: as the caller promises.
+            unsafe {
                 let wanted = source.wanted_one(at);
                 let code = code_of(qsgd, grid, wanted, draws.uniform(at));
-                pack(BITS, elements, at, code, codes);
+                pack(bits, elements, at, code, codes);
                 source.keep_one(at, wanted, value_of(qsgd, scale, code));
-                at += 1;
             }
         }
     }
@@ -302,80 +315,5 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 }
             }
         }
-    }
-}
-
-/// Decodes a bucket into `out`, or adds it where `ADD`.
-///
-/// # Safety
-///
-/// Runs where the instructions of `R` are enabled.
-#[inline(always)]
-pub(super) unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
-    qsgd: Qsgd,
-    bytes: &[u8],
-    out: &mut [f32],
-) {
-    assert_eq!(bytes.len(), qsgd.bytes(out.len()), "the length was checked");
-    // SAFETY: as the caller promises.
-    unsafe {
-        match qsgd.options.bits {
-            2 => values::<R, N, ADD, 2>(qsgd, bytes, out),
-            4 => values::<R, N, ADD, 4>(qsgd, bytes, out),
-            8 => values::<R, N, ADD, 8>(qsgd, bytes, out),
-            _ => values::<R, N, ADD, 16>(qsgd, bytes, out),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn values<R: Lanes, const N: usize, const ADD: bool, const BITS: u32>(
-    qsgd: Qsgd,
-    bytes: &[u8],
-    out: &mut [f32],
-) {
-    let (scale, codes) = bytes.split_first_chunk::<SCALE_BYTES>().expect("the length was checked");
-    let scale = f32::from_le_bytes(*scale);
-    let elements = out.len();
-    let per_byte = if BITS < 8 { 8 / BITS as usize } else { 1 };
-    let step = WIDTH * per_byte;
-    let mut at = 0;
-    // SAFETY: as the caller promises; every block is in range of values and codes.
-    unsafe {
-        let level = Wide::<R, N>::splat(scale / qsgd.half);
-        let half = Wide::splat(qsgd.half);
-        let set = |at: usize, code: Words<R, N>, out: &mut [f32]| {
-            let to = out.as_mut_ptr().add(at);
-            let value = Wide::multiply(Wide::subtract(Wide::of_integers(code), half), level);
-            let value = if ADD { Wide::add(Wide::load(to), value) } else { value };
-            value.store(to);
-        };
-        while elements - at >= step {
-            let from = codes.as_ptr().add(at * BITS as usize / 8);
-            if BITS == 16 {
-                set(at, Words::load_pairs(from), out);
-            } else {
-                let packed = Words::load_bytes(from);
-                let lowest = Words::same((1 << BITS) - 1);
-                match BITS {
-                    2 => {
-                        set(at, Words::and(packed, lowest), out);
-                        set(at + WIDTH, Words::and(packed.right::<2>(), lowest), out);
-                        set(at + 2 * WIDTH, Words::and(packed.right::<4>(), lowest), out);
-                        set(at + 3 * WIDTH, packed.right::<6>(), out);
-                    }
-                    4 => {
-                        set(at, Words::and(packed, lowest), out);
-                        set(at + WIDTH, packed.right::<4>(), out);
-                    }
-                    _ => set(at, packed, out),
-                }
-            }
-            at += step;
-        }
-    }
-    for (at, slot) in out.iter_mut().enumerate().skip(at) {
-        let value = value_of(qsgd, scale, unpack(BITS, elements, at, codes));
-        *slot = if ADD { *slot + value } else { value };
     }
 }
