@@ -9,6 +9,7 @@ use super::options::DgcOptions;
 use super::selection::{count_of, select};
 use super::{topk, wire};
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+#[cfg(target_arch = "x86_64")]
 use crate::variant::Instructions;
 use crate::Variant;
 

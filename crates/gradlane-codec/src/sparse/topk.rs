@@ -4,6 +4,7 @@ use super::options::TopkOptions;
 use super::selection::{count_of, select};
 use super::wire;
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+#[cfg(target_arch = "x86_64")]
 use crate::variant::Instructions;
 use crate::Variant;
 
