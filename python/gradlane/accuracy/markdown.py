@@ -211,8 +211,9 @@ def page_text(rows: Sequence[Row], command: str) -> str:
 
 INTRODUCTION = """
 Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
-Tables are means over seeds ± standard deviation; a difference is called noise within two standard
-errors of zero, each seed compared with the same seed of `p3`, which is full precision.
+Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
+which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
+t) holds zero.
 
 - Every worker's gradient goes through the kernels that training uses, with its residual; the mean
   is summed in rank order and encoded once more with the owner's residual; all workers decode the
