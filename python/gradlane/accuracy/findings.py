@@ -5,6 +5,7 @@ Everything that a table, a page or a sentence shows is computed here, from rows 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def is_noise(change: Spread) -> bool:
     count = len(change.values)
     if count < 2:
         return True
-    width = T_QUANTILES.get(count, T_QUANTILE_MANY) * change.deviation / count**0.5
+    width = T_QUANTILES.get(count, T_QUANTILE_MANY) * change.deviation / math.sqrt(count)
     return abs(change.mean) <= width
 
 
