@@ -338,10 +338,10 @@ def report(
     require_writable(target)
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
-    elif is_of_preset(rows := rows_in(content, results)):
-        report_from_preset(rows, target)
+    elif isinstance(content, list) and is_of_preset(content):
+        report_from_preset(content, target)
     else:
-        report_from_results(rows, target)
+        report_from_results(rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 
