@@ -37,7 +37,7 @@ fn codecs_shorten_steps_by_their_bytes_and_cost_what_the_host_says() {
     assert!((right.port_bound_s / few.port_bound_s - ratio).abs() < 0.02);
     assert!(few.step_s < right.step_s / 2.0, "{} and {}", few.step_s, right.step_s);
     assert_eq!(few.step_s.max(few.port_bound_s * 0.999), few.step_s);
-    let mut slow = encoded(raw.clone(), "qsgd:bits=8");
+    let mut slow = encoded(raw, "qsgd:bits=8");
     slow.costs.encode_byte_s = 20e-9;
     slow.costs.decode_byte_s = 20e-9;
     let slow = simulate(&slow).expect("a report").report;
