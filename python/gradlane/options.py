@@ -104,6 +104,11 @@ class Options:
                 'where the parameters are kept for all ranks, so it asks for update="server"; '
                 "otherwise every rank would train a model of its own"
             )
+        if self.codec != RAW:
+            raise ValueError(
+                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
+                "encoded; use another strategy, or no codec"
+            )
         if self.check_every:
             raise ValueError(
                 f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
