@@ -49,8 +49,9 @@ def plan_json(
 
     Args:
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
-            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`.
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`; with `scheme`, `ps` or
+            `ring`, where it is another one than the strategy's.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull` or `ring`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
         update: `worker` or `server`.

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+SERVER_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+"""Strategies that add up on servers, in rank order: all give the same bits."""
+RING = "ring"
+"""The strategy that is p3 round a ring, and the scheme of its tensors."""
+STRATEGIES = (*SERVER_STRATEGIES, RING)
+SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4, RING: 16_384}
+"""The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
+are never larger."""
 UPDATES = ("worker", "server")
+SCHEMES = ("ps", RING)
+"""How gradients are aggregated: on servers, or round a ring."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        if self.strategy == RING:
+            why = ring_refusal(self.strategy, self.update)
+            if why:
+                raise ValueError(f"strategy is 'ring', but {why}")
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -84,6 +95,49 @@ class Options:
         """Return the options that must be the same on every rank."""
         names = ("strategy", "slice_elems", "seed", "update", "frame_bytes", "check_every")
         return {name: getattr(self, name) for name in names}
+
+
+def strategy_of(strategy: str, scheme: str | None) -> str:
+    """Return the strategy that another one is with a scheme.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        scheme: one of `SCHEMES`, or None: the strategy's own.
+
+    Raises:
+        ValueError: the scheme is unknown, or does not go with the strategy.
+    """
+    if scheme is None:
+        return strategy
+    _one_of("scheme", scheme, SCHEMES)
+    if (scheme == RING) == (strategy == RING):
+        return strategy
+    if scheme == RING and strategy == Options.strategy:
+        return RING
+    if strategy == RING:
+        raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
+    why = ring_refusal(strategy, Options.update)
+    raise ValueError(
+        f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
+        f"{Options.strategy!r}"
+    )
+
+
+def ring_refusal(strategy: str, update: str) -> str:
+    """Say why tensors cannot go round a ring under these settings; empty if they can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which keeps optimizer state on the servers that own slices, and "
+            "a ring has none: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -41,7 +41,7 @@ from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed
 from gradlane.join import Join
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import Options
+from gradlane.options import Options, strategy_of
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import Prepared, describe
@@ -67,6 +67,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     strategy: str = Options.strategy,
+    scheme: str | None = None,
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     update: str = Options.update,
@@ -97,7 +98,10 @@ def init(
         store: the rendezvous store.
         rank: this rank.
         world_size: number of ranks.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull` or `ring`. All but `ring` give
+            the same results at any number of ranks, `ring` at two; see `docs/ring.md`.
+        scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
+            ring, which makes strategy `p3` strategy `ring`; None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
@@ -133,7 +137,7 @@ def init(
         GradlaneError: the compiled core is missing.
     """
     options = Options(
-        strategy=strategy,
+        strategy=strategy_of(strategy, scheme),
         slice_elems=slice_elems,
         seed=seed,
         update=update,
@@ -234,7 +238,8 @@ class Session:
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
-                (see `docs/planning.md`); None: the session's. Results are the same bits.
+                (see `docs/planning.md`); None: the session's. Results are the same bits, but of
+                tensors with another scheme.
 
         Returns:
             The same two objects.
@@ -264,7 +269,7 @@ class Session:
         around = self._around
         if agreed.plan is not None:
             options = agreed.plan.settings.applied_to(around.options)
-            around = replace(around, options=options)
+            around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plan = agreed.plan
         learns = agreed.learns and self.world_size > 1
         links = self.probe(directions=False) if learns else None

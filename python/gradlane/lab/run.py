@@ -31,6 +31,7 @@ from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.strategy import Strategy
 from gradlane.lab.workloads import NAMES
 from gradlane.lab.workloads.contract import TensorTiming
+from gradlane.options import RING
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -357,7 +358,7 @@ class _Runner:
                     workers=row.workers,
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
-                    scheme="ps",
+                    scheme=RING if row.strategy == RING else "ps",
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.options import RING, SLICE_ELEMS, STRATEGIES
 from gradlane.planner.settings import LEARNING_STEPS
 
 AUTO = "auto"
@@ -69,7 +69,7 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        return self.family in ("gradlane", "ddp-gather")
+        return self.family in ("gradlane", "ddp-gather") and self.setting != RING
 
 
 def parse_strategy(text: str) -> Strategy:

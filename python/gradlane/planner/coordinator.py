@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.options import RING
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import reason_of, summary_of
-from gradlane.planner.schemes import Cost, Layer, costs_of
+from gradlane.planner.schemes import SCHEMES, Cost, Layer, costs_of
 from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.grid import GOODPUT_SHARE
@@ -172,12 +173,14 @@ class Coordinator:
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
         costs = costs_of(layer, workers, servers, batch_size)
-        best = costs[0]
+        best = next(cost for cost in costs if SCHEMES[cost.scheme].is_chosen)
         reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
         if len(costs) == 1:
             reason += ", the only scheme that there is for it"
         else:
-            others = ", ".join(f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in costs[1:])
+            others = ", ".join(
+                f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in costs if one is not best
+            )
             reason += f"; {others}"
         return SchemeChoice(best.scheme, tuple(costs), reason)
 
@@ -187,6 +190,8 @@ class Coordinator:
         schemes = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
+            if settings.strategy == RING:
+                choice = SchemeChoice(RING, choice.costs, "ring: as the strategy says")
             schemes.update(dict.fromkeys(layer.parameters, choice))
         return tuple(
             PlannedTensor(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradlane.options import RING, ring_refusal
 from gradlane.planner.schemes import SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
@@ -74,6 +75,11 @@ class Plan:
     prediction: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Mapping[str, Any], ...] = ()
     summary: str = ""
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each tensor is aggregated, by name; empty where the plan is for any model."""
+        return {tensor.name: tensor.scheme for tensor in self.tensors}
 
     @property
     def digest(self) -> str:
@@ -200,6 +206,10 @@ def parse_plan(text: str, where: str) -> Plan:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise fields.error("tensors", f"{twice!r} occurs twice")
+    for row, tensor in zip(rows, plan.tensors, strict=True):
+        why = ring_refusal(plan.settings.strategy, plan.facts.update)
+        if tensor.scheme == RING and why:
+            raise row.error("scheme", f"is 'ring', but {why}")
     if "digest" in source and source["digest"] != plan.digest:
         raise fields.error(
             "digest",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gradlane.options import RING
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -58,11 +60,14 @@ class Scheme:
         fits: whether it can aggregate a layer.
         node_floats: numbers that the busiest node sends and receives for a layer, given the
             numbers of workers and servers and the batch size of a worker.
+        is_chosen: whether the coordinator chooses it by itself; not where sums have another order,
+            since a plan that was found changes no bit.
     """
 
     name: str
     fits: Callable[[Layer], bool]
     node_floats: Callable[[Layer, int, int, int], float]
+    is_chosen: bool = True
 
 
 def _server_floats(layer: Layer, workers: int, servers: int, batch_size: int) -> float:
@@ -71,8 +76,15 @@ def _server_floats(layer: Layer, workers: int, servers: int, batch_size: int) ->
     return 2.0 * layer.elements * (workers + servers - 2) / servers
 
 
+def _ring_floats(layer: Layer, workers: int, servers: int, batch_size: int) -> float:
+    """A ring: 2 M N (P1 - 1) / P1 numbers leave each node, and as many arrive."""
+    del servers, batch_size
+    return 4.0 * layer.elements * (workers - 1) / workers
+
+
 SCHEMES: dict[str, Scheme] = {
     "ps": Scheme("ps", lambda layer: True, _server_floats),
+    RING: Scheme(RING, lambda layer: True, _ring_floats, is_chosen=False),
 }
 """Schemes that the engine has. Of two that cost the same the first one is chosen."""
 

@@ -16,7 +16,7 @@ _WORKERS_MOST = 100_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan decides. All settings give the same results, bit by bit.
+    """What a plan decides. All settings give the same results, bit by bit, but strategy `ring`.
 
     Attributes:
         strategy: one of `gradlane.options.STRATEGIES`.
