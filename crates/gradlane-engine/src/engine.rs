@@ -4,6 +4,7 @@
 
 use crate::buffers::BufferTable;
 use crate::error::UsageError;
+use crate::gather::Gather;
 use crate::io::{Event, Memory, Region, Transmit};
 use crate::lifecycle::Lifecycle;
 use crate::plan::{Plan, Update};
@@ -69,6 +70,7 @@ pub struct Engine {
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) ring: Ring,
+    pub(crate) gather: Gather,
     pub(crate) work: WorkQueue,
     pub(crate) buffers: BufferTable,
     pub(crate) events: VecDeque<Event>,
@@ -98,6 +100,7 @@ impl Engine {
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
+            gather: Gather::default(),
             work: WorkQueue::new(options.work_depth.max(1)),
             buffers: BufferTable::default(),
             events: VecDeque::new(),
@@ -191,6 +194,13 @@ impl Engine {
     /// For an unknown tensor, a second call in a step, another step than the current one, or an
     /// ended session. Nothing was changed then.
     pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+        self.check_call(tensor, step, "gradient_ready")?;
+        let planned = self.plan.tensor(tensor);
+        if planned.scheme == Scheme::Gather {
+            let name = &planned.spec.name;
+            let message = format!("tensor {name:?} has blocks of any size: use block_ready");
+            return Err(UsageError::Argument(message));
+        }
         self.contribute(tensor, step, Contribution::Gradient, "gradient_ready")
     }
 
@@ -203,7 +213,7 @@ impl Engine {
         self.contribute(tensor, step, Contribution::Absent, "tensor_absent")
     }
 
-    fn contribute(
+    pub(crate) fn contribute(
         &mut self,
         tensor: TensorId,
         step: Step,
@@ -231,8 +241,10 @@ impl Engine {
 
     /// Queues the pushes of a tensor, or hands its own slices to the server.
     pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
-        if self.plan.tensor(tensor).scheme == Scheme::Ring {
-            return self.contribute_round(tensor);
+        match self.plan.tensor(tensor).scheme {
+            Scheme::Ps => {}
+            Scheme::Ring => return self.contribute_round(tensor),
+            Scheme::Gather => return self.contribute_block(tensor),
         }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
@@ -323,7 +335,7 @@ impl Engine {
         Ok(())
     }
 
-    fn check_call(
+    pub(crate) fn check_call(
         &self,
         tensor: TensorId,
         step: Step,
@@ -404,6 +416,7 @@ impl Engine {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
                 FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
+                FrameKind::Block => self.sent_block(header.tensor, header.step),
                 _ => {}
             }
         }
@@ -492,6 +505,7 @@ impl Engine {
             sender: self.rank(),
             offset: 0,
             length: 0,
+            block_bytes: 0,
             hop: 0,
             payload_crc: 0,
         }

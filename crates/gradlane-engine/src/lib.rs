@@ -19,6 +19,7 @@ mod aggregate;
 mod buffers;
 mod engine;
 mod error;
+mod gather;
 mod inbound;
 mod io;
 mod journal;

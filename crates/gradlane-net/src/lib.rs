@@ -18,6 +18,7 @@
 //! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
 //! `memory`, `kernels` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
+mod blocks;
 mod channel;
 mod connection;
 mod descriptors;
@@ -44,6 +45,7 @@ mod syscall;
 mod trace;
 mod works;
 
+pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};

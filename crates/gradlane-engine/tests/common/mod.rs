@@ -25,6 +25,8 @@ pub struct Node {
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
     pub switched: Vec<(u32, Step)>,
+    /// Blocks that were gathered, by rank.
+    pub blocks: BTreeMap<(TensorId, Step), Vec<Option<(Region, Vec<u8>)>>>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
@@ -82,6 +84,7 @@ impl Cluster {
                 ready: Vec::new(),
                 completed: Vec::new(),
                 switched: Vec::new(),
+                blocks: BTreeMap::new(),
                 failure: None,
                 closed: false,
                 dead: false,
@@ -261,6 +264,19 @@ impl Cluster {
 }
 
 impl Node {
+    /// Says that the blocks of a tensor are done with; they must be as they were.
+    pub fn release(&mut self, tensor: TensorId, step: Step) {
+        let blocks = self.blocks.remove(&(tensor, step)).expect("blocks that were gathered");
+        for (region, bytes) in blocks.into_iter().flatten() {
+            // That of this rank is the application's again.
+            if matches!(region.memory, Memory::Buffer(_)) {
+                assert_eq!(self.read(region), bytes, "{tensor} in {step}");
+            }
+        }
+        self.engine.release_blocks(tensor, step).expect("a release");
+        self.take_events();
+    }
+
     fn bytes_of(&self, memory: Memory) -> Vec<u8> {
         let floats = |values: &Vec<f32>| values.iter().flat_map(|it| it.to_le_bytes()).collect();
         match memory {
@@ -353,6 +369,11 @@ impl Node {
             match event {
                 Event::TensorReady { tensor, step, absent } => {
                     self.ready.push((tensor, step, absent));
+                }
+                Event::BlocksReady { tensor, step, blocks } => {
+                    let blocks =
+                        blocks.iter().map(|it| it.map(|region| (region, self.read(region))));
+                    self.blocks.insert((tensor, step), blocks.collect());
                 }
                 Event::StepComplete { step } => self.completed.push(step),
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),

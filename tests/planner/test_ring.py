@@ -23,7 +23,7 @@ from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optim
 needs_core = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
 )
-HERE = "tests.planner.test_schemes"
+HERE = "tests.planner.test_ring"
 FACTS = ClusterFacts(workers=3, rate_bps=1e9)
 
 
