@@ -78,7 +78,7 @@ def demo(
 def whatif(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
     rate: Annotated[
@@ -87,11 +87,17 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring (p3 round a "
-            "ring), ring-fused (a model of fused buffers and rings)."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
+            "a ring), ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
-    codec: Annotated[str, typer.Option(help="Encoding of gradients: raw.")] = "raw",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if "
+            "absent."
+        ),
+    ] = None,
     compression: Annotated[
         str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
     ] = "1",
@@ -127,16 +133,18 @@ def whatif(
     Simulates clusters of gradlane's own engine (ring-fused: a model of fused all-reduce) for
     every combination of workers, rate, strategy and compression.
     """
+    from gradlane.codec_choice import RAW, check_codecs, codec_rules
     from gradlane.lab.display import wide_console
     from gradlane.lab.rates import parse_rate
     from gradlane.whatif import command, lists
     from gradlane.whatif.costs import MachineCosts, read_costs
-    from gradlane.whatif.grid import CODECS
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
 
     require_writable(json_path, html_path, trace)
-    lists.parse_names(codec, CODECS, "codec")
+    codecs = list(dict.fromkeys(codec or [RAW]))
+    for text in codecs:
+        check_codecs(codec_rules(text))
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
         workers=lists.parse_workers(workers),
@@ -156,6 +164,7 @@ def whatif(
             additions=() if additions is None else lists.read_additions(additions),
         ),
         console=wide_console(),
+        codecs=codecs,
         trace_path=trace,
         html_path=html_path,
     )
@@ -210,7 +219,7 @@ def profile(
 def plan(
     profile: Annotated[
         str,
-        typer.Argument(help="A profile file, or resnet50, vgg19, inception_v3, sockeye."),
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
     workers: Annotated[int, typer.Option(help="Ranks.")],
     rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
@@ -222,6 +231,22 @@ def plan(
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            help="auto: settings by simulation, with schemes that sessions run; poseidon: the "
+            "scheme of each layer by Poseidon's formula.",
+        ),
+    ] = "auto",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A codec that may be used where fewer bytes help, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'. It changes what is learned."
+        ),
+    ] = "raw",
+    costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Choose the settings for a profile and a cluster, with the reason for each.
@@ -232,6 +257,7 @@ def plan(
     from gradlane.lab.rates import parse_rate
     from gradlane.planner.command import run_plan
     from gradlane.planner.settings import ClusterFacts
+    from gradlane.whatif.costs import read_costs
     from gradlane.whatif.profiles import find_profile
 
     require_writable(json_path)
@@ -240,6 +266,9 @@ def plan(
         ClusterFacts(workers, parse_rate(rate), latency_s, update),
         budget_s=budget_s,
         console=wide_console(),
+        rule=rule,
+        costs=None if costs is None else read_costs(costs),
+        codec=codec,
     )
     if json_path is not None:
         made.save(json_path)
@@ -327,6 +356,11 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as end:
+        # Typer makes this of Ctrl-C, without a word.
+        if end.code == 130:
+            typer.echo("interrupted", err=True)
+        raise
     except Terminated:
         typer.echo("terminated", err=True)
         sys.exit(143)

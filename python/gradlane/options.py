@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-SERVER_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-"""Strategies that add up on servers, in rank order: all give the same bits."""
+from gradlane.codec_choice import RAW, CodecRules
+
+ASGD = "asgd"
+"""The strategy in which nobody waits for anybody else's gradients."""
 RING = "ring"
 """The strategy that is p3 round a ring, and the scheme of its tensors."""
-STRATEGIES = (*SERVER_STRATEGIES, RING)
-SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4, RING: 16_384}
+EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+"""Strategies that give the same results to the last bit: those of synchronous training on servers,
+which add up in rank order."""
+STRATEGIES = (*EXACT_STRATEGIES, RING, ASGD)
+SLICE_ELEMS = {
+    "p3": 50_000,
+    "slicing": 50_000,
+    "wfbp": (2 << 20) // 4,
+    RING: 16_384,
+    ASGD: 50_000,
+}
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
@@ -25,7 +36,9 @@ class Options:
     Attributes:
         strategy: one of `STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
-        seed: places whole tensors on servers where the strategy draws them.
+        seed: places whole tensors on servers where the strategy draws them, and decides how codecs
+            round.
+        codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         interface: network interface to use, or None.
@@ -46,6 +59,7 @@ class Options:
     strategy: str = "p3"
     slice_elems: int | None = None
     seed: int = 0
+    codec: CodecRules = RAW
     update: str = "worker"
     interface: str | None = None
     advertise: str | None = None
@@ -70,9 +84,9 @@ class Options:
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
         if self.strategy == RING:
-            why = ring_refusal(self.strategy, self.update)
-            if why:
-                raise ValueError(f"strategy is 'ring', but {why}")
+            self._check_ring()
+        if self.strategy == ASGD:
+            self._check_asgd()
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -91,9 +105,45 @@ class Options:
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
+    def _check_ring(self) -> None:
+        why = ring_refusal(self.strategy, self.update)
+        if why:
+            raise ValueError(f"strategy is 'ring', but {why}")
+        if self.codec != Options.codec:
+            raise ValueError(
+                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
+                "yet; use strategy 'p3'"
+            )
+
+    def _check_asgd(self) -> None:
+        if self.update != "server":
+            raise ValueError(
+                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
+                'where the parameters are kept for all ranks, so it asks for update="server"; '
+                "otherwise every rank would train a model of its own"
+            )
+        if self.check_every:
+            raise ValueError(
+                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
+                "differ while they train, so there is nothing to compare; use 0"
+            )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks train without waiting for each other."""
+        return self.strategy == ASGD
+
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
-        names = ("strategy", "slice_elems", "seed", "update", "frame_bytes", "check_every")
+        names = (
+            "strategy",
+            "slice_elems",
+            "seed",
+            "codec",
+            "update",
+            "frame_bytes",
+            "check_every",
+        )
         return {name: getattr(self, name) for name in names}
 
 

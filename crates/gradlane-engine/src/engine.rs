@@ -3,6 +3,8 @@
 //! session is in `lifecycle`.
 
 use crate::buffers::BufferTable;
+use crate::each::Each;
+use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
 use crate::gather::Gather;
 use crate::io::{Event, Memory, Region, Transmit};
@@ -14,7 +16,7 @@ use crate::ring::Ring;
 use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
 use crate::scheme::Scheme;
 use crate::server::{Part, Server};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::work::WorkQueue;
 use crate::worker::{Contribution, Phase, Worker};
 use alloc::collections::VecDeque;
@@ -37,6 +39,8 @@ pub struct EngineOptions {
     pub credit_bytes: u64,
     /// Pieces of work handed out at once.
     pub work_depth: usize,
+    /// Slices towards one owner that are encoded ahead of sending.
+    pub encoded_ahead: usize,
     /// How long to wait for ranks that are alive but do not take part.
     pub progress_timeout: Duration,
     /// Membership generation.
@@ -44,7 +48,8 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, 30 minutes.
+    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, four slices
+    /// encoded ahead for each peer, 30 minutes.
     #[must_use]
     pub fn new(rank: Rank) -> EngineOptions {
         EngineOptions {
@@ -52,6 +57,7 @@ impl EngineOptions {
             frame_bytes: 64 << 10,
             credit_bytes: 64 << 10,
             work_depth: 2,
+            encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),
             generation: 0,
         }
@@ -71,7 +77,9 @@ pub struct Engine {
     pub(crate) server: Server,
     pub(crate) ring: Ring,
     pub(crate) gather: Gather,
+    pub(crate) each: Each,
     pub(crate) work: WorkQueue,
+    pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
     pub(crate) events: VecDeque<Event>,
     pub(crate) lifecycle: Lifecycle,
@@ -101,7 +109,9 @@ impl Engine {
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
             gather: Gather::default(),
+            each: Each::default(),
             work: WorkQueue::new(options.work_depth.max(1)),
+            encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
             events: VecDeque::new(),
             lifecycle: Lifecycle::new(plan.world_size),
@@ -132,6 +142,7 @@ impl Engine {
         engine.worker.incomplete = 0;
         engine.worker.uncontributed = 0;
         engine.server.skip_initial();
+        engine.skip_initial_states();
         engine
     }
 
@@ -226,6 +237,10 @@ impl Engine {
             let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
             return Err(UsageError::Argument(message));
         }
+        if self.lacks_initial(step, self.rank(), contribution == Contribution::Absent) {
+            let message = format!("tensor {name:?} has no value to start from, which updates need");
+            return Err(UsageError::Argument(message));
+        }
         if self.worker.tensor(tensor).contribution != Contribution::Missing {
             return Err(UsageError::Twice { name: name.clone(), step });
         }
@@ -251,10 +266,15 @@ impl Engine {
         let contributes = self.contributes(self.rank(), step);
         let priority = self.priorities.priority(step, tensor);
         for slice in self.plan.slices_of(tensor) {
+            let owner = self.plan.slice(slice).owner;
+            let encoded = contributes && !absent && self.own_form(slice) == Codec::Encoded;
             if !contributes {
                 self.worker.slice_mut(slice).push_sent = true;
                 self.install_if_open(slice);
-            } else if self.plan.slice(slice).owner == self.rank() {
+            } else if encoded {
+                let key = self.keys.slice(step, priority, tensor, slice);
+                self.encodes.push(owner, key, Waiting { slice, step });
+            } else if owner == self.rank() {
                 self.worker.slice_mut(slice).push_sent = true;
                 let part = if absent { Part::Absent } else { Part::Own };
                 self.add_part(slice, self.rank(), part, priority);
@@ -267,7 +287,6 @@ impl Engine {
                 } else {
                     Body::Region(self.gradient_region(slice))
                 };
-                let owner = self.plan.slice(slice).owner;
                 self.scheduler.push(owner, key, Message { header, body });
             }
         }
@@ -322,15 +341,19 @@ impl Engine {
     /// # Errors
     /// For another step than the current one, or an ended session.
     pub fn step_end(&mut self, step: Step) -> Result<(), UsageError> {
-        self.lifecycle.check_open()?;
-        if !self.worker.begun || step != self.worker.step {
-            let current = self.worker.step;
-            return Err(UsageError::WrongStep { call: "step_end", step, current });
-        }
+        self.check_step("step_end", step)?;
         if !core::mem::replace(&mut self.worker.ended, true) {
             for slice in (0..self.plan.slices.len() as u32).map(SliceId) {
                 self.install_if_open(slice);
             }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_step(&self, call: &'static str, step: Step) -> Result<(), UsageError> {
+        self.lifecycle.check_open()?;
+        if !self.worker.begun || step != self.worker.step {
+            return Err(UsageError::WrongStep { call, step, current: self.worker.step });
         }
         Ok(())
     }
@@ -353,7 +376,8 @@ impl Engine {
     }
 
     /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
-    /// from the same step on, two steps after the current one.
+    /// from the same step on, two steps after the current one; under the ready rule `Each`, on each
+    /// rank from its next step on.
     ///
     /// # Errors
     /// On another rank, before a step has begun, when the last switch is not finished, or for a
@@ -367,7 +391,9 @@ impl Engine {
         if priorities.len() != self.plan.tensors.len() {
             return refuse("a priority vector has one entry a tensor");
         }
-        let from = self.worker.step.next().next();
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let next = self.worker.step.next();
+        let from = if alone { next } else { next.next() };
         if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
             return refuse("the last switch of priorities is not finished");
         }
@@ -392,6 +418,10 @@ impl Engine {
             key,
             Message { header, body: Body::Inline(payload) },
         );
+        if alone {
+            // Steps are each rank's own, and so is the moment from which an order is in force.
+            return Ok(());
+        }
         let hold_from = self.worker.step.next();
         self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
         Ok(())
@@ -408,10 +438,7 @@ impl Engine {
         let header = &transmit.header;
         if header.flags.contains(FrameFlags::LAST) && !self.lifecycle.has_ended() {
             match header.kind {
-                FrameKind::Push => {
-                    self.worker.slice_mut(header.slice).push_sent = true;
-                    self.install_if_open(header.slice);
-                }
+                FrameKind::Push => self.contribution_sent(header.slice, header.step),
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }

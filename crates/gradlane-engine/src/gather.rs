@@ -7,7 +7,6 @@
 //! is. The blocks of the step after this one may come before this one is complete, and blocks
 //! that are not released may be read while later steps go on.
 
-use crate::aggregate::whole;
 use crate::engine::Engine;
 use crate::error::UsageError;
 use crate::inbound::{range, Checked};
@@ -20,7 +19,7 @@ use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// The block of another rank.
 #[derive(Clone, Copy, Debug)]
@@ -161,6 +160,9 @@ impl Engine {
         if header.step != current && header.step != current.next() {
             return Err(format!("{}, but this rank is in {current}", what()));
         }
+        if header.codec != Codec::Raw {
+            return Err(format!("{} as encoded bytes", what()));
+        }
         let key = (header.tensor, header.step);
         let complete = header.step == current && self.worker.tensor(header.tensor).pending == 0;
         let known = self.gather.under_way.get(&key).and_then(|it| it.blocks.get(&from));
@@ -256,7 +258,7 @@ impl Engine {
             |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
         let own = gathering.own_bytes.map(of_this_rank);
         let block = |rank: u32| match gathering.blocks.get(&Rank(rank)) {
-            Some(Block::Whole(buffer)) => Some(whole(*buffer)),
+            Some(Block::Whole(buffer)) => Some(buffer.whole()),
             Some(Block::Empty) => Some(of_this_rank(0)),
             Some(_) => None,
             None => own,

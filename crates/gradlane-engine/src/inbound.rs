@@ -4,18 +4,18 @@
 
 use crate::engine::Engine;
 use crate::error::ProtocolError;
-use crate::io::{Landing, Memory, Region};
+use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// Longest reason in an abort frame.
 const ABORT_TEXT_BYTES_MAX: u32 = 4096;
@@ -135,7 +135,8 @@ impl Engine {
 
     /// What every frame about a slice must satisfy.
     fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        if self.lifecycle.has_departed(from) {
+        let serves = header.kind == FrameKind::Broadcast && self.applies_each(header.step);
+        if self.lifecycle.has_departed(from) && !serves {
             return Err(format!("{} after its goodbye", self.describe(header)));
         }
         let Some(slice) = self.plan.slices.get(header.slice.index()) else {
@@ -150,7 +151,7 @@ impl Engine {
             return Err(format!("{}, a tensor that is not trained", self.describe(header)));
         }
         let version = self.priorities.version(header.step);
-        if header.plan_version != version {
+        if header.plan_version != version && !self.applies_each(header.step) {
             return Err(format!(
                 "{} under plan version {}, this rank has {version}",
                 self.describe(header),
@@ -161,13 +162,21 @@ impl Engine {
         if header.kind == FrameKind::Block {
             return self.check_block(from, header);
         }
-        let bytes = self.plan.slice_bytes(header.slice);
+        let encoded = header.codec == Codec::Encoded;
         let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
-        let bytes = if has_body { bytes } else { 0 };
+        let may_be_encoded =
+            has_body && self.plan.may_be_encoded(header.kind, header.slice, header.step);
+        if encoded && !may_be_encoded {
+            return Err(format!("{} as encoded bytes", self.describe(header)));
+        }
+        let bytes = if has_body { self.plan.bytes_as(header.slice, header.codec) } else { 0 };
+        // Where encodings differ in length, the last frame says how long this one is.
+        let varies =
+            encoded && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
-        let fits = end.is_some_and(|end| end <= bytes && last == (end == bytes));
+        let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
         let moves = header.length > 0 || last;
         if fits && moves {
             return Ok(());
@@ -213,17 +222,22 @@ impl Engine {
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
-        let bytes = self.plan.slice_bytes(header.slice);
+        let collected = self.collected_step(from, header)?;
+        let bytes = self.plan.bytes_as(header.slice, header.codec);
+        let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
-        if owned.step != header.step || owned.reducing || !contributes {
+        if collected != header.step || owned.reducing || !contributes {
             let state = if owned.reducing { "reduces" } else { "collects for" };
-            return Err(format!("{}, but this rank {state} {}", what(), owned.step));
+            return Err(format!("{}, but this rank {state} {collected}", what()));
         }
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
+        }
+        if has_body && *owned.form.get_or_insert(header.codec) != header.codec {
+            return Err(format!("{} as {:?}, unlike other contributions", what(), header.codec));
         }
         if header.length == 0 {
             return Ok(Landing::Nothing);
@@ -234,6 +248,20 @@ impl Engine {
             .entry(from)
             .or_insert_with(|| Arriving { buffer: buffers.acquire(bytes), received_bytes: 0 });
         Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+    }
+
+    /// The step that a push of this rank may be for now.
+    fn collected_step(&self, from: Rank, header: &FrameHeader) -> Checked<Step> {
+        let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
+        let absent = header.flags.contains(FrameFlags::ABSENT);
+        if self.lacks_initial(header.step, from, absent) {
+            return Err(format!("{} without a value to start from", self.describe(header)));
+        }
+        if self.plan.strategy.ready != ReadyRule::Each || owned.step.0 == 0 {
+            return Ok(owned.step);
+        }
+        let expected = self.each.expected(header.slice, from);
+        expected.map_err(|reason| format!("{}: {reason}", self.describe(header)))
     }
 
     fn take_push(&mut self, from: Rank, header: &FrameHeader) {
@@ -247,7 +275,13 @@ impl Engine {
             return;
         }
         let part = match owned.arriving.remove(&from) {
-            Some(arriving) => Part::Buffer(arriving.buffer),
+            Some(arriving) => {
+                let buffer = BufferRef { bytes: arriving.received_bytes, ..arriving.buffer };
+                match header.codec {
+                    Codec::Raw => Part::Buffer(buffer),
+                    Codec::Encoded => Part::Encoded(buffer),
+                }
+            }
             None => Part::Absent,
         };
         self.add_part(header.slice, from, part, header.priority);
@@ -273,6 +307,9 @@ impl Engine {
             let arrived = state.received_bytes;
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
+        if arriving && state.form != header.codec {
+            return Err(format!("{} as {:?} after {:?}", what(), header.codec, state.form));
+        }
         if header.length == 0 {
             return Ok(Landing::Nothing);
         }
@@ -283,12 +320,14 @@ impl Engine {
     pub(crate) fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
         let slice = header.slice;
         if self.worker.slice(slice).phase == Phase::Waiting {
-            let phase = if self.open_region(slice).is_some() {
+            let form = header.codec;
+            let phase = if form == Codec::Raw && self.open_region(slice).is_some() {
                 Phase::Landing
             } else {
-                Phase::Buffering(self.buffers.acquire(self.plan.slice_bytes(slice)))
+                Phase::Buffering(self.buffers.acquire(self.plan.bytes_as(slice, form)))
             };
-            self.worker.slice_mut(slice).phase = phase;
+            let state = self.worker.slice_mut(slice);
+            (state.phase, state.form) = (phase, form);
         }
         match (self.worker.slice(slice).phase, self.open_region(slice)) {
             (Phase::Buffering(buffer), _) => {
@@ -307,7 +346,8 @@ impl Engine {
         }
         match slice.phase {
             Phase::Buffering(buffer) => {
-                slice.phase = Phase::Buffered(buffer);
+                let bytes = slice.received_bytes;
+                slice.phase = Phase::Buffered(BufferRef { bytes, ..buffer });
                 self.install_if_open(header.slice);
             }
             Phase::Landing => self.slice_done(header.slice, true),
@@ -368,7 +408,9 @@ impl Engine {
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = self.priorities.newest();
         let next = header.plan_version == newest + 1;
-        if from != Rank(0) || !next || step <= self.worker.step || step <= newest_from {
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let late = step <= self.worker.step || step <= newest_from;
+        if from != Rank(0) || !next || (late && !alone) {
             return Err(format!(
                 "priorities of version {} from {step}; this rank has version {newest} and is in {}",
                 header.plan_version, self.worker.step
@@ -377,6 +419,10 @@ impl Engine {
         let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
         if priorities.len() != self.plan.tensors.len() {
             return Err(format!("{} priorities", priorities.len()));
+        }
+        if alone {
+            self.priorities.add(self.worker.step.next(), priorities);
+            return Ok(());
         }
         self.priorities.add(step, priorities);
         let mut ack = self.control_header(FrameKind::PlanSwitchAck);

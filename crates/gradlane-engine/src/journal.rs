@@ -26,6 +26,7 @@ pub enum Input {
     BlockReady(TensorId, Step, u64),
     ReleaseBlocks(TensorId, Step),
     TensorNeeded(TensorId, Step),
+    SendRaw(Step),
     StepEnd(Step),
     SwitchPriorities(Vec<Priority>),
     Writable(Rank, bool),
@@ -34,9 +35,12 @@ pub enum Input {
     Frame(Rank, FrameHeader),
     Control(Rank, FrameHeader, Vec<u8>),
     WorkDone(WorkId),
+    Encoded(WorkId, u64),
     Now(Time),
     PeerLost(Rank, String),
     RejectPeer(Rank, String),
+    UpdatesReady,
+    UpdatesPaused,
     Finish,
     Abort(String),
     PollTransmit,
@@ -129,6 +133,7 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
         }
         Input::ReleaseBlocks(tensor, step) => usage_of(&engine.release_blocks(*tensor, *step)),
         Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
+        Input::SendRaw(step) => usage_of(&engine.send_raw(*step)),
         Input::StepEnd(step) => usage_of(&engine.step_end(*step)),
         Input::SwitchPriorities(vector) => usage_of(&engine.switch_priorities(vector.clone())),
         Input::Header(from, header) => landing_of(&engine.handle_header(*from, header)),
@@ -152,9 +157,12 @@ fn note(engine: &mut Engine, input: &Input) {
         Input::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
         Input::Sent(transmit) => engine.handle_sent(transmit),
         Input::WorkDone(id) => engine.handle_work_done(*id),
+        Input::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
         Input::Now(now) => engine.handle_time(*now),
         Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
         Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
+        Input::UpdatesReady => engine.updates_ready(),
+        Input::UpdatesPaused => engine.updates_paused(),
         Input::Finish => engine.finish(),
         Input::Abort(reason) => engine.abort(reason),
         _ => unreachable!("{input:?} decides something"),
@@ -253,6 +261,7 @@ impl JournaledEngine {
             Input::ReleaseBlocks(tensor, step), usage_of;
         tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorNeeded(tensor, step), usage_of;
+        send_raw(step: Step) -> Result<(), UsageError>, Input::SendRaw(step), usage_of;
         step_end(step: Step) -> Result<(), UsageError>, Input::StepEnd(step), usage_of;
         switch_priorities(priorities: Vec<Priority>) -> Result<(), UsageError>,
             Input::SwitchPriorities(priorities.clone()), usage_of;
@@ -267,11 +276,14 @@ impl JournaledEngine {
             -> Result<(), ProtocolError>,
             Input::Control(from, *header, payload.to_vec()), protocol_of;
         handle_work_done(id: WorkId), Input::WorkDone(id), |&()| Decision::Done;
+        handle_encoded(id: WorkId, bytes: u64), Input::Encoded(id, bytes), |&()| Decision::Done;
         handle_time(now: Time), Input::Now(now), |&()| Decision::Done;
         handle_peer_lost(peer: Rank, reason: &str),
             Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
         reject_peer(peer: Rank, reason: &str),
             Input::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
+        updates_ready(), Input::UpdatesReady, |&()| Decision::Done;
+        updates_paused(), Input::UpdatesPaused, |&()| Decision::Done;
         finish(), Input::Finish, |&()| Decision::Done;
         abort(reason: &str), Input::Abort(reason.to_string()), |&()| Decision::Done;
         poll_transmit() -> Option<Transmit>, Input::PollTransmit,

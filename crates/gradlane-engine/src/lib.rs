@@ -17,6 +17,8 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod each;
+mod encoding;
 mod engine;
 mod error;
 mod gather;
@@ -32,18 +34,23 @@ mod ring;
 mod scheduler;
 mod scheme;
 mod server;
+mod staleness;
 mod strategy;
 mod work;
 mod worker;
 
+pub use encoding::{Coding, Encoding};
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{
+    check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
+};
 pub use scheme::{Scheme, RING_BLOCK_ELEMS};
+pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

@@ -3,9 +3,11 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
+use crate::encoding::{Coding, Encoding};
 use crate::error::PlanError;
 use crate::scheme::{RingPlacer, Scheme};
-use crate::strategy::{Granularity, Placement, Strategy};
+use crate::strategy::{Granularity, Placement, PullRule, ReadyRule, Strategy};
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -55,6 +57,9 @@ pub struct TensorPlan {
     pub spec: TensorSpec,
     /// How it is aggregated.
     pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
     /// Its slices are `slices.start .. slices.end` of the plan's.
     pub slices: Range<u32>,
 }
@@ -79,6 +84,16 @@ impl Slice {
     }
 }
 
+/// A tensor, and how it is to be aggregated.
+pub struct TensorSetting {
+    /// The tensor as the user has it.
+    pub spec: TensorSpec,
+    /// How it is aggregated.
+    pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    pub coding: Option<Box<dyn Coding>>,
+}
+
 /// Everything that the ranks must agree on before the first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
@@ -98,7 +113,8 @@ impl Plan {
     /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server.
     ///
     /// # Errors
-    /// When the world is empty, a trained tensor holds plain bytes, or there are too many slices.
+    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, or the
+    /// strategy's ready rule does not go with the rest.
     pub fn build(
         tensors: Vec<TensorSpec>,
         strategy: Strategy,
@@ -106,17 +122,50 @@ impl Plan {
         world_size: u32,
     ) -> Result<Plan, PlanError> {
         let scheme = strategy.scheme;
-        let tensors = tensors.into_iter().map(|spec| (spec, scheme)).collect();
-        Plan::build_mixed(tensors, strategy, update, world_size)
+        let plain = |spec| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
     }
 
-    /// The same with a scheme for each tensor. The slices of servers are placed as if there were
-    /// no others.
+    /// The same with a scheme for each tensor.
     ///
     /// # Errors
-    /// As [`Plan::build`], and when a scheme does not go with the other rules.
+    /// As [`Plan::build_from`].
     pub fn build_mixed(
         tensors: Vec<(TensorSpec, Scheme)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let plain = |(spec, scheme)| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
+    }
+
+    /// The same with the codec of each tensor that has one.
+    ///
+    /// # Errors
+    /// As [`Plan::build_from`].
+    pub fn build_encoded(
+        tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let scheme = strategy.scheme;
+        let coded = |(spec, coding)| TensorSetting { spec, scheme, coding };
+        let tensors = tensors.into_iter().map(coded).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
+    }
+
+    /// The same with a scheme and, where wanted, a codec for each tensor. The slices of servers are
+    /// placed as if there were no others. A world of one sends nothing, and encodes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::build`]; when a scheme does not go with the other rules, or a codec is given for a
+    /// tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    pub fn build_from(
+        tensors: Vec<TensorSetting>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
@@ -124,27 +173,35 @@ impl Plan {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
+        check_ready_rule(&strategy, update)?;
         let mut placer = Placer::new(strategy.placement, world_size);
         let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, (spec, scheme)) in tensors.into_iter().enumerate() {
+        for (index, TensorSetting { spec, scheme, coding }) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, world_size)?;
+            if let Some(coding) = &coding {
+                check_coding(&spec, scheme, plan.strategy.ready, coding.as_ref())?;
+            }
+            let coding = coding.filter(|_| world_size > 1);
+            let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
             let blocks = ring.deal(&spec);
+            let mut encoding = None;
             match scheme {
                 Scheme::Ps => {
-                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
                     let whole = pieces.len() == 1;
+                    encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
                     for (part, piece) in pieces.into_iter().enumerate() {
                         let owner = placer.place(part, whole);
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
                 }
                 Scheme::Gather => {
-                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
                     let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
                     plan.slices.extend(slices);
                 }
@@ -157,7 +214,7 @@ impl Plan {
                 }
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme, slices });
+            plan.tensors.push(TensorPlan { spec, scheme, encoding, slices });
         }
         Ok(plan)
     }
@@ -212,17 +269,23 @@ impl Plan {
 }
 
 impl Granularity {
-    /// Element ranges that a tensor of `numel` elements is cut into. An empty tensor has one
-    /// empty piece, so that it is accounted for like every other.
-    fn cut(self, numel: u64, world_size: u32) -> Vec<Range<u64>> {
+    /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
+    /// empty tensor has one empty piece, so that it is accounted for like every other.
+    fn cut(self, numel: u64, world_size: u32, granule: u64) -> Vec<Range<u64>> {
+        let granule = granule.max(1);
         match self {
             Granularity::Slices { elems } => {
+                let elems = (elems / granule * granule).max(granule);
                 let count = numel.div_ceil(elems).max(1);
                 (0..count).map(|i| i * elems..((i + 1) * elems).min(numel)).collect()
             }
             Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
-                let parts = u64::from(world_size).min(numel);
-                let bound = |i: u64| (u128::from(numel) * u128::from(i) / u128::from(parts)) as u64;
+                let granules = numel.div_ceil(granule);
+                let parts = u64::from(world_size).min(granules);
+                let bound = |i: u64| {
+                    let at = (u128::from(granules) * u128::from(i) / u128::from(parts)) as u64;
+                    at.saturating_mul(granule).min(numel)
+                };
                 (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
             }
             Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
@@ -260,6 +323,25 @@ impl Placer {
     }
 }
 
+/// Which ready rules go with which updates and pull rules.
+///
+/// # Errors
+/// When they do not, with the reason.
+pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanError> {
+    let name = &strategy.name;
+    match strategy.ready {
+        ReadyRule::All => Ok(()),
+        ReadyRule::Each if update != Update::Server => Err(PlanError::new(format!(
+            "strategy {name:?} applies each rank's gradients alone, where the parameters are: it \
+             asks for update=server; with update=worker every rank would train a model of its own"
+        ))),
+        ReadyRule::Each if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
+            "strategy {name:?} answers each push at once: it has no use for a pull rule"
+        ))),
+        ReadyRule::Each => Ok(()),
+    }
+}
+
 fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
     if spec.role == Role::Parameter && spec.dtype == Dtype::U8 {
         return Err(PlanError::new(format!(
@@ -278,6 +360,50 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
         return Err(PlanError::new(format!("tensor {:?} is larger than 2^64 bytes", spec.name)));
     }
     Ok(())
+}
+
+/// A codec for a tensor that cannot have one.
+fn check_coding(
+    spec: &TensorSpec,
+    scheme: Scheme,
+    ready: ReadyRule,
+    coding: &dyn Coding,
+) -> Result<(), PlanError> {
+    let (name, codec) = (&spec.name, coding.name());
+    if ready != ReadyRule::All {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be \
+             encoded: use the ready rule all, or no codec"
+        )));
+    }
+    if scheme != Scheme::Ps {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has scheme ring and codec {codec:?}: sums that go round a ring cannot be \
+             encoded; use scheme ps, or no codec"
+        )));
+    }
+    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if spec.role == Role::Parameter && short {
+        return Ok(());
+    }
+    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
+    Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
+}
+
+/// What the engine needs to know of a codec for these slices.
+fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
+    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();
+    Encoding {
+        codec: coding.name(),
+        sizes: coding.sizes(),
+        granule_elems: coding.granule_elems(),
+        fixed: coding.is_fixed(),
+        residual_width: coding.residual_width(),
+        bytes,
+    }
 }
 
 fn narrow(count: usize) -> Result<u32, PlanError> {

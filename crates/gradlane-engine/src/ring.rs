@@ -11,7 +11,6 @@
 //! whose gradient begins a sum sends that from gradient memory. A frame is believed only from the rank
 //! before this one, at the hop at which this rank gets its slice.
 
-use crate::aggregate::whole;
 use crate::engine::Engine;
 use crate::inbound::{range, Checked};
 use crate::io::{BufferRef, Landing, Memory, Operation, Region, Work};
@@ -203,7 +202,7 @@ impl Engine {
     pub(crate) fn start_round(&mut self, slice: SliceId, step: Step, received: Part) -> Work {
         let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
         let (output, sum) = match received {
-            Part::Buffer(buffer) => (buffer, Some(whole(buffer))),
+            Part::Buffer(buffer) => (buffer, Some(buffer.whole())),
             _ => (self.buffers.acquire(self.plan.slice_bytes(slice)), None),
         };
         let mut inputs: Vec<Region> = sum.into_iter().chain(own).collect();
@@ -221,7 +220,7 @@ impl Engine {
             absent: inputs.len() < 2,
             inputs,
             divisor: if is_last { self.plan.world_size } else { 1 },
-            output: whole(output),
+            output: output.whole(),
             copy_to: if is_last { self.open_region(slice) } else { None },
         };
         self.hand_out(slice, step, operation, Running::AddRound { slice, step, output })
@@ -236,7 +235,7 @@ impl Engine {
             self.worker.slice_mut(slice).push_sent = true;
             FrameKind::RingReduce
         };
-        self.send_round(kind, slice, step, Some(whole(output)));
+        self.send_round(kind, slice, step, Some(output.whole()));
     }
 
     /// What a frame round the ring must satisfy: the neighbour and the hop.
@@ -350,7 +349,7 @@ impl Engine {
                 state.phase = Phase::Buffered(buffer);
                 if goes_on {
                     self.buffers.retain(buffer);
-                    self.send_round(FrameKind::RingGather, slice, step, Some(whole(buffer)));
+                    self.send_round(FrameKind::RingGather, slice, step, Some(buffer.whole()));
                 }
                 self.install_if_open(slice);
             }

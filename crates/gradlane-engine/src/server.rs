@@ -11,6 +11,7 @@ use crate::scheme::Scheme;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_wire::Codec;
 
 /// What one rank contributed to a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +20,8 @@ pub(crate) enum Part {
     Own,
     /// A whole slice in scratch.
     Buffer(BufferRef),
+    /// A whole slice in scratch, encoded.
+    Encoded(BufferRef),
     /// Nothing: counts as zeros.
     Absent,
 }
@@ -40,6 +43,8 @@ pub(crate) struct OwnedSlice {
     pub(crate) arriving: BTreeMap<Rank, Arriving>,
     /// Whether the reduction is queued or under way.
     pub(crate) reducing: bool,
+    /// In which form the step's contributions come, once one has.
+    pub(crate) form: Option<Codec>,
     /// Urgency: what the last header said, or the own vector for own contributions.
     pub(crate) priority: Priority,
     /// Ranks that asked before the result was there.
@@ -51,6 +56,8 @@ pub(crate) struct OwnedSlice {
 pub(crate) struct Owed {
     /// The result; none when no rank had a gradient.
     pub(crate) buffer: Option<BufferRef>,
+    /// Its form.
+    pub(crate) form: Codec,
     /// Ranks that must still ask (pull rules).
     pub(crate) to_pull: RankSet,
     /// Ranks whose last frame is not yet with the kernel.
@@ -72,6 +79,7 @@ impl Server {
             parts: BTreeMap::new(),
             arriving: BTreeMap::new(),
             reducing: false,
+            form: None,
             priority: Priority(0),
             early_pulls: Vec::new(),
         };
@@ -98,6 +106,7 @@ impl OwnedSlice {
     pub(crate) fn advance(&mut self) {
         self.step = self.step.next();
         self.reducing = false;
+        self.form = None;
         self.early_pulls.clear();
     }
 }

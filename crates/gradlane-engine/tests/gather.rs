@@ -242,6 +242,7 @@ fn blocks_that_are_larger_than_the_plan_or_change_their_size_are_refused() {
         (FrameHeader { length: 200, flags: last, ..header }, "200 bytes"),
         (FrameHeader { flags: FrameFlags::ABSENT, ..header }, "100 bytes"),
         (FrameHeader { length: 0, ..header }, "0 bytes"),
+        (FrameHeader { codec: gradlane_wire::Codec::Encoded, ..header }, "as encoded bytes"),
         (FrameHeader { step: Step(2), ..header }, "this rank is in step 0"),
         (FrameHeader { kind: FrameKind::Push, block_bytes: 0, ..header }, "of scheme gather"),
         (FrameHeader { tensor: TensorId(1), slice: SliceId(3), ..header }, "of scheme ps"),

@@ -20,12 +20,13 @@ fn hostile() -> impl Strategy<Value = Hostile> {
     let kind = proptest::sample::select(FrameKind::ALL);
     let ids = (0..4_u32, 0..9_u32, 0..3_u64, 0..2_u32, 0..2_u32);
     let rest = (0..4_u8, 1..3_u32, any::<bool>(), 0..500_u64, any::<u32>(), 0..300_usize, 1..4_u16);
-    (kind, ids, rest).prop_map(|(kind, ids, rest)| {
+    let codec = proptest::sample::select(Codec::ALL);
+    (kind, ids, rest, codec).prop_map(|(kind, ids, rest, codec)| {
         let (tensor, slice, step, generation, plan_version) = ids;
         let (flags, from, honest, offset, priority, length, hop) = rest;
         let header = FrameHeader {
             kind,
-            codec: Codec::Raw,
+            codec,
             flags: FrameFlags(flags),
             step: Step(step),
             generation: generation / 2,

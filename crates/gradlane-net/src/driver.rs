@@ -17,7 +17,9 @@ use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
-use gradlane_engine::{EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Transmit};
+use gradlane_engine::{
+    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Transmit,
+};
 use gradlane_units::{Rank, Step, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::io;
@@ -89,6 +91,7 @@ impl Driver {
             frame_bytes: options.frame_bytes,
             credit_bytes: options.credit_bytes,
             work_depth: options.work_depth,
+            encoded_ahead: options.encoded_ahead,
             progress_timeout: options.progress_timeout(),
             generation: options.generation,
         };
@@ -118,11 +121,13 @@ impl Driver {
             });
         }
         let executor = Executor::start(&shared, options.work_threads)?;
+        let works = Works::new(executor, plan, Rank(options.rank), options.seed)
+            .map_err(io::Error::other)?;
         Ok(Driver {
             engine,
             links,
             memory: MemoryTable::new(plan.tensors.len()),
-            works: Works::new(executor, plan),
+            works,
             shared,
             options,
             origin: Instant::now(),
@@ -185,7 +190,11 @@ impl Driver {
         let mut commands = std::mem::take(&mut self.commands);
         for command in commands.drain(..) {
             let result = match command {
-                Command::StepBegin(step) => self.engine.step_begin(step),
+                Command::StepBegin(step) => {
+                    self.works.begin_step();
+                    self.engine.step_begin(step)
+                }
+                Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
                     self.engine.gradient_ready(tensor, step)
@@ -209,10 +218,18 @@ impl Driver {
                 }
                 Command::SetOptimizer(rows) => {
                     self.works.set_optimizer(rows);
+                    self.engine.updates_ready();
                     Ok(())
                 }
-                Command::ReadState(read) => {
+                Command::ReadState(read, step) => {
                     self.works.read_state(read);
+                    self.engine.updates_paused();
+                    // State is exact: owners broadcast it as it is.
+                    self.engine.send_raw(step)
+                }
+                Command::WorkerResidual(tensor, reply) => {
+                    // Who asked may have been interrupted.
+                    let _ = reply.send(self.works.worker_residual(tensor));
                     Ok(())
                 }
                 Command::ClearState => {
@@ -301,6 +318,9 @@ impl Driver {
                 }
             }
             Event::StepComplete { step } => ready.publish_step(step),
+            Event::Applied { rank, staleness, .. } => {
+                lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
             Event::PlanSwitched { version, .. } => {
                 let current = &self.shared.metrics.plan_version;
                 current.store(u64::from(version), Ordering::Relaxed);
@@ -483,13 +503,15 @@ impl Driver {
             return;
         }
         let silence = self.options.silence_timeout();
+        // Who applies pushes one by one is needed, and gives signs of life, after its goodbye too.
+        let serves = self.engine.plan().strategy.ready == ReadyRule::Each;
         let mut next = self.now + silence;
         for index in 0..self.links.len() {
             let rank = Rank(index as u32);
             let Some(link) = self.links[index].as_mut().filter(|link| link.open) else {
                 continue;
             };
-            if !link.said_goodbye {
+            if !link.said_goodbye || serves {
                 if self.now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
                     let header = heartbeat(&self.options);
                     let nothing = OutgoingPayload::Owned(Vec::new());
@@ -499,7 +521,7 @@ impl Driver {
                 }
                 next = next.min(link.last_sent.max(self.now) + silence / 4);
             }
-            if !link.heard_goodbye {
+            if !link.heard_goodbye || serves {
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
                     if link.heard { Duration::ZERO } else { self.options.connect_timeout() };

@@ -12,6 +12,7 @@ use gradlane_engine::{Journal, UsageError};
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// What application threads tell the I/O thread.
@@ -22,7 +23,9 @@ pub(crate) enum Command {
     TensorAbsent(TensorId, Step, UserMemory),
     SetParameter(TensorId, UserMemory),
     SetOptimizer(Vec<(TensorId, Rule)>),
-    ReadState(StateRead),
+    SendRaw(Step),
+    ReadState(StateRead, Step),
+    WorkerResidual(TensorId, Sender<Vec<f32>>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
     BlockReady(TensorId, Step, UserMemory),

@@ -2,13 +2,16 @@
 //! loopback, told to a new engine, gives the same landings, frames, works and events.
 
 mod support;
+#[path = "support/encoded.rs"]
+mod support_encoded;
 
-use gradlane_engine::{Decision, Input, Journal};
+use gradlane_engine::{Decision, Input, Journal, Update};
 use gradlane_units::{Dtype, Priority, Step};
 use support::{
     check_means, check_ring_means, contribute, deadline, each_rank, never, plan, run_step, specs,
     tensor, world_with, PATIENCE,
 };
+use support_encoded::plan_encoded;
 
 const WORLD: u32 = 3;
 
@@ -79,6 +82,32 @@ fn a_replay_of_deferred_pull_decides_the_same() {
 #[test]
 fn a_replay_of_ring_decides_the_same() {
     conforms("ring");
+}
+
+#[test]
+fn a_replay_of_encoded_tensors_decides_the_same() {
+    let tensors = vec![tensor("first", 40_000, Dtype::F32), tensor("last", 90_000, Dtype::F32)];
+    let codec = "qsgd:bits=4,residual=on";
+    let plan = plan_encoded(tensors, codec, "p3", 10_000, WORLD, Update::Worker);
+    let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
+        options.journal = true;
+        options.frame_bytes = 2_000;
+        options.credit_bytes = 2_000;
+        options.encoded_ahead = 1;
+    });
+    let journals = each_rank(channels, |channel| {
+        for step in 0..4 {
+            run_step(&channel, step).expect("a step");
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.take_journal().expect("it was asked for")
+    });
+    for journal in journals {
+        let encoded = journal.entries().iter().filter(|it| matches!(it.0, Input::Encoded(..)));
+        // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
+        assert_eq!(encoded.count(), 3 * (15 + 5));
+        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::shares::Shares;
 use crate::trace::{Lane, Span, Subject, Trace};
-use gradlane_engine::{Engine, EngineOptions, Plan};
+use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
@@ -52,6 +52,8 @@ pub(crate) struct Charges {
     pub(crate) receive_byte: f64,
     pub(crate) work: f64,
     pub(crate) reduce_byte: f64,
+    pub(crate) encode_byte: f64,
+    pub(crate) decode_byte: f64,
     pub(crate) command: u64,
     pub(crate) wake: u64,
     pub(crate) between_steps: u64,
@@ -82,6 +84,8 @@ pub(crate) struct Run {
     pub(crate) frames: FrameTable,
     pub(crate) finished: u32,
     pub(crate) meters: Meters,
+    /// Pushes that owners applied one by one.
+    pub(crate) staleness: Staleness,
     pub(crate) trace: Option<Trace>,
     pub(crate) failure: Option<SimError>,
 }
@@ -173,6 +177,7 @@ impl Run {
                 rx: Histogram::new(interval),
                 ..Meters::default()
             },
+            staleness: Staleness::new(ranks as u32),
             trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
             plan,
@@ -309,6 +314,8 @@ impl Charges {
             receive_byte: costs.receive_byte_s * 1e9,
             work: costs.work_s * 1e9,
             reduce_byte: costs.reduce_byte_s * 1e9,
+            encode_byte: costs.encode_byte_s * 1e9,
+            decode_byte: costs.decode_byte_s * 1e9,
             command: nanos(costs.command_s),
             wake: nanos(costs.wake_s),
             between_steps: nanos(costs.between_steps_s),

@@ -89,6 +89,8 @@ wire_enum! {
     Codec {
         /// The bytes of the elements themselves, in the tensor's dtype.
         Raw = 0,
+        /// In the codec that the plan has for the tensor.
+        Encoded = 1,
     }
 }
 
