@@ -87,7 +87,8 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring-fused."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
+            "a ring), ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
     codec: Annotated[

@@ -47,7 +47,7 @@ from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.summary import is_wanted
 from gradlane.observability.tensorboard import ScalarWriter
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import Options
+from gradlane.options import Options, strategy_of
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
@@ -74,6 +74,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     strategy: str = Options.strategy,
+    scheme: str | None = None,
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     codec: CodecArgument = None,
@@ -108,8 +109,11 @@ def init(
         rank: this rank.
         world_size: number of ranks.
         strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`, which all give the same
-            results; or `asgd`, asynchronous training, which does not: each rank's gradients are
-            applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
+            results; `ring`, which gives them at two ranks and other roundings at more, see
+            `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
+            are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
+        scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
+            ring, which makes strategy `p3` strategy `ring`; None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -154,7 +158,7 @@ def init(
         GradlaneError: the compiled core is missing.
     """
     options = Options(
-        strategy=strategy,
+        strategy=strategy_of(strategy, scheme),
         slice_elems=slice_elems,
         seed=seed,
         codec=codec_rules(codec),
@@ -268,7 +272,8 @@ class Session:
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
-                (see `docs/planning.md`); None: the session's. Results are the same bits.
+                (see `docs/planning.md`); None: the session's. Results are the same bits, but of
+                tensors with another scheme.
 
         Returns:
             The same two objects.
@@ -305,7 +310,7 @@ class Session:
         around = self._around
         if agreed.plan is not None:
             options = agreed.plan.settings.applied_to(around.options)
-            around = replace(around, options=options)
+            around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
         learns = agreed.learns and self.world_size > 1
         links = self.probe(directions=False) if learns else None

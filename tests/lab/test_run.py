@@ -61,7 +61,7 @@ def test_rates_are_printed_shortly() -> None:
 
 def test_strategies_are_parsed() -> None:
     """Bucket sizes belong to DDP; the written name is kept for the results."""
-    strategies = parse_strategies("none, ddp-gloo,ddp-gloo:1,ddp-gather:4,p3,deferred-pull")
+    strategies = parse_strategies("none, ddp-gloo,ddp-gloo:1,ddp-gather:4,p3,deferred-pull,ring")
     assert [strategy.text for strategy in strategies] == [
         "none",
         "ddp-gloo",
@@ -69,12 +69,14 @@ def test_strategies_are_parsed() -> None:
         "ddp-gather:4",
         "p3",
         "deferred-pull",
+        "ring",
     ]
-    assert [strategy.bucket_mb for strategy in strategies] == [0, 25, 1, 4, 0, 0]
-    assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0]
-    assert [strategy.slice_elems(None) for strategy in strategies] == [None] * 4 + [50_000, None]
-    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None]
-    assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1]
+    assert [strategy.bucket_mb for strategy in strategies] == [0, 25, 1, 4, 0, 0, 0]
+    assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0, 0]
+    own = [strategy.slice_elems(None) for strategy in strategies]
+    assert own == [None] * 4 + [50_000, None, 16_384]
+    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None, 7]
+    assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,28 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
         assert trained == set(range(1, one.warmup + one.steps + 1))
         received = {span.name for span in own if span.lane == "receive"}
         assert received >= {"first.weight", "middle.weight", "head.weight"}
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_ring_sends_its_share_and_learns_the_mean(profile: Path) -> None:
+    """Three ranks: what is learned is the mean, to rounding, and the same on all of them."""
+    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
+    model_bytes = 4 * (10 * 200 + 100 * 200 + 26 * 100)
+    options = LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies("ring"),
+        workers=3,
+        rates_bps=[100_000_000],
+        steps=6,
+        warmup=1,
+        slice_elems=777,
+        profile_path=str(profile),
+    )
+    (row,) = run_lab(options)
+    assert row.params_equal and row.verified_tensors == 3 * 3
+    share = 2 * 2 / 3 * model_bytes
+    assert 0.8 * share < row.tx_bytes_per_step < 1.3 * share
 
 
 @needs_namespaces

@@ -22,6 +22,7 @@ mod each;
 mod encoding;
 mod engine;
 mod error;
+mod gather;
 mod inbound;
 mod io;
 mod journal;

@@ -5,6 +5,7 @@
 //! socket can take it; nothing here blocks but the wait for the next event.
 
 use crate::arrivals::Arrivals;
+use crate::blocks;
 use crate::connection::{Connection, Fault, Flushed, OutgoingPayload};
 use crate::descriptors::Tracked;
 use crate::executor::Executor;
@@ -207,6 +208,15 @@ impl Driver {
                     self.note_own(tensor, step);
                     self.engine.tensor_absent(tensor, step)
                 }
+                Command::BlockReady(tensor, step, memory) => {
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.block_ready(tensor, step, memory.bytes() as u64)
+                }
+                Command::BlockAbsent(tensor, step) => self.engine.tensor_absent(tensor, step),
+                Command::ReleaseBlocks(tensor, step, scratch) => {
+                    scratch.into_iter().for_each(|block| self.memory.give_back(block));
+                    self.engine.release_blocks(tensor, step)
+                }
                 Command::SetParameter(tensor, memory) => {
                     self.memory.set_parameter(tensor, memory);
                     Ok(())
@@ -312,6 +322,14 @@ impl Driver {
         match event {
             Event::TensorReady { tensor, step, absent } => {
                 ready.publish_tensor(tensor, step, absent);
+            }
+            Event::BlocksReady { tensor, step, blocks } => {
+                match blocks::hold(&mut self.memory, self.engine.rank(), &blocks) {
+                    Ok(held) => {
+                        lock(&self.shared.blocks).insert((tensor, step), held);
+                    }
+                    Err(error) => self.engine.abort(&error),
+                }
             }
             Event::StepComplete { step } => ready.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
@@ -552,6 +570,7 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         sender: Rank(options.rank),
         offset: 0,
         length: 0,
+        block_bytes: 0,
         hop: 0,
         payload_crc: 0,
     }

@@ -19,6 +19,7 @@
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod arrivals;
+mod blocks;
 mod channel;
 mod codecs;
 mod connection;
@@ -49,6 +50,7 @@ mod trace;
 mod works;
 
 pub use arrivals::LatenessReading;
+pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use codecs::{CodecSpecError, TensorCodec};
 pub use error::{ChannelError, ChannelFailure};
