@@ -140,7 +140,7 @@ def test_rows_of_a_busy_machine_are_measured_again(
 ) -> None:
     cell = bandwidth(**SMALL).cells[0]
     preset = Preset("bandwidth", [cell], lambda rows: [])
-    with pytest.raises(ValueError, match="idle machine"):
+    with pytest.raises(LabError, match="no run is evidence"):
         run_made(preset, tmp_path, Machine(busy=True))
     again = Machine()
     rows = run_made(preset, tmp_path, again)
