@@ -90,7 +90,7 @@ fn apply(
             let kinds = FrameKind::ALL;
             let header = FrameHeader {
                 kind: kinds[*kind as usize % kinds.len()],
-                codec: Codec::Raw,
+                codec: if flags & 4 == 0 { Codec::Raw } else { Codec::Encoded },
                 flags: FrameFlags(flags & 3),
                 step: Step(u64::from(*step % 4)),
                 generation: 0,

@@ -1,10 +1,10 @@
 """Which codec each tensor travels in: one for all with small tensors left alone, or one by pattern.
 
-A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none. Given
-alone, it is for all tensors but the smallest, which are left in full precision as long as more than
-99 % of all parameters are encoded (Grubic et al. 2018, section 5.1): biases and norms hardly cost
-bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's name counts,
-and nothing else: tensors that no pattern fits are left alone.
+A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
+Given alone, it is for all tensors but the smallest, which are left in full precision as long as
+more than 99 % of all parameters are encoded (Grubic et al. 2018, section 5.1): biases and norms
+hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's
+name counts, and nothing else: tensors that no pattern fits are left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, Union
+from typing import Any, TypeAlias
+
+from gradlane.core import load_codecs
 
 RAW = "raw"
 """No codec: the bytes of the elements themselves."""
@@ -23,17 +25,10 @@ QUANTIZED_SHARE = 0.99
 ENCODED_DTYPES = ("f32", "f16", "bf16")
 """What codecs are for: everything else that is trained travels as it is."""
 
-CodecArgument = Union[str, Mapping[str, str], None]
+CodecArgument: TypeAlias = str | Mapping[str, str] | None
 """What `gradlane.init(codec=...)` takes."""
-CodecRules = Union[str, tuple[tuple[str, str], ...]]
+CodecRules: TypeAlias = str | tuple[tuple[str, str], ...]
 """The same, checked for its form: one codec, or patterns with their codecs."""
-
-
-class CodecCore(Protocol):
-    """What the compiled core knows of codecs."""
-
-    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
-        """Say what a codec does to a tensor, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +123,20 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
     for pattern, text in codec.items():
         if not isinstance(pattern, str) or not isinstance(text, str):
             raise ValueError(f"codec {pattern!r}: {text!r}: patterns and codecs are texts")
+        if any(sign in pattern for sign in ";=:"):
+            raise ValueError(f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there")
         text = _not_empty(text.strip(), f"the codec of {pattern!r}")
         rules.append((pattern, RAW if text in LOSSLESS else text))
     if all(text == RAW for _, text in rules):
         return RAW
     return tuple(rules)
+
+
+def rules_text(rules: CodecRules) -> str:
+    """Return rules as one text, which `codec_rules` reads."""
+    if isinstance(rules, str):
+        return rules
+    return ";".join(f"{pattern}={codec}" for pattern, codec in rules)
 
 
 def _not_empty(text: str, what: str) -> str:
@@ -141,7 +145,7 @@ def _not_empty(text: str, what: str) -> str:
     return text
 
 
-def check_codecs(core: CodecCore, rules: CodecRules) -> None:
+def check_codecs(rules: CodecRules) -> None:
     """Check the texts of all codecs.
 
     Raises:
@@ -149,16 +153,13 @@ def check_codecs(core: CodecCore, rules: CodecRules) -> None:
     """
     for text in [rules] if isinstance(rules, str) else [text for _, text in rules]:
         if text != RAW:
-            codec_facts(core, text, "f32", (1,))
+            codec_facts(text, "f32", (1,))
 
 
-def codec_facts(
-    core: CodecCore, text: str, dtype: str, sizes: Sequence[int]
-) -> CodecFacts | None:
+def codec_facts(text: str, dtype: str, sizes: Sequence[int]) -> CodecFacts | None:
     """Say what a codec does to a tensor; None where it would change nothing.
 
     Args:
-        core: the compiled core.
         text: the codec.
         dtype: the tensor's, in the core's terms.
         sizes: of its dimensions in the order of its storage.
@@ -166,17 +167,14 @@ def codec_facts(
     Raises:
         ValueError: the text is no codec.
     """
-    facts = json.loads(core.codec_json(text, dtype, list(sizes)))
+    facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes)))
     return None if facts is None else CodecFacts(**facts)
 
 
-def choose_codecs(
-    core: CodecCore, rules: CodecRules, tensors: Sequence[CodedTensor]
-) -> list[CodecChoice]:
+def choose_codecs(rules: CodecRules, tensors: Sequence[CodedTensor]) -> list[CodecChoice]:
     """Give each tensor its codec.
 
     Args:
-        core: the compiled core.
         rules: what `codec_rules` returned.
         tensors: all trained tensors.
 
@@ -187,8 +185,8 @@ def choose_codecs(
         return [CodecChoice(tensor.name, RAW, "no codec is given") for tensor in tensors]
     if isinstance(rules, str):
         smallest = _smallest_encoded(tensors)
-        return [_by_size(core, rules, tensor, smallest) for tensor in tensors]
-    return [_by_pattern(core, rules, tensor) for tensor in tensors]
+        return [_by_size(rules, tensor, smallest) for tensor in tensors]
+    return [_by_pattern(rules, tensor) for tensor in tensors]
 
 
 def _smallest_encoded(tensors: Iterable[CodedTensor]) -> int:
@@ -203,27 +201,21 @@ def _smallest_encoded(tensors: Iterable[CodedTensor]) -> int:
     return sizes[-1] if sizes else 0
 
 
-def _by_size(
-    core: CodecCore, text: str, tensor: CodedTensor, smallest: int
-) -> CodecChoice:
+def _by_size(text: str, tensor: CodedTensor, smallest: int) -> CodecChoice:
     if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
-        reason = (
-            f"of {tensor.numel} elements, below {smallest}: over 99 % of all parameters are encoded"
-        )
+        reason = f"below {smallest:,} elements; the others are over 99 % of all"
         return CodecChoice(tensor.name, RAW, reason)
-    return _made(core, text, tensor, "the codec for all")
+    return _made(text, tensor, "the codec for all")
 
 
-def _by_pattern(
-    core: CodecCore, rules: Iterable[tuple[str, str]], tensor: CodedTensor
-) -> CodecChoice:
+def _by_pattern(rules: Iterable[tuple[str, str]], tensor: CodedTensor) -> CodecChoice:
     for pattern, text in rules:
         if fnmatchcase(tensor.name, pattern):
-            return _made(core, text, tensor, f"fits {pattern!r}")
+            return _made(text, tensor, f"fits {pattern!r}")
     return CodecChoice(tensor.name, RAW, "fits no pattern")
 
 
-def _made(core: CodecCore, text: str, tensor: CodedTensor, reason: str) -> CodecChoice:
+def _made(text: str, tensor: CodedTensor, reason: str) -> CodecChoice:
     if text == RAW:
         return CodecChoice(tensor.name, RAW, reason)
     if tensor.dtype not in ENCODED_DTYPES:
@@ -231,7 +223,7 @@ def _made(core: CodecCore, text: str, tensor: CodedTensor, reason: str) -> Codec
         return CodecChoice(tensor.name, RAW, f"{tensor.dtype}: codecs are for {known}")
     if tensor.numel == 0:
         return CodecChoice(tensor.name, RAW, "has no elements")
-    facts = codec_facts(core, text, tensor.dtype, tensor.sizes)
+    facts = codec_facts(text, tensor.dtype, tensor.sizes)
     if facts is None:
         return CodecChoice(tensor.name, RAW, f"{text} changes nothing of {tensor.dtype}")
     if facts.fixed_size and facts.wire_bytes_max >= tensor.numel * _bytes_of(tensor.dtype):

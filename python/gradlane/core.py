@@ -205,9 +205,6 @@ class CoreModule(Protocol):
     def plan_json(self) -> PlanBuilder:
         """The builder of plans."""
 
-    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
-        """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
-
 
 class CodecModule(Protocol):
     """What `gradlane._core` offers beside sessions: it needs no rank and no channel."""
@@ -215,6 +212,9 @@ class CodecModule(Protocol):
     @property
     def Codec(self) -> CodecType:  # noqa: N802
         """The class of codecs."""
+
+    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+        """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
 
 
 def load_codecs() -> CodecModule:

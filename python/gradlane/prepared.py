@@ -21,8 +21,8 @@ from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
 from gradlane.buffers import pack_buffers
-from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
@@ -84,7 +84,7 @@ class Prepared:
         self.model = model
         self._extras, self._members = self._make_members()
         coded = [entry.coded() for entry in self._trained]
-        self.codecs: list[CodecChoice] = choose_codecs(around.core, around.options.codec, coded)
+        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded)
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         rows = rows_with_codecs(plain, coded, self.codecs)
         self.channel = open_channel(around, meeting, rows, update=around.options.update)
@@ -123,6 +123,7 @@ class Prepared:
             members=self._members,
             choices=self.codecs,
             updates_on_servers=self._serves,
+            settle=self.steps.settle,
             spend_step=self.steps.spend_step,
             translating=self._translating,
         )

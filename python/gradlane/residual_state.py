@@ -1,12 +1,12 @@
 """What codecs with error feedback have lost so far: out of a session into a checkpoint, and back.
 
-Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without it
-forgets gradients. There are two kinds. What this rank's own contributions have lost is another
+Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without
+it forgets gradients. There are two kinds. What this rank's own contributions have lost is another
 tensor on every rank. What results have lost is kept by the owner of each slice, and is whole here:
 the owners broadcast it, as it is, in a step of the channel that is no training.
 
-A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own it
-holds the mean of all ranks' residuals. What counts for training is what they add to the mean
+A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
+it holds the mean of all ranks' residuals. What counts for training is what they add to the mean
 gradient, so where the ranks do not each load their own, every rank starts with that mean, and
 nothing is lost or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
 """
@@ -44,6 +44,7 @@ class ResidualState:
         members: Members,
         choices: Sequence[CodecChoice],
         updates_on_servers: bool,
+        settle: Callable[[], None],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -55,6 +56,7 @@ class ResidualState:
             members: what takes part in its steps.
             choices: the codecs of the trained tensors.
             updates_on_servers: whether results are parameters, which travel as they are.
+            settle: waits for the end of a step that is still under way.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
         """
@@ -62,6 +64,7 @@ class ResidualState:
         self._meeting = meeting
         self._members = members
         self._owners_keep = not updates_on_servers
+        self._settle = settle
         self._spend_step = spend_step
         self._translating = translating
         self._kept = [
@@ -94,6 +97,7 @@ class ResidualState:
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
             return state
+        self._settle()
         own = {index: self._own(index) for index in self._kept}
         means = self._mean(own)
         owners = self._of_owners() if self._owners_keep else {}
@@ -114,14 +118,14 @@ class ResidualState:
         checked = self._check(state)
         if self.is_empty:
             return
+        self._settle()
         place = self._meeting.place
         own = (int(state["rank"]), int(state["world_size"])) == (place.rank, place.world_size)
         self._loads += 1
         key = f"residuals/{self._loads}"
         self._meeting.put(f"{key}/{place.rank}", json.dumps(own))
         said = [
-            json.loads(self._meeting.get(f"{key}/{rank}", rank))
-            for rank in range(place.world_size)
+            json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
         ]
         kind = WORKER if all(said) else _MEAN
         with self._translating("loading residuals"):
@@ -135,6 +139,18 @@ class ResidualState:
                         # Another codec kept one number: what was not sent, the first of several.
                         value = self._as_first(index, value)
                     self._load(index, target, value)
+
+    def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is left of a state where the model trains other tensors than before."""
+        shapes = {entry.name: self._shape(entry) for entry in self._members.trained}
+        left: dict[str, Any] = dict(state)
+        for kind in _KINDS:
+            left[kind] = {
+                name: value
+                for name, value in state[kind].items()
+                if tuple(value.shape[: len(shapes.get(name, ()))]) == shapes.get(name)
+            }
+        return left
 
     def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         missing = [key for key in ("rank", "world_size", *_KINDS) if key not in state]
@@ -163,9 +179,7 @@ class ResidualState:
         return (*entry.shape, 2) if entry.dtype.is_complex else tuple(entry.shape)
 
     def _kept_shape(self, name: str) -> tuple[int, ...]:
-        widths = [
-            width for index, width in self._widths.items() if self._entry(index).name == name
-        ]
+        widths = [width for index, width in self._widths.items() if self._entry(index).name == name]
         return (widths[0],) if widths and widths[0] > 1 else ()
 
     def _entry(self, index: int) -> Entry:

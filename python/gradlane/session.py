@@ -102,7 +102,8 @@ def init(
         world_size: number of ranks.
         strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
         slice_elems: elements in a slice at most; None: what suits the strategy.
-        seed: places whole tensors where a strategy draws their server, and decides how codecs round.
+        seed: places whole tensors where a strategy draws their server, and decides how codecs
+            round.
         codec: how gradients travel: None: as they are; a codec such as `"qsgd:bits=8"`: in fewer
             bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
             dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
@@ -161,7 +162,7 @@ def init(
     )
     core = core if core is not None else load_core()
     if options.codec != RAW:
-        check_codecs(core, options.codec)
+        check_codecs(options.codec)
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
     if store is None:
         store = open_store(place, os.environ, connect_timeout_s)
@@ -264,8 +265,10 @@ class Session:
         except GradlaneError as error:
             unable = error
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        residuals = None
         if before is not None:
             try:
+                residuals = before.residuals.state_dict()
                 self._part_with(before)
             except GradlaneError as error:
                 # The others are on their way to the next meeting, and would wait there.
@@ -280,6 +283,8 @@ class Session:
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        if residuals is not None:
+            prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
             self._learn(prepared, links)

@@ -66,7 +66,13 @@ def lab_run(
     slice_elems: Annotated[
         int | None, typer.Option(help="Elements a slice at most; each strategy's own if absent.")
     ] = None,
-    codec: Annotated[str, typer.Option(help="Encoding of gradients.")] = "raw",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="How gradients of gradlane's strategies travel, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'."
+        ),
+    ] = "raw",
     seed: Annotated[int, typer.Option(help="Of model, batches and gradients.")] = 0,
     profile: Annotated[
         Path | None, typer.Option(help="A profile file in place of the workload's own times.")

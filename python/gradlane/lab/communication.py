@@ -21,8 +21,6 @@ from gradlane.options import Options
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-POWERSGD_RANK = 2
-"""Of the matrices that PowerSGD sends in place of a gradient (Vogels et al. 2019)."""
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 
 
@@ -38,6 +36,7 @@ class Place:
         slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
+        codec: how gradients travel (gradlane only); `raw` is none.
     """
 
     rank: int
@@ -47,6 +46,7 @@ class Place:
     slice_elems: int | None
     job: str
     trace_path: str | None = None
+    codec: str = "raw"
 
 
 class Communication(Protocol):
@@ -62,6 +62,9 @@ class Communication(Protocol):
 
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
 
     def close(self) -> None:
         """Disconnect; a later run may connect anew."""
@@ -89,6 +92,10 @@ class Silence:
         """Return nothing."""
         return {}
 
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -110,30 +117,6 @@ def _mean_in_rank_order(
 
     result: torch.futures.Future[torch.Tensor] = future.then(mean)
     return result
-
-
-def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> None:
-    """Let a hook encode DDP's gradients: one of PyTorch's own by name, or a codec of gradlane's.
-
-    Raises:
-        ValueError: there is no such hook.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    name, _, argument = hook.partition(":")
-    if name == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=int(argument or POWERSGD_RANK),
-            start_powerSGD_iter=2,
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        import gradlane.torch
-
-        wrapped.register_comm_hook(*gradlane.torch.ddp_hook(hook, model=wrapped))
 
 
 class DistributedDataParallel:
@@ -163,6 +146,8 @@ class DistributedDataParallel:
             assert group is not None
             wrapped.register_comm_hook(group, _mean_in_rank_order)
         elif self._strategy.hook:
+            from gradlane.lab.ddp_hooks import register_hook
+
             register_hook(wrapped, self._strategy.hook)
         return wrapped, optimizer
 
@@ -172,6 +157,10 @@ class DistributedDataParallel:
     def metrics(self) -> dict[str, Any]:
         """Return nothing: DDP counts no bytes."""
         return {}
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
 
     def close(self) -> None:
         """Leave the process group."""
@@ -194,6 +183,7 @@ class Gradlane:
             world_size=place.world_size,
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
+            codec=place.codec,
             update="worker",
             interface=None,
             advertise=place.address,
@@ -222,6 +212,13 @@ class Gradlane:
             del plan["tensors"]
             counters["plan"] = plan
         return counters
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return what the session has chosen."""
+        return [
+            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
+            for choice in self._session.codecs
+        ]
 
     def close(self) -> None:
         """Close the session."""

@@ -22,8 +22,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.lab.bound import bound_step_s
 from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
+from gradlane.lab.errors import LabError
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
@@ -58,7 +60,8 @@ class LabOptions:
         warmup: steps before them.
         further_warmup: more steps before them, by the strategy's text.
         slice_elems: elements a slice at most; None: each strategy's own.
-        codec: `raw`.
+        codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
+            are.
         seed: of model, batches and gradients.
         profile_path: a profile file in place of the workload's own times.
         batch_time_s: compute time of a batch in place of the workload's own.
@@ -114,8 +117,8 @@ class LabOptions:
         check_ranges(ranges)
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
-        if self.codec != "raw":
-            raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
+        if codec_rules(self.codec) != RAW:
+            check_codecs(codec_rules(self.codec))
         if self.batch_time_s is not None and not self.batch_time_s > 0:
             raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
@@ -133,6 +136,10 @@ class LabOptions:
         """Steps of all runs together, warm-up and verification included."""
         steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
         return len(self.rates_bps) * self.repeat * sum(steps)
+
+    def codec_of(self, strategy: Strategy) -> str:
+        """Return the codec of a strategy: DDP and no communication have none."""
+        return self.codec if strategy.family == "gradlane" else RAW
 
     def warmup_of(self, strategy: Strategy) -> int:
         """Steps before the measured ones: those of a plan being found come first."""
@@ -216,6 +223,7 @@ class _Runner:
         self._progress = progress
         self._port = _FIRST_PORT
         self._timings: list[TensorTiming] = []
+        self._wire_bytes: dict[str, list[int]] = {}
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
         self._machine = _machine()
@@ -265,6 +273,7 @@ class _Runner:
             "profile_path": options.profile_path and os.path.abspath(options.profile_path),
             "batch_time_s": options.batch_time_s,
             "paced": options.paced,
+            "codec": options.codec_of(strategy),
         }
         traced = options.trace_path is not None and strategy.family == "gradlane"
         if traced:
@@ -282,6 +291,12 @@ class _Runner:
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
+        self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
+        digests = {result["param_digest"] for result in results}
+        if options.codec_of(strategy) != RAW and len(digests) > 1:
+            raise LabError(
+                f"{strategy.text} with codec {options.codec}: the ranks hold different parameters"
+            )
         if traced:
             self._join_timelines(rate_bps)
         return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
@@ -329,7 +344,7 @@ class _Runner:
             rate_bps=rate_bps,
             dilation=dilation,
             slice_elems=strategy.slice_elems(options.slice_elems),
-            codec=options.codec,
+            codec=str(results[0]["codec"]),
             steps=options.steps,
             warmup=options.warmup_of(strategy),
             repeat=repeat,
@@ -374,6 +389,7 @@ class _Runner:
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
                     scheme="ps",
+                    wire_bytes=self._wire_bytes.get(row.strategy) or None,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

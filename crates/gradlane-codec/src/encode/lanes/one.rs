@@ -25,7 +25,8 @@ impl Lanes for f32 {
         left<const BITS>(word: u32) -> u32 = word << BITS;
         right<const BITS>(word: u32) -> u32 = word >> BITS;
         signs(word: u32) -> u32 = (word as i32 >> 31) as u32;
-        store_words(word: u32, to: *mut u32) = to.write_unaligned(word);
+        largest(word: u32) -> i32 = word as i32;
+        in_pairs(lane: Self) -> f32 = lane;
         load_bytes(from: *const u8) -> u32 = u32::from(from.read());
         store_bytes(word: u32, to: *mut u8) = to.write(word as u8);
         load_pairs(from: *const u8) -> u32 =

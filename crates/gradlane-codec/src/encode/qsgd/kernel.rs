@@ -64,10 +64,7 @@ unsafe fn largest<R: Lanes, const N: usize, const KEEP: bool>(
             }
             at += 2 * WIDTH;
         }
-        let mut top = 0;
-        for lane in Words::larger(tops[0], tops[1]).lanes() {
-            top = top.max(lane as u32);
-        }
+        let mut top = Words::larger(tops[0], tops[1]).largest() as u32;
         while at < elements {
             top = top.max(source.wanted_one(at).abs().to_bits());
             at += 1;
