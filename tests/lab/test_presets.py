@@ -181,6 +181,22 @@ def test_simulated_rows_that_nobody_asks_for_are_dropped() -> None:
     assert simulate_missing([changed], rows, keep=saved.append)[0]["compute_s"] == 0.2
 
 
+def test_a_simulation_that_fails_is_told_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_simulation(self: Simulation) -> dict[str, Any]:
+        if self.rate_bps == 3 * GBIT:
+            raise ValueError("no such cluster")
+        return dict(self._inputs())
+
+    monkeypatch.setattr(Simulation, "run", run_simulation)
+    asked = [Simulation("resnet50", "p3", 2, rate * GBIT, 4.0, 0.3) for rate in (1, 2, 3, 4)]
+    saved: list[list[dict[str, Any]]] = []
+    with pytest.raises(ValueError, match="no such cluster"):
+        simulate_missing(asked, [], keep=saved.append)
+    assert [row["rate_bps"] for row in saved[-1]] == [GBIT, 2 * GBIT]
+
+
 def test_curves_go_through_the_measured_rates() -> None:
     dilations = between({2 * GBIT: 4.0, 16 * GBIT: 32.0})
     assert dilations == {2 * GBIT: 4.0, 4 * GBIT: 8.0, 8 * GBIT: 16.0, 16 * GBIT: 32.0}

@@ -20,6 +20,7 @@ from gradlane.lab.cells import (
     still_missing,
 )
 from gradlane.lab.display import runs_progress
+from gradlane.lab.ending import Terminated
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.completed import completed
 from gradlane.lab.presets.findings import measured
@@ -132,7 +133,7 @@ def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
                 describe=preset.describe,
                 run=preset.run,
             )
-    except (LabError, KeyboardInterrupt):
+    except (LabError, KeyboardInterrupt, Terminated):
         kept = len(read_rows(folder.results))
         if kept:
             console.print(
