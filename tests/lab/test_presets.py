@@ -230,6 +230,13 @@ def test_the_best_of_the_bucket_sizes_counts() -> None:
     assert len(findings.faster_than_bound(made({"none": 0.3, "p3": 0.31}))) == 1
 
 
+def test_steps_that_do_not_wait_for_their_gradients_have_no_bound() -> None:
+    rows = made({"none": 0.3, "p3": 0.35, "asgd": 0.3})
+    bounds = {row["strategy"]: row["bound_step_s"] for row in rows}
+    assert bounds["asgd"] is None and bounds["p3"] > 0.3
+    assert findings.faster_than_bound(rows) == [] == findings.over_bound(rows, "asgd")
+
+
 def test_an_order_that_is_not_the_expected_one_is_told() -> None:
     assert findings.reversals(made({**STEPS_S, "wfbp": 0.44, "kvstore": 0.47})) == []
     rows = made({"none": 0.3, "p3": 0.45, "slicing": 0.41, "wfbp": 0.408})
