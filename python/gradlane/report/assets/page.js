@@ -78,8 +78,8 @@ const gradlanePage = (() => {
     body.append(...rows);
   };
 
-  for (const heading of document.querySelectorAll("th")) {
-    heading.querySelector("button").addEventListener("click", () => sort(heading));
+  for (const sorter of document.querySelectorAll("th button")) {
+    sorter.addEventListener("click", () => sort(sorter.parentElement));
   }
   const redraws = [];
   const button = document.getElementById("theme");
