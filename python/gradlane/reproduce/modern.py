@@ -20,6 +20,7 @@ from gradlane.lab.rates import format_rate
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.architectures.transformers import H100_UTILIZATION
 from gradlane.reproduce.simulations import FREE, MEASURED, Simulations
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import Profile, synthetic_profile, timings_in
 from gradlane.whatif.simulation import Cluster
@@ -38,6 +39,10 @@ WORKERS = (4, 8, 16)
 SLICE_ELEMS = 50_000
 """Of both: with pieces of 2 MB, as `wfbp` has them by itself, 16 owners of a small model are loaded
 unevenly, and urgency would be praised for being even."""
+STEPS = 2
+"""Simulated; a third one moves the step by less than 0.3 %."""
+LEFT_OUT = {"llama_1b": (8,), "dlrm": (8,)}
+"""Workers that are not simulated: two gigabytes a step take their time, and lie between."""
 FRAME_BYTES = 131_072
 """A slice of 50,000 bf16 elements goes in one frame: fewer events, and nothing else changes."""
 TEMPLATE = Path(__file__).with_name("modern.md")
@@ -121,13 +126,14 @@ def study(
         rates_gbps: rates of ports.
     """
     cases = [
-        (model, Cluster(count, rate * 1e9, slice_elems=SLICE_ELEMS, costs=FREE), "free")
+        (model, _cluster(count, rate, FREE), "free")
         for model in models
         for count in workers
         for rate in rates_gbps
+        if count not in LEFT_OUT.get(model, ())
     ]
     cases += [
-        (model, Cluster(count, rate * 1e9, slice_elems=SLICE_ELEMS, costs=MEASURED), "measured")
+        (model, _cluster(count, rate, MEASURED), "measured")
         for model, count in HOSTS
         if model in models and count in workers
         for rate in rates_gbps
@@ -143,6 +149,10 @@ def study(
         _row(profiles[model], cluster, host, steps_s[2 * index], steps_s[2 * index + 1])
         for index, (model, cluster, host) in enumerate(cases)
     ]
+
+
+def _cluster(workers: int, rate_gbps: float, costs: MachineCosts) -> Cluster:
+    return Cluster(workers, rate_gbps * 1e9, slice_elems=SLICE_ELEMS, steps=STEPS, costs=costs)
 
 
 def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: float) -> Row:
