@@ -80,9 +80,8 @@ def test_wrong_arguments_end_with_two_and_one_sentence(
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--debug` the error itself comes through."""
-    monkeypatch.setattr(
-        sys, "argv", ["gradlane", "--debug", "lab", "run", "--workload", "alexnet2"]
-    )
+    arguments = ["gradlane", "--debug", "lab", "run", "--workload", "alexnet2"]
+    monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(ValueError, match="alexnet2"):
         cli.main()
 

@@ -90,7 +90,13 @@ def whatif(
             help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring-fused."
         ),
     ] = "wfbp,p3",
-    codec: Annotated[str, typer.Option(help="Encoding of gradients: raw.")] = "raw",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if "
+            "absent."
+        ),
+    ] = None,
     compression: Annotated[
         str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
     ] = "1",
@@ -126,16 +132,18 @@ def whatif(
     Simulates clusters of gradlane's own engine (ring-fused: a model of fused all-reduce) for
     every combination of workers, rate, strategy and compression.
     """
+    from gradlane.codec_choice import RAW, check_codecs, codec_rules
     from gradlane.lab.display import wide_console
     from gradlane.lab.rates import parse_rate
     from gradlane.whatif import command, lists
     from gradlane.whatif.costs import MachineCosts, read_costs
-    from gradlane.whatif.grid import CODECS
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
 
     require_writable(json_path, html_path, trace)
-    lists.parse_names(codec, CODECS, "codec")
+    codecs = list(dict.fromkeys(codec or [RAW]))
+    for text in codecs:
+        check_codecs(codec_rules(text))
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
         workers=lists.parse_workers(workers),
@@ -155,6 +163,7 @@ def whatif(
             additions=() if additions is None else lists.read_additions(additions),
         ),
         console=wide_console(),
+        codecs=codecs,
         trace_path=trace,
         html_path=html_path,
     )
@@ -229,6 +238,13 @@ def plan(
             "scheme of each layer by Poseidon's formula.",
         ),
     ] = "auto",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A codec that may be used where fewer bytes help, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'. It changes what is learned."
+        ),
+    ] = "raw",
     costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -251,6 +267,7 @@ def plan(
         console=wide_console(),
         rule=rule,
         costs=None if costs is None else read_costs(costs),
+        codec=codec,
     )
     if json_path is not None:
         made.save(json_path)
@@ -377,6 +394,11 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as end:
+        # Typer makes this of Ctrl-C, without a word.
+        if end.code == 130:
+            typer.echo("interrupted", err=True)
+        raise
     except Terminated:
         typer.echo("terminated", err=True)
         sys.exit(143)

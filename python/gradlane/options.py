@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradlane.codec_choice import RAW, CodecRules
+
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
 """The engine's own slice sizes of the strategies that cut every tensor into slices."""
@@ -18,7 +20,9 @@ class Options:
     Attributes:
         strategy: one of `STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
-        seed: places whole tensors on servers where the strategy draws them.
+        seed: places whole tensors on servers where the strategy draws them, and decides how codecs
+            round.
+        codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         interface: network interface to use, or None.
@@ -39,6 +43,7 @@ class Options:
     strategy: str = "p3"
     slice_elems: int | None = None
     seed: int = 0
+    codec: CodecRules = RAW
     update: str = "worker"
     interface: str | None = None
     advertise: str | None = None
@@ -82,7 +87,15 @@ class Options:
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
-        names = ("strategy", "slice_elems", "seed", "update", "frame_bytes", "check_every")
+        names = (
+            "strategy",
+            "slice_elems",
+            "seed",
+            "codec",
+            "update",
+            "frame_bytes",
+            "check_every",
+        )
         return {name: getattr(self, name) for name in names}
 
 

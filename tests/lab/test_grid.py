@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.made_rows import Machine
 
 from gradlane.lab.cells import (
     STEPS,
@@ -19,73 +19,6 @@ from gradlane.lab.cells import (
     with_compute_times,
 )
 from gradlane.lab.grid import CELLS, cells_of, in_grid_order
-from gradlane.lab.results import Row
-from gradlane.lab.run import LabOptions, LabProgress
-from gradlane.lab.strategy import parse_strategy
-
-
-def made_row(options: LabOptions, strategy: str, *, cpu_bound: bool = False) -> Row:
-    """Return the row of a run that took a second a step."""
-    return Row(
-        workload=options.workload,
-        strategy=strategy,
-        workers=options.workers,
-        rate_bps=options.rates_bps[0],
-        dilation=options.dilation,
-        slice_elems=parse_strategy(strategy).slice_elems(options.slice_elems),
-        codec="raw",
-        steps=options.steps,
-        warmup=options.warmup,
-        repeat=0,
-        seed=0,
-        batch_size=32,
-        samples_per_s=128.0,
-        step_s_median=0.3 if strategy == "none" else 1.0,
-        wall_step_s_median=1.0,
-        step_s=[1.0] * options.steps,
-        compute_s=0.2,
-        bound_step_s=None,
-        bound_binding=None,
-        goodput_bps=1e9,
-        tx_bytes_per_step=0.0,
-        link_utilization=0.0,
-        utilization_over_time={"time_s": [], "transmit": [], "receive": []},
-        cpu_s_per_step=0.0,
-        cpu_share=0.9 if cpu_bound else 0.1,
-        cpu_bound=cpu_bound,
-        wall_lag_s=0.0,
-        loss=[],
-        param_digest="",
-        params_equal=True,
-        verified_tensors=1,
-        evaluation=None,
-        metrics={"tx_bytes": 7, "peers": [1, 2]},
-    )
-
-
-class Machine:
-    """A lab whose runs take as long as they are estimated to, on a clock of its own."""
-
-    def __init__(self, *, fails_after: int = 1000, busy: bool = False) -> None:
-        self.now_s = 0.0
-        self.runs: list[tuple[str, int, str]] = []
-        self._fails_after = fails_after
-        self._busy = busy
-
-    def now(self) -> float:
-        return self.now_s
-
-    def run(self, options: LabOptions, *, progress: LabProgress, on_rows: Any) -> list[Row]:
-        del progress
-        rows: list[Row] = []
-        for strategy in options.strategies:
-            if len(self.runs) == self._fails_after:
-                raise KeyboardInterrupt
-            self.now_s += 25.0
-            self.runs.append((options.workload, options.rates_bps[0], strategy.text))
-            rows.append(made_row(options, strategy.text, cpu_bound=self._busy))
-            on_rows(rows)
-        return rows
 
 
 def measure(machine: Machine, path: Path, budget_s: float) -> int:

@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod encoding;
 mod engine;
 mod error;
 mod inbound;
@@ -27,19 +28,23 @@ mod plan;
 mod priority;
 mod queue;
 mod rank_set;
+mod ring;
 mod scheduler;
+mod scheme;
 mod server;
 mod strategy;
 mod work;
 mod worker;
 
+pub use encoding::{Coding, Encoding};
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update};
+pub use scheme::{Scheme, RING_BLOCK_ELEMS};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

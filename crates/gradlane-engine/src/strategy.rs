@@ -2,6 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
+use crate::scheme::Scheme;
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -76,7 +77,7 @@ pub enum Release {
     Step,
 }
 
-/// Granularity, order, placement, pull rule, ready rule and release rule.
+/// Granularity, order, placement, pull rule, ready rule, release rule and scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Strategy {
     /// Name for tables and messages.
@@ -93,6 +94,9 @@ pub struct Strategy {
     pub ready: ReadyRule,
     /// When tensors are given to their waiters.
     pub release: Release,
+    /// How tensors are aggregated whose plan says nothing else.
+    #[serde(default)]
+    pub scheme: Scheme,
 }
 
 /// Elements in a slice by default: the best value in the P3 paper (section 5.7).
@@ -104,11 +108,14 @@ pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
 
 impl Strategy {
     /// The names that [`Strategy::named`] knows.
-    pub const NAMES: [&'static str; 5] = ["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
+    pub const NAMES: [&'static str; 6] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "ring"];
 
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
-    /// `deferred-pull` (R4). `slice_elems` replaces the slice size of the first three (`None`:
-    /// 50,000, and 2 MB for `wfbp`); `seed` places whole tensors in the last two.
+    /// `deferred-pull` (R4), and `ring`: p3's slices and order round a ring (R7). `slice_elems`
+    /// replaces the slice size of `p3`, `slicing`, `wfbp` and `ring` (`None`: 50,000, and 2 MB for
+    /// `wfbp`; a ring's slices are at most [`crate::RING_BLOCK_ELEMS`] long); `seed` places whole
+    /// tensors in the other two.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -125,6 +132,7 @@ impl Strategy {
             pull: PullRule::Broadcast,
             ready: ReadyRule::All,
             release: Release::Tensor,
+            scheme: Scheme::Ps,
         };
         let kvstore = Strategy {
             granularity: Granularity::SplitAbove { elems: KVSTORE_SPLIT_ELEMS },
@@ -143,6 +151,7 @@ impl Strategy {
                 ..base
             }),
             "kvstore" => Ok(kvstore),
+            "ring" => Ok(Strategy { scheme: Scheme::Ring, ..base }),
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
             _ => Err(PlanError::new(format!(
                 "unknown strategy {name:?}; known are {}",

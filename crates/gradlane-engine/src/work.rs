@@ -1,6 +1,7 @@
 //! Work waiting for the driver's threads, most urgent first. What exactly is to be done is decided
 //! as late as possible: when the driver asks.
 
+use crate::encoding::Waiting;
 use crate::io::{BufferRef, WorkId};
 use crate::scheduler::Key;
 use crate::server::Part;
@@ -13,6 +14,8 @@ use gradlane_units::{Rank, SliceId, Step};
 pub(crate) enum Pending {
     /// Reduce the contributions of an owned slice.
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
+    /// Add this rank's contribution to what came round the ring.
+    AddRound { slice: SliceId, step: Step, received: Part },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
@@ -29,6 +32,19 @@ pub(crate) enum Running {
         spent: Vec<BufferRef>,
         /// Whether the result went into the tensor's memory in the same pass.
         in_place: bool,
+        /// Whether the result is encoded.
+        encoded: bool,
+    },
+    Encode {
+        waiting: Waiting,
+        key: Key,
+        output: BufferRef,
+    },
+    AddRound {
+        slice: SliceId,
+        step: Step,
+        /// Buffer with the sum.
+        output: BufferRef,
     },
     Install {
         slice: SliceId,
@@ -53,11 +69,18 @@ impl WorkQueue {
         self.pending.insert(key, work);
     }
 
-    /// The most urgent work, unless the driver has enough.
+    /// Whether the driver has enough.
+    pub(crate) fn is_full(&self) -> bool {
+        self.running.len() >= self.depth
+    }
+
+    /// The key of the most urgent work.
+    pub(crate) fn first(&self) -> Option<Key> {
+        self.pending.first_key_value().map(|(&key, _)| key)
+    }
+
+    /// The most urgent work.
     pub(crate) fn pop(&mut self) -> Option<Pending> {
-        if self.running.len() >= self.depth {
-            return None;
-        }
         self.pending.pop_first().map(|(_, work)| work)
     }
 

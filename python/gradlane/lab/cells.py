@@ -78,8 +78,8 @@ class Cell:
         """Return about how long the whole cell takes, in real seconds."""
         return SETUP_S + sum(self.run_estimate_s(strategy) for strategy in self.strategies)
 
-    def holds(self, row: Mapping[str, Any], strategy: str) -> bool:
-        """Whether a row is a measurement of this strategy of this cell."""
+    def is_of(self, row: Mapping[str, Any], strategy: str) -> bool:
+        """Whether a row is a measurement of this strategy of this cell, of however many steps."""
         return (
             row.get("source", MEASURED) == MEASURED
             and row["strategy"] == strategy
@@ -87,6 +87,13 @@ class Cell:
             and (row.get("workers", WORKERS), row.get("dilation", self.dilation))
             == (self.workers, self.dilation)
             and row.get("slice_elems") == parse_strategy(strategy).slice_elems(self.slice_elems)
+        )
+
+    def holds(self, row: Mapping[str, Any], strategy: str) -> bool:
+        """Whether a row is all that is asked for of this strategy of this cell."""
+        return (
+            self.is_of(row, strategy)
+            and not row["cpu_bound"]
             and row.get("steps", self.steps) >= self.steps
         )
 
@@ -160,7 +167,8 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(list(rows), indent=1))
+            # A row a line: to be searched and compared with the tools for lines.
+            file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -183,11 +191,10 @@ def write_failure(path: Path, failure: OSError) -> LabError:
 
 def missing_strategies(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the strategies of a cell that no row has; rows that are no evidence do not count."""
-    evidence = [row for row in rows if not row["cpu_bound"]]
     return [
         strategy
         for strategy in cell.strategies
-        if not any(cell.holds(row, strategy) for row in evidence)
+        if not any(cell.holds(row, strategy) for row in rows)
     ]
 
 
@@ -307,9 +314,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Measure some strategies of a cell in turn, and return all rows of the file."""
     told = _RunProgress(cell, strategies, progress)
-    # What is measured anew takes the place of what was no evidence.
-    others = [row for row in rows if not any(cell.holds(row, name) for name in strategies)]
-    replaced = {name: [row for row in rows if cell.holds(row, name)] for name in strategies}
+    # What is measured anew takes the place of what was no evidence, or had fewer steps.
+    others = [row for row in rows if not any(cell.is_of(row, name) for name in strategies)]
+    replaced = {name: [row for row in rows if cell.is_of(row, name)] for name in strategies}
 
     def keep(found: list[Row]) -> None:
         names = {row.strategy for row in found}

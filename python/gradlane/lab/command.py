@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradlane.accuracy.command import lab_accuracy
 from gradlane.command_options import (
     CostsPath,
     HtmlPath,
@@ -30,6 +31,7 @@ lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=T
 
 
 add_presets(lab)
+lab.command("accuracy")(lab_accuracy)
 
 
 @lab.callback()
@@ -46,7 +48,8 @@ def lab_run(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gather[:BUCKET_MB], p3, "
+            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
+            "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
             "slicing, wfbp, kvstore, deferred-pull, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
@@ -63,7 +66,13 @@ def lab_run(
     slice_elems: Annotated[
         int | None, typer.Option(help="Elements a slice at most; each strategy's own if absent.")
     ] = None,
-    codec: Annotated[str, typer.Option(help="Encoding of gradients.")] = "raw",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="How gradients of gradlane's strategies travel, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'."
+        ),
+    ] = "raw",
     seed: Annotated[int, typer.Option(help="Of model, batches and gradients.")] = 0,
     profile: Annotated[
         Path | None, typer.Option(help="A profile file in place of the workload's own times.")

@@ -38,7 +38,7 @@ def format_duration(seconds: float) -> str:
     """Return a short text for a duration, rounded as one would say it."""
     minutes = round(seconds / 60)
     if minutes < 1:
-        return "less than a minute" if seconds < 45 else "a minute"
+        return "less than a minute"
     if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+        return f"about {minutes} min"
+    return f"about {minutes // 60} h {minutes % 60:02d} min"

@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.planner.schemes import ENGINE_SCHEMES, SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"
 VERSION = 1
-CODECS = ("raw",)
-"""Codecs that a plan can name."""
 _TENSORS_MOST = 1_000_000
 
 
@@ -37,9 +36,9 @@ class PlannedTensor:
         name: as in `named_parameters()`.
         numel: number of elements.
         scheme: how it is aggregated.
-        codec: how it is encoded.
+        codec: how it is encoded; `raw` is not at all.
         slices: into how many slices it is cut.
-        reason: why this scheme.
+        reason: why this scheme, and why this codec where one was given.
     """
 
     name: str
@@ -206,6 +205,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 slice_elems=settings.optional_integer("slice_elems"),
                 frame_bytes=settings.integer("frame_bytes", least=1),
                 send_buffer_bytes=settings.integer("send_buffer_bytes", least=0),
+                codec=settings.text("codec") if "codec" in settings.source else None,
             )
         ),
         tensors=tuple(_tensor(row) for row in rows),
@@ -237,8 +237,11 @@ def _tensor(row: _Fields) -> PlannedTensor:
     )
     if tensor.scheme not in SCHEMES:
         raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(SCHEMES)}")
-    if tensor.codec not in CODECS:
-        raise row.error("codec", f"unknown {tensor.codec!r}; known are {', '.join(CODECS)}")
+    if tensor.codec != RAW:
+        try:
+            check_codecs(codec_rules(tensor.codec))
+        except ValueError as error:
+            raise row.error("codec", f"unknown {tensor.codec!r}: {error}") from error
     return tensor
 
 

@@ -19,8 +19,10 @@ Row = Mapping[str, Any]
 TITLE = "Throughput against bandwidth"
 DDP = "best DDP"
 BOUND = "bound"
-ALONE = "compute alone"
-COLORS = {**{name: number for number, name in enumerate(ENGINE_STRATEGIES)}, DDP: 6}
+COLORS: Mapping[str, int | str] = {
+    **{name: number for number, name in enumerate(ENGINE_STRATEGIES)},
+    DDP: "text",
+}
 GAIN = "p3"
 """The strategy whose gains the page tells first."""
 

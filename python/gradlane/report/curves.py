@@ -30,7 +30,7 @@ def curve_plot(
     *,
     x_label: str,
     y_label: str,
-    colors: Mapping[str, int],
+    colors: Mapping[str, int | str],
     x_ticks: Mapping[float, str] | None = None,
     is_log: bool = False,
     stars: Mapping[str, Points] | None = None,
@@ -45,10 +45,10 @@ def curve_plot(
         limits: dashed curves in the colour of text, such as a bound.
         x_label: what the horizontal axis shows, with its unit.
         y_label: what the vertical axis shows, with its unit.
-        colors: colour number of each name.
+        colors: colour number of each name, or `text` for the colour of text, with square dots.
         x_ticks: values to mark on the horizontal axis, with their texts.
         is_log: whether the horizontal axis is logarithmic.
-        stars: points to point out, by name.
+        stars: points to point out, by name: the first with a star, others with a diamond.
         note: text below the plot.
     """
     traces: list[dict[str, Any]] = []
@@ -59,12 +59,13 @@ def curve_plot(
     for name, points in measured.items():
         mode = "markers" if name in simulated else "lines+markers"
         traces.append(_trace(name, points, colors[name], mode, {"width": 1.25, "dash": "dot"}))
-        traces[-1]["marker"] = {"size": 9}
+        traces[-1]["marker"] = {"size": 9, "symbol": _symbol(colors[name])}
     for name, points in limits.items():
         traces.append(_trace(name, points, "text", "lines", {"width": 1.5, "dash": "dash"}))
     for name, points in (stars or {}).items():
         traces.append(_trace(name, points, "text", "markers", {"width": 0}))
-        traces[-1]["marker"] = {"size": 15, "symbol": "star-open", "line": {"width": 1.5}}
+        symbol = "star-open" if name == next(iter(stars or {})) else "diamond-open"
+        traces[-1]["marker"] = {"size": 16, "symbol": symbol, "line": {"width": 1.5}}
     layout: dict[str, Any] = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_label}, "automargin": True},
@@ -76,6 +77,10 @@ def curve_plot(
         layout["xaxis"]["tickvals"] = list(x_ticks)
         layout["xaxis"]["ticktext"] = list(x_ticks.values())
     return Plot(title, traces, layout, note)
+
+
+def _symbol(color: int | str) -> str:
+    return "square" if color == "text" else "circle"
 
 
 def _trace(

@@ -244,7 +244,8 @@ def _block(block: Block, plots: list[Plot]) -> str:
     note = f"<figcaption>{html.escape(block.note)}</figcaption>" if block.note else ""
     title = html.escape(block.title)
     return (
-        f'<figure>\n<h3>{title}</h3>\n<div class="plot" role="img" aria-label="{title}" '
+        f'<figure>\n<h3>{title}</h3>\n<div class="plot{" low" if block.is_low else ""}" '
+        f'role="img" aria-label="{title}" '
         f'data-plot="{len(plots) - 1}"></div>\n{note}</figure>'
     )
 

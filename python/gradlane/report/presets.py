@@ -27,10 +27,13 @@ def report_from_preset(rows: Sequence[Row], path: str | Path) -> None:
         ValueError: there are no rows, or they are of no preset or several.
         OSError: the file cannot be written.
     """
-    from gradlane.report import bandwidth
+    from gradlane.report import bandwidth, scaling, slices, utilization
 
     pages: Mapping[str, Callable[[Sequence[Row]], tuple[str, str, list[Section]]]] = {
         "bandwidth": bandwidth.page_of,
+        "scaling": scaling.page_of,
+        "slices": slices.page_of,
+        "utilization": utilization.page_of,
     }
     names = {str(row.get("preset")) for row in rows}
     if len(names) != 1 or not names <= pages.keys():

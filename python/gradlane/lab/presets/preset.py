@@ -39,6 +39,7 @@ class Preset:
         cells: what is measured.
         simulations: what is simulated beside it, from all rows so far.
         extra: further fields of a measured row.
+        finish: what is added to all rows at the end.
         run: what measures.
     """
 
@@ -47,6 +48,7 @@ class Preset:
     simulations: Callable[[Rows], Sequence[Simulation]]
     extra: Callable[[Row], Mapping[str, Any]] = lambda row: {}
     run: Callable[..., list[Row]] = run_lab
+    finish: Callable[[Rows], list[dict[str, Any]]] = completed
 
     @property
     def estimate_s(self) -> float:
@@ -83,6 +85,7 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[d
             console.print(f"going on with {folder.results}", highlight=False)
         _measure(preset, folder, console)
     rows = _simulate(preset, completed(read_rows(folder.results)), folder, console)
+    rows = preset.finish(rows)
     write_files(rows, folder)
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
@@ -150,8 +153,8 @@ def _simulate(
         def show(simulation: Simulation) -> None:
             progress.update(task, advance=1, description=simulation.text)
 
-        if not console.is_terminal:
-            console.print(f"{len(simulations)} clusters to simulate", style="dim", highlight=False)
+        if simulations and not console.is_terminal:
+            console.print(f"clusters to simulate: {len(simulations)}", style="dim", highlight=False)
         found = simulate_missing(
             simulations,
             rows,

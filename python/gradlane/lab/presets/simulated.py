@@ -6,8 +6,10 @@ while the host takes its real time for frames and sums. Results are nominal, as 
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.prediction import SEEDS, STEPS, replayed_profile, reports_of
 from gradlane.whatif.profiles import timings_in
+from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
 
 SIMULATED = "simulated"
 """Source of a row that was not run."""
@@ -37,6 +40,8 @@ class Simulation:
     """Nominal."""
     slice_elems: int | None = None
     """Asked for; None: the strategy's own."""
+    is_real: bool = False
+    """Whether the cluster is real: neither dilated nor shaped by token buckets as in the lab."""
     seeds: tuple[int, ...] = SEEDS
     """Draws of how unequal connections are; their mean counts."""
 
@@ -53,6 +58,10 @@ class Simulation:
         return all(row.get(name) == value for name, value in self._inputs().items())
 
     def _inputs(self) -> dict[str, Any]:
+        if self.strategy == RING_FUSED:
+            slice_elems = None
+        else:
+            slice_elems = parse_strategy(self.strategy).slice_elems(self.slice_elems)
         return {
             "source": SIMULATED,
             "workload": self.workload,
@@ -60,9 +69,21 @@ class Simulation:
             "workers": self.workers,
             "rate_bps": self.rate_bps,
             "dilation": self.dilation,
-            "slice_elems": parse_strategy(self.strategy).slice_elems(self.slice_elems),
+            "slice_elems": slice_elems,
             "compute_s": self.compute_s,
+            "is_real": self.is_real,
         }
+
+    def _real_report(self) -> dict[str, Any]:
+        profile = replayed_profile(self.workload, 1.0, self.compute_s)
+        cluster = Cluster(
+            workers=self.workers,
+            rate_bps=float(self.rate_bps),
+            strategy=self.strategy,
+            slice_elems=self.slice_elems,
+        )
+        report: dict[str, Any] = run_scenario(scenario_of(profile, cluster))["report"]
+        return report
 
     def run(self) -> dict[str, Any]:
         """Simulate, and return a row.
@@ -71,7 +92,7 @@ class Simulation:
             ValueError: the simulator refuses the cluster.
         """
         inputs = self._inputs()
-        reports = reports_of(inputs, seeds=self.seeds)
+        reports = [self._real_report()] if self.is_real else reports_of(inputs, seeds=self.seeds)
         bound = bound_of(
             self.workload,
             self.dilation,
@@ -81,7 +102,9 @@ class Simulation:
         )
 
         def mean(name: str) -> float:
-            return statistics.fmean(float(report[name]) for report in reports)
+            # A formula knows fewer figures than a simulation.
+            values = [float(report[name]) for report in reports if name in report]
+            return statistics.fmean(values) if values else 0.0
 
         batch_size = ARCHITECTURES[self.workload]().batch_size
         step_s = mean("step_s") / self.dilation
@@ -154,22 +177,26 @@ def simulate_missing(
         simulations: what is asked for.
         rows: all rows so far.
         keep: called with all rows after each simulation.
-        on_run: called with each simulation before it is run, or skipped.
+        on_run: called with each simulation whose result is waited for.
 
     Returns:
         All rows: the measured ones first, then one for each simulation.
     """
     measured = [row for row in rows if row.get("source") != SIMULATED]
     before = [row for row in rows if row.get("source") == SIMULATED]
-    kept: list[dict[str, Any]] = []
-    for simulation in simulations:
-        on_run(simulation)
-        known = [row for row in before if simulation.is_row(row)]
-        if known:
-            kept.append(known[0])
-            continue
-        kept.append(simulation.run())
-        # Those that are still to be looked for stay in the file, too.
-        later = [row for row in before if row not in kept]
-        keep([*measured, *kept, *later])
-    return [*measured, *kept]
+    found: list[dict[str, Any] | None] = [
+        next((row for row in before if simulation.is_row(row)), None) for simulation in simulations
+    ]
+    missing = [number for number, row in enumerate(found) if row is None]
+    # The compiled core lets other threads run while it simulates.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        runs = {number: pool.submit(simulations[number].run) for number in missing}
+        try:
+            for number, run in runs.items():
+                on_run(simulations[number])
+                found[number] = run.result()
+                keep([*measured, *(row for row in found if row is not None)])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [*measured, *(row for row in found if row is not None)]
