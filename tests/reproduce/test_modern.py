@@ -27,10 +27,13 @@ def test_a_network_on_two_rates() -> None:
     assert slow.verdict == "scheduling helps, bytes decide" or slow.gain < 0.05
     assert slow.fewer_needed == pytest.approx(0.95 * slow.bound_step_s / slow.compute_s, rel=0.1)
     assert fast.compute_s / fast.p3_step_s > 0.9
+    assert slow.compute_s / slow.bound_step_s < slow.scaling_8bit < slow.scaling_1bit <= 1.0
+    # Half of the bytes of bf16, where the port decides.
+    assert slow.scaling_8bit == pytest.approx(2 * slow.compute_s / slow.bound_step_s, rel=0.02)
 
 
 def row(compute_s: float, wfbp_s: float, p3_s: float, rate_bps: float = 1e10) -> Row:
-    return Row("vit_b16", 4, rate_bps, "free", 1, compute_s, wfbp_s, p3_s, compute_s, 1.0)
+    return Row("vit_b16", 4, rate_bps, "free", 1, compute_s, wfbp_s, p3_s, compute_s, 1, 1, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from gradlane.lab.bound import bound_step_s
 from gradlane.lab.rates import format_rate
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.architectures.transformers import H100_UTILIZATION
+from gradlane.profiler.contents import DTYPE_BYTES
 from gradlane.reproduce.simulations import FREE, MEASURED, Simulations
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
@@ -68,6 +69,8 @@ class Row:
         wfbp_step_s: step with first come, first served, and a barrier.
         p3_step_s: step with urgency.
         bound_step_s: what no order can beat.
+        scaling_8bit: what no order can beat with 8 bits an element, compute over step.
+        scaling_1bit: the same with one bit.
         fewer_needed: by how much bytes have to shrink, or batches to grow, for 95 % scaling with
             perfect overlap.
     """
@@ -81,6 +84,8 @@ class Row:
     wfbp_step_s: float
     p3_step_s: float
     bound_step_s: float
+    scaling_8bit: float
+    scaling_1bit: float
     fewer_needed: float
 
     @property
@@ -165,6 +170,7 @@ def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: flo
             codec_ratio=ratio,
         ).step_s
 
+    bits = 8 * DTYPE_BYTES[profile.tensors[0].dtype]
     low, high = 1.0, 1.0
     while profile.compute_s / bound_s(high) < ENOUGH:
         low, high = high, 2.0 * high
@@ -184,6 +190,8 @@ def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: flo
         wfbp_step_s=wfbp_s,
         p3_step_s=p3_s,
         bound_step_s=bound_s(1.0),
+        scaling_8bit=profile.compute_s / bound_s(bits / 8),
+        scaling_1bit=profile.compute_s / bound_s(bits),
         fewer_needed=high if high > 1.0 else 1.0,
     )
 
@@ -199,6 +207,8 @@ COLUMNS = (
     "DDP-like scaling",
     "p3 scaling",
     "p3 gains",
+    "8 bits: at most",
+    "1 bit: at most",
     "95 % needs",
     "what helps",
 )
@@ -217,6 +227,8 @@ def cells_of(row: Row) -> tuple[str, ...]:
         f"{100 * row.compute_s / row.wfbp_step_s:.1f} %",
         f"{100 * row.compute_s / row.p3_step_s:.1f} %",
         f"{100 * row.gain:+.1f} %",
+        f"{100 * row.scaling_8bit:.1f} %",
+        f"{100 * row.scaling_1bit:.1f} %",
         f"{row.fewer_needed:.1f}x" if row.fewer_needed > 1.001 else "-",
         row.verdict,
     )
@@ -238,10 +250,14 @@ def answers(rows: Sequence[Row]) -> list[str]:
             f"{len(closed)} scheduling alone reaches 95 %, in {len(helped)} it gains 5 % or more "
             f"(most: {100 * best.gain:.0f} %, {best.model} on {best.workers})."
         )
+        eight = sum(row.scaling_8bit >= ENOUGH for row in here)
+        one = sum(row.scaling_1bit >= ENOUGH for row in here)
+        text += f" 8 bits an element could bring {eight} to 95 %, one bit {one}."
         if needs:
             text += (
-                f" The other {len(needs)} need {min(needs):.1f} to {max(needs):.0f} times fewer "
-                "bytes, or batches so many times larger between two exchanges."
+                f" Without fewer bytes {len(needs)} stay below: they need {min(needs):.1f} to "
+                f"{max(needs):,.0f} times fewer, or batches so many times larger between two "
+                "exchanges."
             )
         found.append(text)
     return found
