@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,11 @@ def run_reproduce(
     if profile_dir is not None and not profile_dir.is_dir():
         raise ValueError(f"there is no folder {profile_dir}")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    command = shlex.join(["gradlane", *sys.argv[1:]])
+    command = shlex.join(["gradlane", "reproduce", *names])
+    if profile_dir is not None:
+        command += f" --profiles {profile_dir.name}"
+    if markdown is not None:
+        command += f" --markdown {markdown}"
     content: dict[str, Any]
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("simulating")

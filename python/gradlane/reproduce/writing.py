@@ -22,7 +22,8 @@ def number(value: float | None) -> str:
         return f"{value:,.0f}"
     if abs(value) >= 100 or value == round(value):
         return f"{value:.4g}"
-    return f"{value:.4f}" if abs(value) < 1 and abs(value * 100) % 1 > 1e-9 else f"{value:.2f}"
+    # Parameters of a small network are a fraction of a million; a thousandth of a percent is none.
+    return f"{value:.4f}" if 0.005 <= abs(value) < 0.5 else f"{value:.2f}"
 
 
 def cells_of(row: Comparison) -> tuple[str, ...]:
