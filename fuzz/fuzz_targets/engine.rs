@@ -37,7 +37,7 @@ struct Case {
 }
 
 fn plan(case: &Case) -> Arc<Plan> {
-    let name = Strategy::NAMES[case.strategy as usize % Strategy::NAMES.len()];
+    let name = Strategy::SYNCHRONOUS[case.strategy as usize % Strategy::SYNCHRONOUS.len()];
     let strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
     let update = if case.server_update { Update::Server } else { Update::Worker };
     let spec = |(name, numel): (&str, u64)| TensorSpec {

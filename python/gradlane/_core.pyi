@@ -51,7 +51,7 @@ def plan_json(
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
             `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`. Those that are to be
             encoded also have `"codec"`, and `"sizes"`: of their dimensions in the order of storage.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull` or `asgd`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
         update: `worker` or `server`.

@@ -87,7 +87,7 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring-fused."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring-fused."
         ),
     ] = "wfbp,p3",
     codec: Annotated[

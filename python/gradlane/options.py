@@ -7,8 +7,12 @@ from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
 
-STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
+ASGD = "asgd"
+"""The strategy in which nobody waits for anybody else's gradients."""
+EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+"""Strategies that give the same results to the last bit: those of synchronous training."""
+STRATEGIES = (*EXACT_STRATEGIES, ASGD)
+SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4, ASGD: 50_000}
 """The engine's own slice sizes of the strategies that cut every tensor into slices."""
 UPDATES = ("worker", "server")
 
@@ -67,6 +71,8 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        if self.strategy == ASGD:
+            self._check_asgd()
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -84,6 +90,24 @@ class Options:
             low, high = self.ports
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+
+    def _check_asgd(self) -> None:
+        if self.update != "server":
+            raise ValueError(
+                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
+                'where the parameters are kept for all ranks, so it asks for update="server"; '
+                "otherwise every rank would train a model of its own"
+            )
+        if self.check_every:
+            raise ValueError(
+                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
+                "differ while they train, so there is nothing to compare; use 0"
+            )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks train without waiting for each other."""
+        return self.strategy == ASGD
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""

@@ -47,6 +47,7 @@ from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import Prepared, describe
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
 from gradlane.timeline.recorder import Recorder
 
@@ -100,7 +101,9 @@ def init(
         store: the rendezvous store.
         rank: this rank.
         world_size: number of ranks.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`, which all give the same
+            results; or `asgd`, asynchronous training, which does not: each rank's gradients are
+            applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -264,6 +267,11 @@ class Session:
             before = self._prepared_before(model)
         except GradlaneError as error:
             unable = error
+        if plan is not None and self._around.options.is_asynchronous:
+            raise ValueError(
+                'plan= with strategy="asgd": plans choose among settings that give the same '
+                "results; asynchronous training is none of them"
+            )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
         residuals = None
         if before is not None:
@@ -432,13 +440,32 @@ class Session:
     def synchronize(self) -> None:
         """Wait until every parameter of every model has its update.
 
+        With `strategy="asgd"` it is a collective call: it waits until all ranks have made it, and
+        then gives all of them the servers' parameters, so that they are the same everywhere.
+
         Raises:
             GradlaneError: the session has failed or was closed.
         """
         self._check_open()
         for prepared in self._prepared:
-            prepared.steps.raise_failure()
-            prepared.steps.settle()
+            prepared.synchronize()
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """Return how stale gradients were, with `strategy="asgd"`; empty with all others.
+
+        The staleness of a gradient is the number of updates that its slice had had since this
+        gradient's rank received it. Every rank counts what it applied as an owner of slices, which
+        is an even part of the whole.
+
+        Returns:
+            For each rank whose gradients were applied here: `rank`, `pushes`, `mean`, `max` and
+            `histogram` (pushes by staleness from 0 on; entry 64 counts that and all above).
+        """
+        total: dict[int, Tally] = {}
+        for prepared in self._prepared:
+            for rank, reading in enumerate(prepared.staleness()):
+                total.setdefault(rank, Tally()).add(reading)
+        return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
 
     def metrics(self) -> dict[str, Any]:
         """Return counters since the start, such as `tx_bytes`, `rx_bytes` and `wait_s`.

@@ -3,6 +3,7 @@
 //! session is in `lifecycle`.
 
 use crate::buffers::BufferTable;
+use crate::each::Each;
 use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
 use crate::io::{Event, Memory, Region, Transmit};
@@ -14,7 +15,7 @@ use crate::ring::Ring;
 use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
 use crate::scheme::Scheme;
 use crate::server::{Part, Server};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::work::WorkQueue;
 use crate::worker::{Contribution, Phase, Worker};
 use alloc::collections::VecDeque;
@@ -74,6 +75,7 @@ pub struct Engine {
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) ring: Ring,
+    pub(crate) each: Each,
     pub(crate) work: WorkQueue,
     pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
@@ -104,6 +106,7 @@ impl Engine {
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
+            each: Each::default(),
             work: WorkQueue::new(options.work_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
@@ -136,6 +139,7 @@ impl Engine {
         engine.worker.incomplete = 0;
         engine.worker.uncontributed = 0;
         engine.server.skip_initial();
+        engine.skip_initial_states();
         engine
     }
 
@@ -221,6 +225,10 @@ impl Engine {
         let name = &self.plan.tensor(tensor).spec.name;
         if !self.plan.takes_part(tensor, step) {
             let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
+            return Err(UsageError::Argument(message));
+        }
+        if self.lacks_initial(step, self.rank(), contribution == Contribution::Absent) {
+            let message = format!("tensor {name:?} has no value to start from, which updates need");
             return Err(UsageError::Argument(message));
         }
         if self.worker.tensor(tensor).contribution != Contribution::Missing {
@@ -356,7 +364,8 @@ impl Engine {
     }
 
     /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
-    /// from the same step on, two steps after the current one.
+    /// from the same step on, two steps after the current one; under the ready rule `Each`, on each
+    /// rank from its next step on.
     ///
     /// # Errors
     /// On another rank, before a step has begun, when the last switch is not finished, or for a
@@ -370,7 +379,9 @@ impl Engine {
         if priorities.len() != self.plan.tensors.len() {
             return refuse("a priority vector has one entry a tensor");
         }
-        let from = self.worker.step.next().next();
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let next = self.worker.step.next();
+        let from = if alone { next } else { next.next() };
         if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
             return refuse("the last switch of priorities is not finished");
         }
@@ -395,6 +406,10 @@ impl Engine {
             key,
             Message { header, body: Body::Inline(payload) },
         );
+        if alone {
+            // Steps are each rank's own, and so is the moment from which an order is in force.
+            return Ok(());
+        }
         let hold_from = self.worker.step.next();
         self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
         Ok(())

@@ -9,7 +9,7 @@ use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
 use alloc::format;
 use alloc::string::String;
@@ -133,7 +133,8 @@ impl Engine {
 
     /// What every frame about a slice must satisfy.
     fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        if self.lifecycle.has_departed(from) {
+        let serves = header.kind == FrameKind::Broadcast && self.applies_each(header.step);
+        if self.lifecycle.has_departed(from) && !serves {
             return Err(format!("{} after its goodbye", self.describe(header)));
         }
         let Some(slice) = self.plan.slices.get(header.slice.index()) else {
@@ -148,7 +149,7 @@ impl Engine {
             return Err(format!("{}, a tensor that is not trained", self.describe(header)));
         }
         let version = self.priorities.version(header.step);
-        if header.plan_version != version {
+        if header.plan_version != version && !self.applies_each(header.step) {
             return Err(format!(
                 "{} under plan version {}, this rank has {version}",
                 self.describe(header),
@@ -206,14 +207,15 @@ impl Engine {
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
+        let collected = self.collected_step(from, header)?;
         let bytes = self.plan.bytes_as(header.slice, header.codec);
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
-        if owned.step != header.step || owned.reducing || !contributes {
+        if collected != header.step || owned.reducing || !contributes {
             let state = if owned.reducing { "reduces" } else { "collects for" };
-            return Err(format!("{}, but this rank {state} {}", what(), owned.step));
+            return Err(format!("{}, but this rank {state} {collected}", what()));
         }
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
@@ -231,6 +233,20 @@ impl Engine {
             .entry(from)
             .or_insert_with(|| Arriving { buffer: buffers.acquire(bytes), received_bytes: 0 });
         Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+    }
+
+    /// The step that a push of this rank may be for now.
+    fn collected_step(&self, from: Rank, header: &FrameHeader) -> Checked<Step> {
+        let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
+        let absent = header.flags.contains(FrameFlags::ABSENT);
+        if self.lacks_initial(header.step, from, absent) {
+            return Err(format!("{} without a value to start from", self.describe(header)));
+        }
+        if self.plan.strategy.ready != ReadyRule::Each || owned.step.0 == 0 {
+            return Ok(owned.step);
+        }
+        let expected = self.each.expected(header.slice, from);
+        expected.map_err(|reason| format!("{}: {reason}", self.describe(header)))
     }
 
     fn take_push(&mut self, from: Rank, header: &FrameHeader) {
@@ -377,7 +393,9 @@ impl Engine {
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = self.priorities.newest();
         let next = header.plan_version == newest + 1;
-        if from != Rank(0) || !next || step <= self.worker.step || step <= newest_from {
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let late = step <= self.worker.step || step <= newest_from;
+        if from != Rank(0) || !next || (late && !alone) {
             return Err(format!(
                 "priorities of version {} from {step}; this rank has version {newest} and is in {}",
                 header.plan_version, self.worker.step
@@ -386,6 +404,10 @@ impl Engine {
         let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
         if priorities.len() != self.plan.tensors.len() {
             return Err(format!("{} priorities", priorities.len()));
+        }
+        if alone {
+            self.priorities.add(self.worker.step.next(), priorities);
+            return Ok(());
         }
         self.priorities.add(step, priorities);
         let mut ack = self.control_header(FrameKind::PlanSwitchAck);

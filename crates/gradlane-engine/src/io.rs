@@ -198,6 +198,19 @@ pub enum Event {
         /// The step.
         step: Step,
     },
+    /// This rank, the owner, has applied one rank's push alone (ready rule `Each`).
+    Applied {
+        /// The slice.
+        slice: SliceId,
+        /// Who pushed.
+        rank: Rank,
+        /// In which step of that rank.
+        step: Step,
+        /// Updates that the slice has had, this one included.
+        version: u64,
+        /// Updates of the slice since the version that the rank had received.
+        staleness: u64,
+    },
     /// From this step on, frames are ordered by another priority vector.
     PlanSwitched {
         /// Version of the vector.

@@ -37,6 +37,8 @@ pub enum Input {
     Now(Time),
     PeerLost(Rank, String),
     RejectPeer(Rank, String),
+    UpdatesReady,
+    UpdatesPaused,
     Finish,
     Abort(String),
     PollTransmit,
@@ -153,6 +155,8 @@ fn note(engine: &mut Engine, input: &Input) {
         Input::Now(now) => engine.handle_time(*now),
         Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
         Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
+        Input::UpdatesReady => engine.updates_ready(),
+        Input::UpdatesPaused => engine.updates_paused(),
         Input::Finish => engine.finish(),
         Input::Abort(reason) => engine.abort(reason),
         _ => unreachable!("{input:?} decides something"),
@@ -268,6 +272,8 @@ impl JournaledEngine {
             Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
         reject_peer(peer: Rank, reason: &str),
             Input::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
+        updates_ready(), Input::UpdatesReady, |&()| Decision::Done;
+        updates_paused(), Input::UpdatesPaused, |&()| Decision::Done;
         finish(), Input::Finish, |&()| Decision::Done;
         abort(reason: &str), Input::Abort(reason.to_string()), |&()| Decision::Done;
         poll_transmit() -> Option<Transmit>, Input::PollTransmit,

@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod each;
 mod encoding;
 mod engine;
 mod error;
@@ -32,6 +33,7 @@ mod ring;
 mod scheduler;
 mod scheme;
 mod server;
+mod staleness;
 mod strategy;
 mod work;
 mod worker;
@@ -43,8 +45,11 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update};
+pub use plan::{
+    check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
+};
 pub use scheme::{Scheme, RING_BLOCK_ELEMS};
+pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

@@ -21,7 +21,7 @@ use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::{Trace, TraceEntry, WorkEntry};
-use gradlane_engine::{Journal, Plan, UsageError};
+use gradlane_engine::{check_ready_rule, Journal, Plan, UsageError};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -630,6 +630,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
         )));
     }
     plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
+    check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
     let mut next_slice = 0;
     for (index, tensor) in plan.tensors.iter().enumerate() {
         let name = &tensor.spec.name;

@@ -16,7 +16,9 @@ use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
-use gradlane_engine::{EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Transmit};
+use gradlane_engine::{
+    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Transmit,
+};
 use gradlane_units::{Rank, Step, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::io;
@@ -206,10 +208,12 @@ impl Driver {
                 }
                 Command::SetOptimizer(rows) => {
                     self.works.set_optimizer(rows);
+                    self.engine.updates_ready();
                     Ok(())
                 }
                 Command::ReadState(read, step) => {
                     self.works.read_state(read);
+                    self.engine.updates_paused();
                     // State is exact: owners broadcast it as it is.
                     self.engine.send_raw(step)
                 }
@@ -296,6 +300,9 @@ impl Driver {
                 ready.publish_tensor(tensor, step, absent);
             }
             Event::StepComplete { step } => ready.publish_step(step),
+            Event::Applied { rank, staleness, .. } => {
+                lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
             Event::PlanSwitched { version, .. } => {
                 let current = &self.shared.metrics.plan_version;
                 current.store(u64::from(version), Ordering::Relaxed);
@@ -478,13 +485,15 @@ impl Driver {
             return;
         }
         let silence = self.options.silence_timeout();
+        // Who applies pushes one by one is needed, and gives signs of life, after its goodbye too.
+        let serves = self.engine.plan().strategy.ready == ReadyRule::Each;
         let mut next = self.now + silence;
         for index in 0..self.links.len() {
             let rank = Rank(index as u32);
             let Some(link) = self.links[index].as_mut().filter(|link| link.open) else {
                 continue;
             };
-            if !link.said_goodbye {
+            if !link.said_goodbye || serves {
                 if self.now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
                     let header = heartbeat(&self.options);
                     let nothing = OutgoingPayload::Owned(Vec::new());
@@ -494,7 +503,7 @@ impl Driver {
                 }
                 next = next.min(link.last_sent.max(self.now) + silence / 4);
             }
-            if !link.heard_goodbye {
+            if !link.heard_goodbye || serves {
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
                     if link.heard { Duration::ZERO } else { self.options.connect_timeout() };

@@ -52,7 +52,7 @@ pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};
 pub use listener::Listener;
 pub use memory::UserMemory;
-pub use metrics::{MetricsReading, PeerReading, Refusal};
+pub use metrics::{MetricsReading, PeerReading, Refusal, StalenessReading};
 pub use optimizer::{Rule, RuleError, StateKind, StateRead};
 pub use options::ChannelOptions;
 pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};

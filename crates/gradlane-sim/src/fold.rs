@@ -7,7 +7,7 @@
 //! it is nothing where each stands for itself.
 
 use crate::error::SimError;
-use gradlane_engine::{Granularity, Placement, Plan, Scheme};
+use gradlane_engine::{Granularity, Placement, Plan, ReadyRule, Scheme};
 
 /// How many real ranks each simulated rank stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +40,13 @@ impl Fold {
             return Err(SimError::Argument(format!(
                 "representatives is {representatives}, but strategy {:?} places slices in a way \
                  that depends on the number of ranks: use 0",
+                strategy.name
+            )));
+        }
+        if strategy.ready == ReadyRule::Each {
+            return Err(SimError::Argument(format!(
+                "representatives is {representatives}, but strategy {:?} applies each rank's \
+                 gradients alone, and none can stand for another: use 0",
                 strategy.name
             )));
         }

@@ -130,6 +130,7 @@ impl Run {
                 }
             }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),
+            Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
             Event::StepComplete { .. }
             | Event::PlanSwitched { .. }
             | Event::BufferFree(_)

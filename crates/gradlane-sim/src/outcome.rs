@@ -1,7 +1,7 @@
 //! What a finished run comes to.
 
 use crate::node::Node;
-use crate::report::{median, Report, TensorWait, Utilization};
+use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
 use gradlane_units::{SliceId, Step};
@@ -19,6 +19,17 @@ impl Run {
             travels(FrameKind::Push) + travels(FrameKind::Broadcast)
         });
         bytes.sum::<u64>() as f64
+    }
+
+    fn staleness_figures(&self) -> Option<StalenessFigures> {
+        let tallies = self.staleness.tallies();
+        let pushes: u64 = tallies.iter().map(|tally| tally.pushes).sum();
+        let sum: u64 = tallies.iter().map(|tally| tally.sum).sum();
+        (pushes > 0).then(|| StalenessFigures {
+            pushes,
+            mean: sum as f64 / pushes as f64,
+            max: tallies.iter().map(|tally| tally.max).max().unwrap_or_default(),
+        })
     }
 
     /// Adds up a run that has finished.
@@ -76,6 +87,7 @@ impl Run {
             work_utilization: self.meters.work_ns as f64 / ranks / (all * 1e9),
             steps_s,
             utilization,
+            staleness: self.staleness_figures(),
             frames: self.meters.frames,
             bytes: sent,
             events: self.calendar.made(),

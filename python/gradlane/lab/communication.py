@@ -184,7 +184,7 @@ class Gradlane:
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
-            update="worker",
+            update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,
             job=place.job,
@@ -207,6 +207,8 @@ class Gradlane:
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
         counters = dict(self._session.metrics())
+        if staleness := self._session.staleness():
+            counters["staleness_by_rank"] = staleness
         if self._session.plan is not None:
             plan = self._session.plan.to_json()
             del plan["tensors"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW
-from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.options import EXACT_STRATEGIES, SLICE_ELEMS
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
 from gradlane.whatif.costs import MachineCosts
@@ -91,7 +91,7 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most."""
-    return len(STRATEGIES) + len(SLICES) + len(FRAMES) + 5
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 5
 
 
 def search(
@@ -146,7 +146,7 @@ def _candidates(base: Settings, codec: str | None) -> list[tuple[str, Sequence[V
     if codec is not None and codec != RAW:
         encoded.append(("codec", (RAW, codec)))
     return [
-        ("strategy", STRATEGIES),
+        ("strategy", EXACT_STRATEGIES),
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
@@ -199,7 +199,7 @@ def _choose(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    return float(STRATEGIES.index(str(value))) if value in STRATEGIES else 0.0
+    return float(EXACT_STRATEGIES.index(str(value))) if value in EXACT_STRATEGIES else 0.0
 
 
 class _Simulations:

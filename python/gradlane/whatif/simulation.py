@@ -97,6 +97,7 @@ def scenario_of(
         "workers": cluster.workers,
         "strategy": cluster.strategy,
         "slice_elems": cluster.slice_elems,
+        "update": "server" if cluster.strategy == options.ASGD else "worker",
         # Fewer bytes over the same link take as long as all bytes over a faster one.
         "network": {
             "rate_bps": cluster.rate_bps * cluster.compression,
