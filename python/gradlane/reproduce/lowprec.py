@@ -164,7 +164,7 @@ def figure_3(simulations: Simulations) -> list[Ours]:
 
 
 _BYTES = "the model of bytes in `reproduce/lowprec.py`, one rate fitted to one number"
-_RUNS = "training runs with the codecs, compared by accuracy"
+_RUNS = "training runs of these networks. Small ones instead: `gradlane lab accuracy`"
 FIGURES = (
     Figure("lowprec:fig3", "the networks", "counted", figure_3),
     Figure("lowprec:fig5", "accuracy of each precision", needs=_RUNS),
