@@ -37,7 +37,7 @@ struct Case {
 }
 
 fn plan(case: &Case) -> Arc<Plan> {
-    let name = Strategy::NAMES[case.strategy as usize % Strategy::NAMES.len()];
+    let name = Strategy::SYNCHRONOUS[case.strategy as usize % Strategy::SYNCHRONOUS.len()];
     let strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
     let update = if case.server_update { Update::Server } else { Update::Worker };
     let spec = |(name, numel): (&str, u64)| TensorSpec {
@@ -90,7 +90,7 @@ fn apply(
             let kinds = FrameKind::ALL;
             let header = FrameHeader {
                 kind: kinds[*kind as usize % kinds.len()],
-                codec: Codec::Raw,
+                codec: if flags & 4 == 0 { Codec::Raw } else { Codec::Encoded },
                 flags: FrameFlags(flags & 3),
                 step: Step(u64::from(*step % 4)),
                 generation: 0,
@@ -101,6 +101,7 @@ fn apply(
                 sender: peer(*from),
                 offset: u64::from(*offset),
                 length: u32::from(*length),
+                block_bytes: 0,
                 hop: u16::from(flags >> 2 & 3),
                 payload_crc: 0,
             };

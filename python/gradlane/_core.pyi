@@ -49,9 +49,10 @@ def plan_json(
 
     Args:
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
-            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`. Those that are to be
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`; with `"scheme"`, `ps`,
+            `ring` or `gather`, where it is another one than the strategy's. Those that are to be
             encoded also have `"codec"`, and `"sizes"`: of their dimensions in the order of storage.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull`, `ring` or `asgd`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
         update: `worker` or `server`.
@@ -87,6 +88,21 @@ def simulate(scenario_json: str) -> str:
         ValueError: the scenario makes no sense; the message names the field.
         RuntimeError: the simulation came to no end.
     """
+
+class Blocks:
+    """All ranks' blocks of a tensor in a step, until `release` or the end of the object.
+
+    They stay readable when the channel ends.
+    """
+
+    def regions(self) -> list[tuple[int, int] | None]:
+        """Return (address, nbytes) of each rank's block, in rank order; None where it had none.
+
+        That of this rank is where it was given; its address is 0 here. Empty after `release`.
+        """
+
+    def release(self) -> None:
+        """Give the blocks back: no address of `regions` may be read afterwards."""
 
 class Channel:
     """Connections to all ranks and the engine on its own threads, for one prepared model.
@@ -142,6 +158,22 @@ class Channel:
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Say that there is no gradient here; the mean of other ranks' lands in the memory."""
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over this rank's block of a tensor of scheme `gather`, of any size up to the plan's.
+
+        It is not written, and the caller's again when the tensor is ready in this step.
+
+        Raises:
+            ValueError: another scheme, a size that the plan does not allow, or a second block.
+            ChannelError: the channel has failed.
+        """
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Say that this rank has no block of a tensor in this step."""
+
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once; None otherwise."""
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Register a parameter's own memory (update=server)."""

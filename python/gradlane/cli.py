@@ -87,10 +87,17 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, ring-fused."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
+            "a ring), ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
-    codec: Annotated[str, typer.Option(help="Encoding of gradients: raw.")] = "raw",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if "
+            "absent."
+        ),
+    ] = None,
     compression: Annotated[
         str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
     ] = "1",
@@ -126,16 +133,18 @@ def whatif(
     Simulates clusters of gradlane's own engine (ring-fused: a model of fused all-reduce) for
     every combination of workers, rate, strategy and compression.
     """
+    from gradlane.codec_choice import RAW, check_codecs, codec_rules
     from gradlane.lab.display import wide_console
     from gradlane.lab.rates import parse_rate
     from gradlane.whatif import command, lists
     from gradlane.whatif.costs import MachineCosts, read_costs
-    from gradlane.whatif.grid import CODECS
     from gradlane.whatif.profiles import find_profile
     from gradlane.whatif.simulation import STRATEGIES, Cluster
 
     require_writable(json_path, html_path, trace)
-    lists.parse_names(codec, CODECS, "codec")
+    codecs = list(dict.fromkeys(codec or [RAW]))
+    for text in codecs:
+        check_codecs(codec_rules(text))
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
         workers=lists.parse_workers(workers),
@@ -155,6 +164,7 @@ def whatif(
             additions=() if additions is None else lists.read_additions(additions),
         ),
         console=wide_console(),
+        codecs=codecs,
         trace_path=trace,
         html_path=html_path,
     )
@@ -229,6 +239,13 @@ def plan(
             "scheme of each layer by Poseidon's formula.",
         ),
     ] = "auto",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A codec that may be used where fewer bytes help, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'. It changes what is learned."
+        ),
+    ] = "raw",
     costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -251,9 +268,49 @@ def plan(
         console=wide_console(),
         rule=rule,
         costs=None if costs is None else read_costs(costs),
+        codec=codec,
     )
     if json_path is not None:
         made.save(json_path)
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
+def reproduce(
+    figures: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; or modern."),
+    ] = None,
+    list_them: Annotated[
+        bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
+    ] = False,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder with recorded profiles for the what-if paper's figures."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page of text.")] = None,
+    json_path: JsonPath = None,
+    html_path: HtmlPath = None,
+) -> None:
+    """Put figures of the papers beside what is simulated here, and say why they differ."""
+    from gradlane.lab.display import wide_console
+    from gradlane.reproduce import command
+
+    require_writable(json_path, html_path, markdown)
+    if list_them:
+        content = command.run_list(wide_console())
+    elif not figures:
+        raise ValueError("name a figure, a paper, all or modern; --list shows what there is")
+    else:
+        content = command.run_reproduce(
+            figures,
+            console=wide_console(),
+            profile_dir=profiles,
+            markdown=markdown,
+            html_path=html_path,
+        )
+    if json_path is not None:
+        write_json(json_path, content)
         typer.echo(f"wrote {json_path}")
 
 
@@ -321,10 +378,10 @@ def report(
     require_writable(target)
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
-    elif is_of_preset(rows := rows_in(content, results)):
-        report_from_preset(rows, target)
+    elif isinstance(content, list) and is_of_preset(content):
+        report_from_preset(content, target)
     else:
-        report_from_results(rows, target)
+        report_from_results(rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 
@@ -338,6 +395,11 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as end:
+        # Typer makes this of Ctrl-C, without a word.
+        if end.code == 130:
+            typer.echo("interrupted", err=True)
+        raise
     except Terminated:
         typer.echo("terminated", err=True)
         sys.exit(143)

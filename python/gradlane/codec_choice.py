@@ -3,8 +3,8 @@
 A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
 Given alone, it is for all tensors but the smallest, which are left in full precision as long as
 more than 99 % of all parameters are encoded (Grubic et al. 2018, section 5.1): biases and norms
-hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's name counts,
-and nothing else: tensors that no pattern fits are left alone.
+hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's
+name counts, and nothing else: tensors that no pattern fits are left alone.
 """
 
 from __future__ import annotations
@@ -123,11 +123,20 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
     for pattern, text in codec.items():
         if not isinstance(pattern, str) or not isinstance(text, str):
             raise ValueError(f"codec {pattern!r}: {text!r}: patterns and codecs are texts")
+        if any(sign in pattern for sign in ";=:"):
+            raise ValueError(f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there")
         text = _not_empty(text.strip(), f"the codec of {pattern!r}")
         rules.append((pattern, RAW if text in LOSSLESS else text))
     if all(text == RAW for _, text in rules):
         return RAW
     return tuple(rules)
+
+
+def rules_text(rules: CodecRules) -> str:
+    """Return rules as one text, which `codec_rules` reads."""
+    if isinstance(rules, str):
+        return rules
+    return ";".join(f"{pattern}={codec}" for pattern, codec in rules)
 
 
 def _not_empty(text: str, what: str) -> str:
@@ -194,9 +203,7 @@ def _smallest_encoded(tensors: Iterable[CodedTensor]) -> int:
 
 def _by_size(text: str, tensor: CodedTensor, smallest: int) -> CodecChoice:
     if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
-        reason = (
-            f"of {tensor.numel} elements, below {smallest}: over 99 % of all parameters are encoded"
-        )
+        reason = f"below {smallest:,} elements; the others are over 99 % of all"
         return CodecChoice(tensor.name, RAW, reason)
     return _made(text, tensor, "the codec for all")
 

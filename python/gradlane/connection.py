@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradlane import addresses
@@ -35,6 +35,8 @@ class Surroundings:
         observer: knows what all models count.
         checkpoints: takes them, or None.
         recorder: what a timeline is recorded with, or None.
+        schemes: how tensors are aggregated, by name, where a plan says it; others go by the
+            strategy.
     """
 
     core: CoreModule
@@ -47,6 +49,7 @@ class Surroundings:
     observer: Observer
     checkpoints: Checkpoints | None = None
     recorder: Recorder | None = None
+    schemes: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_channel(
@@ -71,8 +74,12 @@ def open_channel(
         RendezvousError: the ranks cannot reach each other.
     """
     options, place = around.options, around.place
+    schemes = around.schemes
+    table = [
+        {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
+    ]
     plan = around.core.plan_json(
-        json.dumps(list(rows)),
+        json.dumps(table),
         options.strategy,
         options.slice_elems,
         options.seed,

@@ -102,6 +102,8 @@ class Exchange:
         self._intake = GradientIntake(members.trained)
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
         self._given = [False] * len(members.trained)
+        self.pushes = [0] * len(members.trained)
+        """How many gradients of each tensor were handed over so far."""
         self._packed: Tensor | None = None
         self._gave_buffers = True
         self._reports = reports
@@ -171,6 +173,7 @@ class Exchange:
         gradient = self._gradients[index]
         assert gradient is not None
         self._given[index] = True
+        self.pushes[index] += 1
         try:
             self._carrier.give(index, self.step, gradient)
         except self._core.ChannelError as error:

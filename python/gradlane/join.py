@@ -79,6 +79,11 @@ class Join:
             steps = model.steps
             if steps.join is not None:
                 raise UsageError("session.join() inside session.join(): one is enough")
+            if steps.is_asynchronous:
+                raise UsageError(
+                    'session.join() with strategy="asgd": ranks may run different numbers of steps '
+                    "there without it; leave it out"
+                )
             if steps.serves:
                 raise UsageError(
                     'session.join() with update="server": a rank without data could not keep its '

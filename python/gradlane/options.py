@@ -7,10 +7,26 @@ from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
 
-STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+ASGD = "asgd"
+"""The strategy in which nobody waits for anybody else's gradients."""
+RING = "ring"
+"""The strategy that is p3 round a ring, and the scheme of its tensors."""
+EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
+"""Strategies that give the same results to the last bit: those of synchronous training on servers,
+which add up in rank order."""
+STRATEGIES = (*EXACT_STRATEGIES, RING, ASGD)
+SLICE_ELEMS = {
+    "p3": 50_000,
+    "slicing": 50_000,
+    "wfbp": (2 << 20) // 4,
+    RING: 16_384,
+    ASGD: 50_000,
+}
+"""The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
+are never larger."""
 UPDATES = ("worker", "server")
+SCHEMES = ("ps", RING)
+"""How gradients are aggregated: on servers, or round a ring."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,10 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        if self.strategy == RING:
+            self._check_ring()
+        if self.strategy == ASGD:
+            self._check_asgd()
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -97,6 +117,39 @@ class Options:
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
+    def _check_ring(self) -> None:
+        why = ring_refusal(self.strategy, self.update)
+        if why:
+            raise ValueError(f"strategy is 'ring', but {why}")
+        if self.codec != Options.codec:
+            raise ValueError(
+                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
+                "yet; use strategy 'p3'"
+            )
+
+    def _check_asgd(self) -> None:
+        if self.update != "server":
+            raise ValueError(
+                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
+                'where the parameters are kept for all ranks, so it asks for update="server"; '
+                "otherwise every rank would train a model of its own"
+            )
+        if self.codec != RAW:
+            raise ValueError(
+                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
+                "encoded; use another strategy, or no codec"
+            )
+        if self.check_every:
+            raise ValueError(
+                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
+                "differ while they train, so there is nothing to compare; use 0"
+            )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks train without waiting for each other."""
+        return self.strategy == ASGD
+
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
         names = (
@@ -111,6 +164,49 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.
         return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
+
+
+def strategy_of(strategy: str, scheme: str | None) -> str:
+    """Return the strategy that another one is with a scheme.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        scheme: one of `SCHEMES`, or None: the strategy's own.
+
+    Raises:
+        ValueError: the scheme is unknown, or does not go with the strategy.
+    """
+    if scheme is None:
+        return strategy
+    _one_of("scheme", scheme, SCHEMES)
+    if (scheme == RING) == (strategy == RING):
+        return strategy
+    if scheme == RING and strategy == Options.strategy:
+        return RING
+    if strategy == RING:
+        raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
+    why = ring_refusal(strategy, Options.update)
+    raise ValueError(
+        f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
+        f"{Options.strategy!r}"
+    )
+
+
+def ring_refusal(strategy: str, update: str) -> str:
+    """Say why tensors cannot go round a ring under these settings; empty if they can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which keeps optimizer state on the servers that own slices, and "
+            "a ring has none: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

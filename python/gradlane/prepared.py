@@ -28,13 +28,14 @@ from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
 from gradlane.exchange import Exchange, Members
 from gradlane.forward_order import ForwardOrder
+from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
 from gradlane.options import Options
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
-from gradlane.server_state import ServerState, check_taken_over
+from gradlane.server_state import Apart, ServerState, check_taken_over
 from gradlane.shared_storage import Clusters
 from gradlane.steps import Driver, Phase, Steps
 from gradlane.table import Entry, build_table, extra_entry, names_of
@@ -119,7 +120,13 @@ class Prepared:
         if self._recording is not None:
             self._recording.watch(model)
         self._watch = around.observer.watch(model, self.channel, self.steps)
-        around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
+        self._gathering: Gathering | None = None
+        if around.options.is_asynchronous:
+            limit_s = around.options.progress_timeout_s
+            self._gathering = Gathering(self.channel, meeting, limit_s)
+        else:
+            # Where nobody waits for other ranks' gradients, there is no circle to be found.
+            around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._serves else None
         self.residuals = ResidualState(
             channel=self.channel,
@@ -127,9 +134,13 @@ class Prepared:
             members=self._members,
             choices=self.codecs,
             updates_on_servers=self._serves,
+            settle=self.steps.settle,
             spend_step=self.steps.spend_step,
             translating=self._translating,
         )
+        if self._gathering is not None:
+            # From now on this rank updates what it owns, also before its own first step.
+            self.channel.set_optimizer(0, self._server_rows())
 
         if around.checkpoints is not None:
             around.checkpoints.follow(self, meeting)
@@ -167,6 +178,7 @@ class Prepared:
         try:
             self.steps.raise_failure()
             self.steps.finish()
+            self._pull("session.close()")
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
@@ -211,6 +223,48 @@ class Prepared:
             return
         votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
         check_votes(votes, lanes[0][0])
+
+    def synchronize(self) -> None:
+        """Wait until every parameter has its update, and, where ranks train asynchronously, until
+        all ranks are here and have the same parameters.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        self.steps.raise_failure()
+        self.steps.settle()
+        if self._gathering is not None and self.in_step:
+            raise UsageError(
+                f"session.synchronize() in the middle of step {self.steps.step}: with "
+                'strategy="asgd" it waits for all ranks; call it after optimizer.step()'
+            )
+        self._pull("session.synchronize()")
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """Return, by rank, how stale the gradients were that this rank's servers applied."""
+        readings: list[dict[str, Any]] = json.loads(self.channel.metrics_json()).get(
+            "staleness", []
+        )
+        return readings
+
+    def _pull(self, call: str) -> None:
+        """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
+        if self._gathering is None or self._around.place.world_size == 1:
+            return
+        with self._translating(f"waiting for all ranks in {call}"):
+            self._register_parameters()
+            self._gathering.all_here(call)
+            self.steps.spend_step(self._pull_in_step)
+            # Who goes on training changes the servers' parameters: not before all have them.
+            self._gathering.all_here(f"{call}, with all parameters")
+
+    def _pull_in_step(self, step: int) -> None:
+        self.channel.step_begin(step)
+        for index, entry in enumerate(self._trained):
+            self.channel.tensor_absent(index, step, entry.tensor.data_ptr(), entry.nbytes)
+        self.channel.step_end(step)
+        self.channel.wait_step(step)
+        self.channel.take_ready(step)
 
     def reconnected(self, options: Options, timeout_s: float) -> Prepared:
         """Close, and connect the same model with other options; a collective call between steps.
@@ -382,6 +436,7 @@ class Prepared:
             before_step=self._before_step,
             hyperparameters=Hyperparameters(optimizer),
             abort=self.channel.abort,
+            is_asynchronous=around.options.is_asynchronous,
         )
         return Steps(
             lambda reports: Exchange(
@@ -428,6 +483,9 @@ class Prepared:
             trained=self._trained,
             spend_step=self.steps.spend_step,
             translating=self._translating,
+            apart=Apart(self._gathering, self.steps.settle, self.steps.exchange.pushes)
+            if self._gathering is not None
+            else None,
         )
 
     def _server_rows(self) -> str:

@@ -44,6 +44,7 @@ class ResidualState:
         members: Members,
         choices: Sequence[CodecChoice],
         updates_on_servers: bool,
+        settle: Callable[[], None],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -55,6 +56,7 @@ class ResidualState:
             members: what takes part in its steps.
             choices: the codecs of the trained tensors.
             updates_on_servers: whether results are parameters, which travel as they are.
+            settle: waits for the end of a step that is still under way.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
         """
@@ -62,6 +64,7 @@ class ResidualState:
         self._meeting = meeting
         self._members = members
         self._owners_keep = not updates_on_servers
+        self._settle = settle
         self._spend_step = spend_step
         self._translating = translating
         self._kept = [
@@ -94,6 +97,7 @@ class ResidualState:
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
             return state
+        self._settle()
         own = {index: self._own(index) for index in self._kept}
         means = self._mean(own)
         owners = self._of_owners() if self._owners_keep else {}
@@ -114,6 +118,7 @@ class ResidualState:
         checked = self._check(state)
         if self.is_empty:
             return
+        self._settle()
         place = self._meeting.place
         own = (int(state["rank"]), int(state["world_size"])) == (place.rank, place.world_size)
         self._loads += 1
@@ -134,6 +139,18 @@ class ResidualState:
                         # Another codec kept one number: what was not sent, the first of several.
                         value = self._as_first(index, value)
                     self._load(index, target, value)
+
+    def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is left of a state where the model trains other tensors than before."""
+        shapes = {entry.name: self._shape(entry) for entry in self._members.trained}
+        left: dict[str, Any] = dict(state)
+        for kind in _KINDS:
+            left[kind] = {
+                name: value
+                for name, value in state[kind].items()
+                if tuple(value.shape[: len(shapes.get(name, ()))]) == shapes.get(name)
+            }
+        return left
 
     def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         missing = [key for key in ("rank", "world_size", *_KINDS) if key not in state]

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,28 @@ from torch.optim import SGD, Optimizer
 
 from gradlane.core import Channel
 from gradlane.errors import RanksDiffer, RendezvousError, UsageError
+from gradlane.gathering import Gathering
 from gradlane.optimizers import server_rows
 from gradlane.rendezvous import Meeting
 from gradlane.table import Entry, in_layout
 
 _MOMENTUM = "momentum_buffer"
 _MEANS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What is different where ranks train asynchronously.
+
+    Attributes:
+        gathering: where all ranks come together.
+        settle: waits for this rank's own step.
+        pushes: how many gradients of each tensor this rank has handed over, kept up to date.
+    """
+
+    gathering: Gathering
+    settle: Callable[[], None]
+    pushes: Sequence[int]
 
 
 class ServerState:
@@ -42,6 +59,7 @@ class ServerState:
         trained: Sequence[Entry],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
+        apart: Apart | None = None,
     ) -> None:
         """Take over whatever state the optimizer has.
 
@@ -52,6 +70,7 @@ class ServerState:
             trained: table entries of the trained parameters, by tensor number.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
+            apart: where ranks train asynchronously; each push is a step of the optimizer then.
         """
         self._channel = channel
         self._meeting = meeting
@@ -59,6 +78,8 @@ class ServerState:
         self._trained = trained
         self._spend_step = spend_step
         self._translating = translating
+        self._apart = apart
+        self._pushes_before = [0] * len(trained)
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
         self._steps = [0] * len(trained)
         self._buffered: set[int] = set()
@@ -87,6 +108,9 @@ class ServerState:
 
     def updated(self, index: int) -> None:
         """Note that a tensor has taken a step."""
+        if self._apart is not None:
+            # Steps are the owners' to count: other ranks' gradients make some, too.
+            return
         self._steps[index] += 1
         if index in self._buffers:
             self._buffered.add(index)
@@ -98,7 +122,7 @@ class ServerState:
             RanksDiffer: they have not; raised on every rank.
             RendezvousError: a rank has loaded nothing.
         """
-        if self._unagreed is None:
+        if self._unagreed is None or self._apart is not None:
             return
         mine, self._unagreed = self._unagreed, None
         for rank, theirs in self._exchange("load_state_dict", mine):
@@ -123,32 +147,66 @@ class ServerState:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._stored():
+        taken = self._steps
+        if self._apart is not None:
+            pushes = self._own_pushes()
+            taken = [have + more for have, more in zip(taken, pushes, strict=True)]
+            self._buffered |= {index for index in self._buffers if pushes[index] > 0}
+        if self._stored(taken):
             _mark_incomplete(self._optimizer)
 
     # ---- out
 
-    def _stored(self) -> dict[str, list[int]]:
-        """Which tensors have state, by its name; the same on every rank."""
+    def _stored(self, steps: Sequence[int]) -> dict[str, list[int]]:
+        """Which tensors have state, by its name, after so many steps; the same on every rank."""
         if isinstance(self._optimizer, SGD):
             return {_MOMENTUM: sorted(self._buffered)} if self._buffered else {}
-        indices = [index for index, steps in enumerate(self._steps) if steps > 0]
+        indices = [index for index, taken in enumerate(steps) if taken > 0]
         return dict.fromkeys(_MEANS, indices) if indices else {}
 
     def _before_save(self, optimizer: Optimizer) -> None:
-        stored = self._stored()
+        if self._apart is not None:
+            with self._translating("collecting the optimizer's state"):
+                self._save_apart(self._apart)
+            return
+        stored = self._stored(self._steps)
         if not stored:
             return
         self.agree()
         for rank, theirs in self._exchange("state_dict", json.dumps(stored)):
             if json.loads(theirs) != stored:
                 raise RanksDiffer(f"rank {rank} has optimizer state of other tensors than this one")
+        self._bring(stored, self._steps)
+
+    def _bring(self, stored: dict[str, list[int]], steps: Sequence[int]) -> None:
         for name, indices in stored.items():
             for index, value in self._gather(name, indices).items():
-                state = optimizer.state[self._trained[index].tensor]
-                if not isinstance(optimizer, SGD):
-                    state["step"] = torch.tensor(float(self._steps[index]), dtype=torch.float32)
+                state = self._optimizer.state[self._trained[index].tensor]
+                if not isinstance(self._optimizer, SGD):
+                    state["step"] = torch.tensor(float(steps[index]), dtype=torch.float32)
                 state[name] = value
+
+    def _own_pushes(self) -> list[int]:
+        assert self._apart is not None
+        counts = zip(self._apart.pushes, self._pushes_before, strict=True)
+        return [pushes - before for pushes, before in counts]
+
+    def _save_apart(self, apart: Apart) -> None:
+        """Put all state into the optimizer while every rank stands still."""
+        if isinstance(self._optimizer, SGD) and not (self._buffers or self._buffered):
+            return
+        apart.settle()
+        told = apart.gathering.all_here("optimizer.state_dict()", json.dumps(self._own_pushes()))
+        # Nothing is under way now. What each rank pushed is what every slice was updated with.
+        steps = list(self._steps)
+        for word in told:
+            steps = [have + more for have, more in zip(steps, json.loads(word), strict=True)]
+        if isinstance(self._optimizer, SGD):
+            fresh = {index for index in self._buffers if steps[index] > 0}
+            self._buffered |= fresh
+        self._bring(self._stored(steps), steps)
+        self._channel.set_optimizer(0, self.rows())
+        apart.gathering.all_here("optimizer.state_dict(), with all state")
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._forget_local()
@@ -178,16 +236,24 @@ class ServerState:
             }
         # If this breaks off, the core may still write there.
         self._lent = list(landings.values())
+        apart = self._apart
+        if apart is not None:
+            # Who is answered alone has to ask alone, and owners have to know what for.
+            channel.read_state(name, part)
+            apart.gathering.all_here(f"optimizer.state_dict(), reading {name}")
 
         def run(step: int) -> None:
             channel.step_begin(step)
-            channel.read_state(name, part)
+            if apart is None:
+                channel.read_state(name, part)
             for index, entry in enumerate(self._trained):
                 landing = landings.get(index)
                 if landing is not None:
                     channel.set_parameter(index, landing.data_ptr(), entry.nbytes)
                 # One rank gives something that is not looked at, or nobody would answer.
-                gives = landing is not None and index % place.world_size == place.rank
+                gives = landing is not None and (
+                    apart is not None or index % place.world_size == place.rank
+                )
                 hand_over = channel.gradient_ready if gives else channel.tensor_absent
                 hand_over(index, step, entry.tensor.data_ptr(), entry.nbytes)
             channel.step_end(step)
@@ -199,6 +265,8 @@ class ServerState:
 
         self._spend_step(run)
         self._lent = []
+        if apart is not None:
+            apart.gathering.all_here(f"optimizer.state_dict(), with {name}")
         return landings
 
     # ---- in
@@ -211,7 +279,27 @@ class ServerState:
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, {}
         short = {id(entry.tensor) for entry in self._trained if entry.dtype is not torch.float32}
-        self._take_over({key: state for key, state in loaded.items() if key in short})
+        exact = {key: state for key, state in loaded.items() if key in short}
+        if self._apart is None:
+            self._take_over(exact)
+            return
+        with self._translating("handing the optimizer's state to the servers"):
+            self._take_over_apart(self._apart, exact)
+
+    def _take_over_apart(self, apart: Apart, exact: dict[int, dict[str, Any]]) -> None:
+        apart.settle()
+        apart.gathering.all_here("optimizer.load_state_dict()")
+        self._take_over(exact)
+        self._pushes_before = list(apart.pushes)
+        self._channel.set_optimizer(0, self.rows())
+        told = apart.gathering.all_here(
+            "optimizer.load_state_dict(), with it", self._unagreed or ""
+        )
+        if len(set(told)) > 1:
+            raise RanksDiffer(
+                "the ranks have loaded different optimizer states: load the same checkpoint on "
+                "every rank"
+            )
 
     def _take_over(self, exact: dict[int, dict[str, Any]]) -> None:
         """Move the optimizer's state to the owners.

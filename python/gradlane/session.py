@@ -48,12 +48,13 @@ from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.summary import is_wanted
 from gradlane.observability.tensorboard import ScalarWriter
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import Options
+from gradlane.options import Options, strategy_of
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
 from gradlane.timeline.recorder import make_recorder, wanted_path
 
@@ -74,6 +75,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     strategy: str = Options.strategy,
+    scheme: str | None = None,
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     codec: CodecArgument = None,
@@ -110,7 +112,12 @@ def init(
         store: the rendezvous store.
         rank: this rank.
         world_size: number of ranks.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`. All give the same results.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`, which all give the same
+            results; `ring`, which gives them at two ranks and other roundings at more, see
+            `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
+            are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
+        scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
+            ring, which makes strategy `p3` strategy `ring`; None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -157,7 +164,7 @@ def init(
         GradlaneError: the compiled core is missing.
     """
     options = Options(
-        strategy=strategy,
+        strategy=strategy_of(strategy, scheme),
         slice_elems=slice_elems,
         seed=seed,
         codec=codec_rules(codec),
@@ -282,7 +289,8 @@ class Session:
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
-                (see `docs/planning.md`); None: the session's. Results are the same bits.
+                (see `docs/planning.md`); None: the session's. Results are the same bits, but of
+                tensors with another scheme.
 
         Returns:
             The same two objects.
@@ -301,9 +309,16 @@ class Session:
             before = self._prepared_before(model)
         except GradlaneError as error:
             unable = error
+        if plan is not None and self._around.options.is_asynchronous:
+            raise ValueError(
+                'plan= with strategy="asgd": plans choose among settings that give the same '
+                "results; asynchronous training is none of them"
+            )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        residuals = None
         if before is not None:
             try:
+                residuals = before.residuals.state_dict()
                 self._part_with(before)
             except GradlaneError as error:
                 # The others are on their way to the next meeting, and would wait there.
@@ -312,12 +327,14 @@ class Session:
         around = self._around
         if agreed.plan is not None:
             options = agreed.plan.settings.applied_to(around.options)
-            around = replace(around, options=options)
+            around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
         learns = agreed.learns and self.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        if residuals is not None:
+            prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
             self._plans.learn(prepared, links)
@@ -483,13 +500,32 @@ class Session:
     def synchronize(self) -> None:
         """Wait until every parameter of every model has its update.
 
+        With `strategy="asgd"` it is a collective call: it waits until all ranks have made it, and
+        then gives all of them the servers' parameters, so that they are the same everywhere.
+
         Raises:
             GradlaneError: the session has failed or was closed.
         """
         self._check_open()
         for prepared in self._prepared:
-            prepared.steps.raise_failure()
-            prepared.steps.settle()
+            prepared.synchronize()
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """Return how stale gradients were, with `strategy="asgd"`; empty with all others.
+
+        The staleness of a gradient is the number of updates that its slice had had since this
+        gradient's rank received it. Every rank counts what it applied as an owner of slices, which
+        is an even part of the whole.
+
+        Returns:
+            For each rank whose gradients were applied here: `rank`, `pushes`, `mean`, `max` and
+            `histogram` (pushes by staleness from 0 on; entry 64 counts that and all above).
+        """
+        total: dict[int, Tally] = {}
+        for prepared in self._prepared:
+            for rank, reading in enumerate(prepared.staleness()):
+                total.setdefault(rank, Tally()).add(reading)
+        return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
 
     def metrics(self) -> Metrics:
         """Return what this rank has counted since the start; from any thread, also after the end.

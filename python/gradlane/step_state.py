@@ -50,6 +50,7 @@ class Driver:
         before_step: called with the number of a step before it begins; all is settled then.
         hyperparameters: digests those of the optimizer.
         abort: tells all ranks why this one gives up.
+        is_asynchronous: whether other ranks' steps are none of this one's.
     """
 
     update: DeferredUpdate
@@ -63,6 +64,7 @@ class Driver:
     before_step: Callable[[int], None]
     hyperparameters: Hyperparameters
     abort: Callable[[str], None]
+    is_asynchronous: bool = False
 
 
 class JoinWatch(Protocol):
@@ -145,6 +147,11 @@ class StepState:
     def serves(self) -> bool:
         """Whether updates run on the servers."""
         return self._server_rows is not None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other ranks' steps are none of this one's."""
+        return self._driver.is_asynchronous
 
     @property
     def buffers_index(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -261,6 +262,50 @@ def test_one_ranks_state_is_enough_for_a_world_of_another_size() -> None:
             ("owner_residual", saved[0]["owner_residual"]),
         ):
             assert all(torch.equal(found[kind][name], value) for name, value in right.items())
+
+
+def test_connecting_anew_keeps_the_residuals_of_what_is_still_trained() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = start(session)
+        train(session, range(1, 4), model, optimizer)
+        (before,) = session.state_dict()["models"]
+        model[2].bias.requires_grad_(False)
+        del optimizer.param_groups[0]["params"][3]
+        session.prepare(model, optimizer)
+        (after,) = session.state_dict()["models"]
+        for kind in ("worker_residual", "owner_residual"):
+            assert set(after[kind]) == {"0.weight", "0.bias", "2.weight"}
+            assert any(bool(value.any()) for value in after[kind].values())
+            for name, value in after[kind].items():
+                assert torch.equal(value, before[kind][name])
+        train(session, range(4, 6), model, optimizer)
+
+    run_ranks(2, body, core=CORE, codec={"*": "bf16:residual=on"})
+
+
+def test_other_settings_keep_all_residuals() -> None:
+    def body(session: Any) -> list[Tensor]:
+        model, optimizer = start(session)
+        train(session, range(1, 4), model, optimizer)
+        (before,) = session.state_dict()["models"]
+        options = replace(session._around.options, slice_elems=512, strategy="slicing")
+        session._prepared[0] = session._prepared[0].reconnected(options, 30.0)
+        (after,) = session.state_dict()["models"]
+        for kind in ("worker_residual", "owner_residual"):
+            for name, value in before[kind].items():
+                assert torch.equal(value, after[kind][name])
+        train(session, range(4, 6), model, optimizer)
+        return snapshot(model)
+
+    def straight(session: Any) -> list[Tensor]:
+        model, optimizer = start(session)
+        train(session, range(1, 6), model, optimizer)
+        return snapshot(model)
+
+    codec = {"*": "bf16:residual=on"}
+    switched = run_ranks(3, body, core=CORE, codec=codec)
+    (right, *_) = run_ranks(3, straight, core=CORE, codec=codec)
+    assert all(same_bits(found, right) for found in switched)
 
 
 def test_states_of_something_else_are_refused() -> None:

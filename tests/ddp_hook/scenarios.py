@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import Store
 
 import gradlane.torch
 from gradlane.accuracy.exchange import Exchange
-from gradlane.lab.communication import _mean_in_rank_order, register_hook
+from gradlane.lab.communication import _mean_in_rank_order
+from gradlane.lab.ddp_hooks import register_hook
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
@@ -204,6 +205,32 @@ def spoil(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
         state.close()
         del ddp
     return {"finite": finite}
+
+
+def halve(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
+    """Train a model whose gradients are bf16, with some parameters that no loss reaches."""
+    with _Group(store, rank, world_size, job):
+        model = make_model()
+        model.append(nn.Identity())
+        model.register_parameter("unused", nn.Parameter(torch.ones(300)))
+        ddp = nn.parallel.DistributedDataParallel(
+            model.bfloat16(), bucket_cap_mb=0.0625, find_unused_parameters=True
+        )
+        state, hook = gradlane.torch.ddp_hook("qsgd:bits=8", small_elems=0)
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        losses = []
+        for step in range(6):
+            inputs, targets = _batch(rank, step)
+            loss = nn.functional.mse_loss(ddp(inputs.bfloat16()).float(), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        parameters = torch.cat([one.detach().float().flatten() for one in model.parameters()])
+        state.close()
+        del ddp
+    return {"parameters": parameters, "losses": losses}
 
 
 def fail(store: Store, rank: int, world_size: int, job: str) -> str:

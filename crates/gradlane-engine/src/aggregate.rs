@@ -6,7 +6,7 @@ use crate::io::{BufferRef, Event, Memory, Operation, Region, Work, WorkId};
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
 use crate::server::{Owed, Part};
-use crate::strategy::{PullRule, Release};
+use crate::strategy::{PullRule, ReadyRule, Release};
 use crate::work::{Pending, Running};
 use crate::worker::Phase;
 use alloc::vec::Vec;
@@ -23,6 +23,10 @@ impl Engine {
             Part::Absent => None,
         };
         let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
+        if self.plan.strategy.ready == ReadyRule::Each && owned.step.0 > 0 {
+            self.add_push(slice, rank, part, priority);
+            return;
+        }
         owned.parts.insert(rank, part);
         owned.priority = priority;
         let step = owned.step;
@@ -45,7 +49,7 @@ impl Engine {
         let parts = owned.take_parts();
         if parts.iter().all(|&(_, part)| part == Part::Absent) {
             self.deliver(slice, step, None, Codec::Raw, false);
-        } else if self.plan.world_size == 1 && !self.updates_on_server(step) {
+        } else if self.plan.world_size == 1 && !self.needs_result(step) {
             // The mean over one rank is its gradient, which is in place already.
             self.deliver(slice, step, None, Codec::Raw, true);
         } else {
@@ -69,6 +73,7 @@ impl Engine {
             Pending::AddRound { slice, step, received } => {
                 Some(self.start_round(slice, step, received))
             }
+            Pending::Apply { slice, push } => Some(self.start_apply(slice, push)),
             Pending::Install { slice, step, buffer } => {
                 Some(self.start_install(slice, step, buffer))
             }
@@ -151,6 +156,11 @@ impl Engine {
         self.hand_out(slice, step, operation, Running::Install { slice, buffer })
     }
 
+    /// Whether one rank's contribution alone is not the result already.
+    fn needs_result(&self, step: Step) -> bool {
+        self.updates_on_server(step) || self.plan.strategy.ready == ReadyRule::Each
+    }
+
     pub(crate) fn hand_out(
         &mut self,
         slice: SliceId,
@@ -203,6 +213,7 @@ impl Engine {
                 self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
             Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
+            Running::Apply { slice, push, output } => self.applied(slice, push, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);
                 self.slice_done(slice, true);
@@ -225,6 +236,9 @@ impl Engine {
         let priority = owned.priority;
         let early_pulls = core::mem::take(&mut owned.early_pulls);
         owned.advance();
+        if step.0 == 0 {
+            self.keep_initial(slice, buffer);
+        }
         self.offer(slice, step, buffer, form, priority);
         for rank in early_pulls {
             self.answer_pull(slice, step, rank);
@@ -280,7 +294,7 @@ impl Engine {
         }
     }
 
-    fn result_message(
+    pub(crate) fn result_message(
         &self,
         slice: SliceId,
         step: Step,
@@ -313,6 +327,10 @@ impl Engine {
 
     /// The last frame of a result to one rank is with the kernel.
     pub(crate) fn result_sent(&mut self, slice: SliceId, step: Step, rank: Rank) {
+        if self.applies_each(step) {
+            self.answer_sent(slice, rank);
+            return;
+        }
         let Some(owed) = self.server.owed.get_mut(&(slice, step)) else {
             return;
         };

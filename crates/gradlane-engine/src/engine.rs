@@ -3,8 +3,10 @@
 //! session is in `lifecycle`.
 
 use crate::buffers::BufferTable;
+use crate::each::Each;
 use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
+use crate::gather::Gather;
 use crate::io::{Event, Memory, Region, Transmit};
 use crate::lifecycle::Lifecycle;
 use crate::plan::{Plan, Update};
@@ -14,7 +16,7 @@ use crate::ring::Ring;
 use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
 use crate::scheme::Scheme;
 use crate::server::{Part, Server};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::work::WorkQueue;
 use crate::worker::{Contribution, Phase, Worker};
 use alloc::collections::VecDeque;
@@ -74,6 +76,8 @@ pub struct Engine {
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) ring: Ring,
+    pub(crate) gather: Gather,
+    pub(crate) each: Each,
     pub(crate) work: WorkQueue,
     pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
@@ -104,6 +108,8 @@ impl Engine {
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
+            gather: Gather::default(),
+            each: Each::default(),
             work: WorkQueue::new(options.work_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
@@ -136,6 +142,7 @@ impl Engine {
         engine.worker.incomplete = 0;
         engine.worker.uncontributed = 0;
         engine.server.skip_initial();
+        engine.skip_initial_states();
         engine
     }
 
@@ -198,6 +205,13 @@ impl Engine {
     /// For an unknown tensor, a second call in a step, another step than the current one, or an
     /// ended session. Nothing was changed then.
     pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+        self.check_call(tensor, step, "gradient_ready")?;
+        let planned = self.plan.tensor(tensor);
+        if planned.scheme == Scheme::Gather {
+            let name = &planned.spec.name;
+            let message = format!("tensor {name:?} has blocks of any size: use block_ready");
+            return Err(UsageError::Argument(message));
+        }
         self.contribute(tensor, step, Contribution::Gradient, "gradient_ready")
     }
 
@@ -210,7 +224,7 @@ impl Engine {
         self.contribute(tensor, step, Contribution::Absent, "tensor_absent")
     }
 
-    fn contribute(
+    pub(crate) fn contribute(
         &mut self,
         tensor: TensorId,
         step: Step,
@@ -221,6 +235,10 @@ impl Engine {
         let name = &self.plan.tensor(tensor).spec.name;
         if !self.plan.takes_part(tensor, step) {
             let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
+            return Err(UsageError::Argument(message));
+        }
+        if self.lacks_initial(step, self.rank(), contribution == Contribution::Absent) {
+            let message = format!("tensor {name:?} has no value to start from, which updates need");
             return Err(UsageError::Argument(message));
         }
         if self.worker.tensor(tensor).contribution != Contribution::Missing {
@@ -238,8 +256,10 @@ impl Engine {
 
     /// Queues the pushes of a tensor, or hands its own slices to the server.
     pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
-        if self.plan.tensor(tensor).scheme == Scheme::Ring {
-            return self.contribute_round(tensor);
+        match self.plan.tensor(tensor).scheme {
+            Scheme::Ps => {}
+            Scheme::Ring => return self.contribute_round(tensor),
+            Scheme::Gather => return self.contribute_block(tensor),
         }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
@@ -338,7 +358,7 @@ impl Engine {
         Ok(())
     }
 
-    fn check_call(
+    pub(crate) fn check_call(
         &self,
         tensor: TensorId,
         step: Step,
@@ -356,7 +376,8 @@ impl Engine {
     }
 
     /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
-    /// from the same step on, two steps after the current one.
+    /// from the same step on, two steps after the current one; under the ready rule `Each`, on each
+    /// rank from its next step on.
     ///
     /// # Errors
     /// On another rank, before a step has begun, when the last switch is not finished, or for a
@@ -370,7 +391,9 @@ impl Engine {
         if priorities.len() != self.plan.tensors.len() {
             return refuse("a priority vector has one entry a tensor");
         }
-        let from = self.worker.step.next().next();
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let next = self.worker.step.next();
+        let from = if alone { next } else { next.next() };
         if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
             return refuse("the last switch of priorities is not finished");
         }
@@ -395,6 +418,10 @@ impl Engine {
             key,
             Message { header, body: Body::Inline(payload) },
         );
+        if alone {
+            // Steps are each rank's own, and so is the moment from which an order is in force.
+            return Ok(());
+        }
         let hold_from = self.worker.step.next();
         self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
         Ok(())
@@ -416,6 +443,7 @@ impl Engine {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
                 FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
+                FrameKind::Block => self.sent_block(header.tensor, header.step),
                 _ => {}
             }
         }
@@ -504,6 +532,7 @@ impl Engine {
             sender: self.rank(),
             offset: 0,
             length: 0,
+            block_bytes: 0,
             hop: 0,
             payload_crc: 0,
         }

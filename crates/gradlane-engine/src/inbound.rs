@@ -9,7 +9,7 @@ use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
-use crate::strategy::PullRule;
+use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
 use alloc::format;
 use alloc::string::String;
@@ -40,6 +40,7 @@ impl Engine {
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
                 FrameKind::RingReduce => self.land_round(header),
                 FrameKind::RingGather => self.land_result_round(header),
+                FrameKind::Block => Ok(self.land_block(from, header)),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
@@ -65,6 +66,7 @@ impl Engine {
             FrameKind::Pull => self.take_pull(from, header),
             FrameKind::RingReduce => self.take_round(header),
             FrameKind::RingGather => self.take_result_round(header),
+            FrameKind::Block => self.take_block(from, header),
             _ => {
                 let what = format!("{:?} is a control frame", header.kind);
                 return Err(ProtocolError { peer: from, what });
@@ -133,7 +135,8 @@ impl Engine {
 
     /// What every frame about a slice must satisfy.
     fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        if self.lifecycle.has_departed(from) {
+        let serves = header.kind == FrameKind::Broadcast && self.applies_each(header.step);
+        if self.lifecycle.has_departed(from) && !serves {
             return Err(format!("{} after its goodbye", self.describe(header)));
         }
         let Some(slice) = self.plan.slices.get(header.slice.index()) else {
@@ -148,7 +151,7 @@ impl Engine {
             return Err(format!("{}, a tensor that is not trained", self.describe(header)));
         }
         let version = self.priorities.version(header.step);
-        if header.plan_version != version {
+        if header.plan_version != version && !self.applies_each(header.step) {
             return Err(format!(
                 "{} under plan version {}, this rank has {version}",
                 self.describe(header),
@@ -156,6 +159,9 @@ impl Engine {
             ));
         }
         self.check_route(from, header)?;
+        if header.kind == FrameKind::Block {
+            return self.check_block(from, header);
+        }
         let encoded = header.codec == Codec::Encoded;
         let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
@@ -185,13 +191,23 @@ impl Engine {
 
     /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
     fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let is_round = self.plan.tensor(header.tensor).scheme == Scheme::Ring;
-        if is_round != header.kind.goes_round() {
-            let scheme = if is_round { "goes round a ring" } else { "has servers" };
-            return Err(format!("{}, a tensor that {scheme}", self.describe(header)));
+        let scheme = self.plan.tensor(header.tensor).scheme;
+        let right = match header.kind {
+            FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::Block => Scheme::Gather,
+            _ => Scheme::Ps,
+        };
+        if scheme != right {
+            let name = scheme.name();
+            return Err(format!("{}, a tensor of scheme {name}", self.describe(header)));
         }
-        if is_round {
-            return self.check_round(from, header);
+        match scheme {
+            Scheme::Ps => {}
+            Scheme::Ring => return self.check_round(from, header),
+            Scheme::Gather if from == self.rank() => {
+                return Err(format!("{} from this rank itself", self.describe(header)));
+            }
+            Scheme::Gather => return Ok(()),
         }
         let owner = match header.kind {
             FrameKind::Push | FrameKind::Pull => self.rank(),
@@ -206,14 +222,15 @@ impl Engine {
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
+        let collected = self.collected_step(from, header)?;
         let bytes = self.plan.bytes_as(header.slice, header.codec);
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
-        if owned.step != header.step || owned.reducing || !contributes {
+        if collected != header.step || owned.reducing || !contributes {
             let state = if owned.reducing { "reduces" } else { "collects for" };
-            return Err(format!("{}, but this rank {state} {}", what(), owned.step));
+            return Err(format!("{}, but this rank {state} {collected}", what()));
         }
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
@@ -231,6 +248,20 @@ impl Engine {
             .entry(from)
             .or_insert_with(|| Arriving { buffer: buffers.acquire(bytes), received_bytes: 0 });
         Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+    }
+
+    /// The step that a push of this rank may be for now.
+    fn collected_step(&self, from: Rank, header: &FrameHeader) -> Checked<Step> {
+        let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
+        let absent = header.flags.contains(FrameFlags::ABSENT);
+        if self.lacks_initial(header.step, from, absent) {
+            return Err(format!("{} without a value to start from", self.describe(header)));
+        }
+        if self.plan.strategy.ready != ReadyRule::Each || owned.step.0 == 0 {
+            return Ok(owned.step);
+        }
+        let expected = self.each.expected(header.slice, from);
+        expected.map_err(|reason| format!("{}: {reason}", self.describe(header)))
     }
 
     fn take_push(&mut self, from: Rank, header: &FrameHeader) {
@@ -377,7 +408,9 @@ impl Engine {
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = self.priorities.newest();
         let next = header.plan_version == newest + 1;
-        if from != Rank(0) || !next || step <= self.worker.step || step <= newest_from {
+        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let late = step <= self.worker.step || step <= newest_from;
+        if from != Rank(0) || !next || (late && !alone) {
             return Err(format!(
                 "priorities of version {} from {step}; this rank has version {newest} and is in {}",
                 header.plan_version, self.worker.step
@@ -386,6 +419,10 @@ impl Engine {
         let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
         if priorities.len() != self.plan.tensors.len() {
             return Err(format!("{} priorities", priorities.len()));
+        }
+        if alone {
+            self.priorities.add(self.worker.step.next(), priorities);
+            return Ok(());
         }
         self.priorities.add(step, priorities);
         let mut ack = self.control_header(FrameKind::PlanSwitchAck);

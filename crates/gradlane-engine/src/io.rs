@@ -193,10 +193,35 @@ pub enum Event {
         /// Whether no rank had a gradient.
         absent: bool,
     },
+    /// All ranks' blocks of a tensor are here, until [`Engine::release_blocks`] is called; the
+    /// tensor is ready.
+    ///
+    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    BlocksReady {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// By rank; none where a rank had none. That of this rank is where it was given.
+        blocks: Vec<Option<Region>>,
+    },
     /// All tensors of the step are ready on this rank.
     StepComplete {
         /// The step.
         step: Step,
+    },
+    /// This rank, the owner, has applied one rank's push alone (ready rule `Each`).
+    Applied {
+        /// The slice.
+        slice: SliceId,
+        /// Who pushed.
+        rank: Rank,
+        /// In which step of that rank.
+        step: Step,
+        /// Updates that the slice has had, this one included.
+        version: u64,
+        /// Updates of the slice since the version that the rank had received.
+        staleness: u64,
     },
     /// From this step on, frames are ordered by another priority vector.
     PlanSwitched {

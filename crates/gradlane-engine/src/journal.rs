@@ -23,6 +23,8 @@ pub enum Input {
     StepBegin(Step),
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
+    BlockReady(TensorId, Step, u64),
+    ReleaseBlocks(TensorId, Step),
     TensorNeeded(TensorId, Step),
     SendRaw(Step),
     StepEnd(Step),
@@ -37,6 +39,8 @@ pub enum Input {
     Now(Time),
     PeerLost(Rank, String),
     RejectPeer(Rank, String),
+    UpdatesReady,
+    UpdatesPaused,
     Finish,
     Abort(String),
     PollTransmit,
@@ -124,6 +128,10 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
         Input::StepBegin(step) => usage_of(&engine.step_begin(*step)),
         Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
+        Input::BlockReady(tensor, step, bytes) => {
+            usage_of(&engine.block_ready(*tensor, *step, *bytes))
+        }
+        Input::ReleaseBlocks(tensor, step) => usage_of(&engine.release_blocks(*tensor, *step)),
         Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
         Input::SendRaw(step) => usage_of(&engine.send_raw(*step)),
         Input::StepEnd(step) => usage_of(&engine.step_end(*step)),
@@ -153,6 +161,8 @@ fn note(engine: &mut Engine, input: &Input) {
         Input::Now(now) => engine.handle_time(*now),
         Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
         Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
+        Input::UpdatesReady => engine.updates_ready(),
+        Input::UpdatesPaused => engine.updates_paused(),
         Input::Finish => engine.finish(),
         Input::Abort(reason) => engine.abort(reason),
         _ => unreachable!("{input:?} decides something"),
@@ -245,6 +255,10 @@ impl JournaledEngine {
             Input::GradientReady(tensor, step), usage_of;
         tensor_absent(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorAbsent(tensor, step), usage_of;
+        block_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
+            Input::BlockReady(tensor, step, bytes), usage_of;
+        release_blocks(tensor: TensorId, step: Step) -> Result<(), UsageError>,
+            Input::ReleaseBlocks(tensor, step), usage_of;
         tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorNeeded(tensor, step), usage_of;
         send_raw(step: Step) -> Result<(), UsageError>, Input::SendRaw(step), usage_of;
@@ -268,6 +282,8 @@ impl JournaledEngine {
             Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
         reject_peer(peer: Rank, reason: &str),
             Input::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
+        updates_ready(), Input::UpdatesReady, |&()| Decision::Done;
+        updates_paused(), Input::UpdatesPaused, |&()| Decision::Done;
         finish(), Input::Finish, |&()| Decision::Done;
         abort(reason: &str), Input::Abort(reason.to_string()), |&()| Decision::Done;
         poll_transmit() -> Option<Transmit>, Input::PollTransmit,

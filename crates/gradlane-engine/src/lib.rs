@@ -18,9 +18,11 @@ extern crate std;
 mod aggregate;
 mod buffers;
 mod depths;
+mod each;
 mod encoding;
 mod engine;
 mod error;
+mod gather;
 mod inbound;
 mod io;
 mod journal;
@@ -33,6 +35,7 @@ mod ring;
 mod scheduler;
 mod scheme;
 mod server;
+mod staleness;
 mod strategy;
 mod work;
 mod worker;
@@ -45,8 +48,11 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update};
+pub use plan::{
+    check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
+};
 pub use scheme::{Scheme, RING_BLOCK_ELEMS};
+pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
     POSEIDON_PAIR_ELEMS, SLICE_ELEMS,

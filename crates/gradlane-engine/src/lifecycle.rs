@@ -8,6 +8,7 @@ use crate::io::Event;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
+use crate::strategy::ReadyRule;
 use crate::worker::Phase;
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -102,8 +103,10 @@ impl Engine {
     pub fn handle_peer_lost(&mut self, peer: Rank, reason: &str) {
         self.lifecycle.lost.insert(peer);
         self.scheduler.set_writable(peer, false);
-        if self.lifecycle.has_departed(peer) || self.lifecycle.has_ended() || self.lifecycle.closed
-        {
+        // Who updates each push alone is needed until everybody has left, this rank included.
+        let serves = self.serves_to_the_end() && !self.lifecycle.goodbye_said;
+        let departed = self.lifecycle.has_departed(peer) && !serves;
+        if departed || self.lifecycle.has_ended() || self.lifecycle.closed {
             return;
         }
         let reason = format!("{peer} was lost: {reason}");
@@ -145,12 +148,14 @@ impl Engine {
         if !self.lifecycle.finishing || self.lifecycle.closed || self.lifecycle.has_ended() {
             return;
         }
-        let owes_nothing = self.scheduler.is_idle()
+        let complete = !self.worker.begun || self.worker.incomplete == 0;
+        let idle = self.scheduler.is_idle()
             && self.work.is_idle()
             && self.encodes.is_idle()
-            && self.server.owed.is_empty()
-            && (!self.worker.begun || self.worker.incomplete == 0);
-        if !owes_nothing {
+            && self.server.owed.is_empty();
+        // Under `Each` a goodbye says that this rank pushes no more; it serves the others until
+        // they have said the same.
+        if !complete || !(idle || self.serves_to_the_end()) {
             return;
         }
         if !self.lifecycle.goodbye_said {
@@ -163,7 +168,8 @@ impl Engine {
         }
         let peers = self.plan.world_size - 1;
         let all_left = self.lifecycle.departed.len() as u32 == peers;
-        if all_left && self.scheduler.is_idle() {
+        if all_left && idle && self.scheduler.is_idle() && self.each.is_idle() {
+            self.drop_states();
             self.lifecycle.closed = true;
             self.events.push_back(Event::Closed);
         }
@@ -177,7 +183,8 @@ impl Engine {
 
     /// Fails when a rank that has left is needed for the current step.
     pub(crate) fn check_departed(&mut self) {
-        if self.lifecycle.has_ended() || !self.worker.begun || self.worker.incomplete == 0 {
+        let complete = !self.worker.begun || self.worker.incomplete == 0;
+        if self.lifecycle.has_ended() || complete || self.serves_to_the_end() {
             return;
         }
         let step = self.worker.step;
@@ -222,7 +229,9 @@ impl Engine {
         self.work.clear();
         self.encodes.clear();
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
-        for rank in self.lifecycle.lost.iter().chain(self.lifecycle.departed.keys().copied()) {
+        let serves = self.serves_to_the_end();
+        let departed = self.lifecycle.departed.keys().copied().filter(|_| !serves);
+        for rank in self.lifecycle.lost.iter().chain(departed) {
             others.remove(rank);
         }
         let mut payload = culprit.map_or(NOBODY, |rank| rank.0).to_le_bytes().to_vec();
@@ -235,6 +244,11 @@ impl Engine {
         let key = self.keys.control();
         self.scheduler.push_shared(others, key, Message { header, body: Body::Inline(payload) });
         self.events.push_back(Event::Failed(failure));
+    }
+
+    /// Whether owners are needed after their own last step.
+    fn serves_to_the_end(&self) -> bool {
+        self.plan.strategy.ready == ReadyRule::Each
     }
 
     /// What this rank waits for in the current step.
@@ -270,7 +284,7 @@ impl Engine {
         owners.remove(self.rank());
         let missing = self.missing_contributors();
         let mut ranks = if missing.is_empty() { owners } else { missing };
-        for rank in self.suspects_round() {
+        for rank in self.suspects_round().into_iter().chain(self.suspects_blocks()) {
             ranks.insert(rank);
         }
         outstanding.ranks = ranks.iter().collect();
@@ -281,6 +295,9 @@ impl Engine {
     fn missing_contributors(&self) -> RankSet {
         let mut missing = RankSet::empty(self.plan.world_size);
         let step = self.worker.step;
+        if self.applies_each(step) {
+            return missing;
+        }
         for (&slice, owned) in &self.server.owned {
             if owned.step != step || owned.reducing || !self.collects(slice, step) {
                 continue;

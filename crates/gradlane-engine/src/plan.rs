@@ -6,7 +6,7 @@
 use crate::encoding::{Coding, Encoding};
 use crate::error::PlanError;
 use crate::scheme::{RingPlacer, Scheme};
-use crate::strategy::{Granularity, Placement, Strategy};
+use crate::strategy::{Granularity, Placement, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
@@ -73,7 +73,8 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it; of a ring, the rank on which its sum ends.
+    /// The server that aggregates it; of a ring, the rank on which its sum ends; of blocks, nobody
+    /// (rank 0).
     pub owner: Rank,
 }
 
@@ -112,7 +113,8 @@ impl Plan {
     /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server.
     ///
     /// # Errors
-    /// When the world is empty, a trained tensor holds plain bytes, or there are too many slices.
+    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, or the
+    /// strategy's ready rule does not go with the rest.
     pub fn build(
         tensors: Vec<TensorSpec>,
         strategy: Strategy,
@@ -171,6 +173,7 @@ impl Plan {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
+        check_ready_rule(&strategy, update)?;
         let mut placer = Placer::new(strategy.placement, world_size);
         let mut ring = RingPlacer::new(world_size);
         let mut plan =
@@ -179,7 +182,7 @@ impl Plan {
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, world_size)?;
             if let Some(coding) = &coding {
-                check_coding(&spec, scheme, coding.as_ref())?;
+                check_coding(&spec, scheme, plan.strategy.ready, coding.as_ref())?;
             }
             let coding = coding.filter(|_| world_size > 1);
             let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
@@ -196,6 +199,11 @@ impl Plan {
                         let owner = placer.place(part, whole);
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
+                }
+                Scheme::Gather => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
+                    let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
+                    plan.slices.extend(slices);
                 }
                 Scheme::Ring => {
                     for (block, owner) in blocks {
@@ -248,10 +256,15 @@ impl Plan {
         slice.start * self.tensor(slice.tensor).spec.dtype.bytes()
     }
 
-    /// Whether a tensor takes part in a step: all in step 0, trained ones afterwards.
+    /// Whether a tensor takes part in a step: all but blocks in step 0, trained ones afterwards.
     #[must_use]
     pub fn takes_part(&self, tensor: TensorId, step: gradlane_units::Step) -> bool {
-        step.0 == 0 || self.tensor(tensor).spec.role == Role::Parameter
+        let tensor = self.tensor(tensor);
+        if step.0 == 0 {
+            tensor.scheme != Scheme::Gather
+        } else {
+            tensor.spec.role == Role::Parameter
+        }
     }
 }
 
@@ -310,6 +323,25 @@ impl Placer {
     }
 }
 
+/// Which ready rules go with which updates and pull rules.
+///
+/// # Errors
+/// When they do not, with the reason.
+pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanError> {
+    let name = &strategy.name;
+    match strategy.ready {
+        ReadyRule::All => Ok(()),
+        ReadyRule::Each if update != Update::Server => Err(PlanError::new(format!(
+            "strategy {name:?} applies each rank's gradients alone, where the parameters are: it \
+             asks for update=server; with update=worker every rank would train a model of its own"
+        ))),
+        ReadyRule::Each if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
+            "strategy {name:?} answers each push at once: it has no use for a pull rule"
+        ))),
+        ReadyRule::Each => Ok(()),
+    }
+}
+
 fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
     if spec.role == Role::Parameter && spec.dtype == Dtype::U8 {
         return Err(PlanError::new(format!(
@@ -331,8 +363,19 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
 }
 
 /// A codec for a tensor that cannot have one.
-fn check_coding(spec: &TensorSpec, scheme: Scheme, coding: &dyn Coding) -> Result<(), PlanError> {
+fn check_coding(
+    spec: &TensorSpec,
+    scheme: Scheme,
+    ready: ReadyRule,
+    coding: &dyn Coding,
+) -> Result<(), PlanError> {
     let (name, codec) = (&spec.name, coding.name());
+    if ready != ReadyRule::All {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be \
+             encoded: use the ready rule all, or no codec"
+        )));
+    }
     if scheme != Scheme::Ps {
         return Err(PlanError::new(format!(
             "tensor {name:?} has scheme ring and codec {codec:?}: sums that go round a ring cannot be \

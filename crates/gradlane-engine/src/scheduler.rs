@@ -66,7 +66,8 @@ impl KeyMaker {
 /// A whole message: one slice or one control payload, cut into frames when sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Message {
-    /// Header of all its frames, but for offset, length and the flag of the last.
+    /// Header of all its frames, but for length and the flag of the last; its offset is that of the
+    /// first.
     pub(crate) header: FrameHeader,
     /// What is sent.
     pub(crate) body: Body,
@@ -99,7 +100,7 @@ impl Message {
 
     fn frame(&self, peer: Rank, offset: u64, length: u32) -> Transmit {
         let mut header = self.header;
-        header.offset = offset;
+        header.offset += offset;
         header.length = length;
         if offset + u64::from(length) == self.bytes() {
             header.flags = header.flags.with(FrameFlags::LAST);

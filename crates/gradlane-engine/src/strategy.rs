@@ -2,7 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
-use crate::scheme::Scheme;
+use crate::scheme::{Scheme, RING_BLOCK_ELEMS};
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -65,6 +65,9 @@ pub enum PullRule {
 pub enum ReadyRule {
     /// Those of all ranks: synchronous training.
     All,
+    /// None: each push is applied and answered alone (asynchronous SGD). Asks for updates on the
+    /// server.
+    Each,
 }
 
 /// When a tensor that is complete is given to its waiters.
@@ -108,14 +111,17 @@ pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
 
 impl Strategy {
     /// The names that [`Strategy::named`] knows.
-    pub const NAMES: [&'static str; 6] =
+    pub const NAMES: [&'static str; 7] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "ring", "asgd"];
+    /// Those of them that give all ranks the same mean in each step.
+    pub const SYNCHRONOUS: [&'static str; 6] =
         ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "ring"];
 
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
-    /// `deferred-pull` (R4), and `ring`: p3's slices and order round a ring (R7). `slice_elems`
-    /// replaces the slice size of `p3`, `slicing`, `wfbp` and `ring` (`None`: 50,000, and 2 MB for
-    /// `wfbp`; a ring's slices are at most [`crate::RING_BLOCK_ELEMS`] long); `seed` places whole
-    /// tensors in the other two.
+    /// `deferred-pull` (R4), `ring`: p3's slices and order round a ring (R7), and `asgd` (R5;
+    /// everything but the ready rule is P3's). `slice_elems` replaces the slice size of `p3`,
+    /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, 2 MB for `wfbp`, and for `ring` the most
+    /// that it has, [`RING_BLOCK_ELEMS`]); `seed` places whole tensors in the other two.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -151,8 +157,11 @@ impl Strategy {
                 ..base
             }),
             "kvstore" => Ok(kvstore),
-            "ring" => Ok(Strategy { scheme: Scheme::Ring, ..base }),
+            "ring" => {
+                Ok(Strategy { granularity: sliced(RING_BLOCK_ELEMS), scheme: Scheme::Ring, ..base })
+            }
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
+            "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
             _ => Err(PlanError::new(format!(
                 "unknown strategy {name:?}; known are {}",
                 Strategy::NAMES.join(", ")

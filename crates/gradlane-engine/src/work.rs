@@ -1,6 +1,7 @@
 //! Work waiting for the driver's threads, most urgent first. What exactly is to be done is decided
 //! as late as possible: when the driver asks.
 
+use crate::each::Push;
 use crate::encoding::Waiting;
 use crate::io::{BufferRef, WorkId};
 use crate::scheduler::Key;
@@ -16,6 +17,8 @@ pub(crate) enum Pending {
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
     /// Add this rank's contribution to what came round the ring.
     AddRound { slice: SliceId, step: Step, received: Part },
+    /// Apply one rank's push to an owned slice (ready rule `Each`).
+    Apply { slice: SliceId, push: Push },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
@@ -44,6 +47,12 @@ pub(crate) enum Running {
         slice: SliceId,
         step: Step,
         /// Buffer with the sum.
+        output: BufferRef,
+    },
+    Apply {
+        slice: SliceId,
+        push: Push,
+        /// Buffer with the new state.
         output: BufferRef,
     },
     Install {

@@ -5,6 +5,7 @@
 //! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
 //! channel touches the application's memory any more.
 
+use crate::blocks::Blocks;
 use crate::descriptors;
 use crate::doorman::Doorman;
 use crate::driver::{Driver, Ending};
@@ -21,7 +22,7 @@ use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::{Trace, TraceEntry, WorkEntry};
-use gradlane_engine::{Journal, Plan, UsageError};
+use gradlane_engine::{check_ready_rule, Journal, Plan, UsageError};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -92,6 +93,7 @@ impl Channel {
             poller: Poller::new().map_err(system)?,
             commands: Mutex::default(),
             ready: ReadyBoard::new(plan.tensors.len()),
+            blocks: Mutex::default(),
             metrics,
             trace: Trace::new(options.trace),
             journal: Mutex::new(None),
@@ -194,6 +196,56 @@ impl Channel {
         ledger.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
         self.shared.command(Command::TensorAbsent(tensor, step, memory));
         Ok(())
+    }
+
+    /// This rank's block of a tensor is ready: of any size up to the plan's. The channel owns the
+    /// memory until the tensor is ready in this step; it is not written.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] also for an unknown tensor or one of another scheme, a size that the
+    /// plan does not allow, or a second block in the step.
+    pub fn block_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        if memory.is_null() {
+            let what = format!("a block of {} bytes at no address", memory.bytes());
+            return Err(UsageError::Argument(what).into());
+        }
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute_block(&self.plan, tensor, step, memory.bytes())?;
+        self.shared.command(Command::BlockReady(tensor, step, memory));
+        Ok(())
+    }
+
+    /// This rank has no block of a tensor in this step.
+    ///
+    /// # Errors
+    /// As [`Channel::block_ready`].
+    pub fn block_absent(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute_block(&self.plan, tensor, step, 0)?;
+        self.shared.command(Command::BlockAbsent(tensor, step));
+        Ok(())
+    }
+
+    /// All ranks' blocks of a tensor that is ready in a step, once: none before that, or when they
+    /// were taken. They are released when the value is dropped, which may be in a later step.
+    ///
+    /// # Errors
+    /// When the session is over, and for an unknown tensor.
+    pub fn take_blocks(
+        &self,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<Option<Blocks>, ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        Ok(Blocks::take(&self.shared, tensor, step))
     }
 
     /// Where a parameter itself lies: needed before its first step with updates on the server.
@@ -643,6 +695,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
         )));
     }
     plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
+    check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
     let mut next_slice = 0;
     for (index, tensor) in plan.tensors.iter().enumerate() {
         let name = &tensor.spec.name;

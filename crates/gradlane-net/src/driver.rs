@@ -5,6 +5,7 @@
 //! socket can take it; nothing here blocks but the wait for the next event.
 
 use crate::arrivals::Arrivals;
+use crate::blocks;
 use crate::connection::{Connection, Fault, Flushed, OutgoingPayload};
 use crate::descriptors::Tracked;
 use crate::executor::Executor;
@@ -17,7 +18,9 @@ use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
-use gradlane_engine::{EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Transmit};
+use gradlane_engine::{
+    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Transmit,
+};
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::io;
@@ -205,16 +208,27 @@ impl Driver {
                     self.note_own(tensor, step);
                     self.engine.tensor_absent(tensor, step)
                 }
+                Command::BlockReady(tensor, step, memory) => {
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.block_ready(tensor, step, memory.bytes() as u64)
+                }
+                Command::BlockAbsent(tensor, step) => self.engine.tensor_absent(tensor, step),
+                Command::ReleaseBlocks(tensor, step, scratch) => {
+                    scratch.into_iter().for_each(|block| self.memory.give_back(block));
+                    self.engine.release_blocks(tensor, step)
+                }
                 Command::SetParameter(tensor, memory) => {
                     self.memory.set_parameter(tensor, memory);
                     Ok(())
                 }
                 Command::SetOptimizer(rows) => {
                     self.works.set_optimizer(rows);
+                    self.engine.updates_ready();
                     Ok(())
                 }
                 Command::ReadState(read, step) => {
                     self.works.read_state(read);
+                    self.engine.updates_paused();
                     // State is exact: owners broadcast it as it is.
                     self.engine.send_raw(step)
                 }
@@ -309,7 +323,18 @@ impl Driver {
             Event::TensorReady { tensor, step, absent } => {
                 ready.publish_tensor(tensor, step, absent);
             }
+            Event::BlocksReady { tensor, step, blocks } => {
+                match blocks::hold(&mut self.memory, self.engine.rank(), &blocks) {
+                    Ok(held) => {
+                        lock(&self.shared.blocks).insert((tensor, step), held);
+                    }
+                    Err(error) => self.engine.abort(&error),
+                }
+            }
             Event::StepComplete { step } => ready.publish_step(step),
+            Event::Applied { rank, staleness, .. } => {
+                lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
             Event::PlanSwitched { version, .. } => {
                 let current = &self.shared.metrics.plan_version;
                 current.store(u64::from(version), Ordering::Relaxed);
@@ -495,13 +520,15 @@ impl Driver {
             return;
         }
         let silence = self.options.silence_timeout();
+        // Who applies pushes one by one is needed, and gives signs of life, after its goodbye too.
+        let serves = self.engine.plan().strategy.ready == ReadyRule::Each;
         let mut next = self.now + silence;
         for index in 0..self.links.len() {
             let rank = Rank(index as u32);
             let Some(link) = self.links[index].as_mut().filter(|link| link.open) else {
                 continue;
             };
-            if !link.said_goodbye {
+            if !link.said_goodbye || serves {
                 if self.now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
                     let header = heartbeat(&self.options);
                     let nothing = OutgoingPayload::Owned(Vec::new());
@@ -511,7 +538,7 @@ impl Driver {
                 }
                 next = next.min(link.last_sent.max(self.now) + silence / 4);
             }
-            if !link.heard_goodbye {
+            if !link.heard_goodbye || serves {
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
                     if link.heard { Duration::ZERO } else { self.options.connect_timeout() };
@@ -543,6 +570,7 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         sender: Rank(options.rank),
         offset: 0,
         length: 0,
+        block_bytes: 0,
         hop: 0,
         payload_crc: 0,
     }

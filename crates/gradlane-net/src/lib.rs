@@ -19,6 +19,7 @@
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod arrivals;
+mod blocks;
 mod channel;
 mod codecs;
 mod connection;
@@ -49,13 +50,14 @@ mod trace;
 mod works;
 
 pub use arrivals::LatenessReading;
+pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use codecs::{CodecSpecError, TensorCodec};
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};
 pub use listener::Listener;
 pub use memory::UserMemory;
-pub use metrics::{MetricsReading, PeerReading, Refusal, WaitReading};
+pub use metrics::{MetricsReading, PeerReading, Refusal, StalenessReading, WaitReading};
 pub use optimizer::{Rule, RuleError, StateKind, StateRead};
 pub use options::ChannelOptions;
 pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};

@@ -8,7 +8,7 @@ use crate::arrivals::{Lateness, LatenessReading};
 use crate::depths::DepthBoard;
 use crate::ready::{lock, Awaited};
 use crate::syscall::ThreadClock;
-use gradlane_engine::Plan;
+use gradlane_engine::{Plan, Staleness};
 use gradlane_units::{Rank, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use serde::Serialize;
@@ -120,6 +120,8 @@ pub(crate) struct Metrics {
     pub(crate) scratch_bytes: AtomicU64,
     /// Times that the I/O thread looked for something to do.
     pub(crate) turns: AtomicU64,
+    /// Pushes that this rank has applied one by one.
+    pub(crate) staleness: Mutex<Staleness>,
     /// Who the slices of this rank wait for.
     pub(crate) lateness: Lateness,
     /// How much waited in the engine when somebody asked.
@@ -143,6 +145,7 @@ impl Metrics {
             works_in_flight: AtomicU64::new(0),
             scratch_bytes: AtomicU64::new(0),
             turns: AtomicU64::new(0),
+            staleness: Mutex::new(Staleness::new(world_size)),
             lateness: Lateness::new(world_size),
             depths: DepthBoard::default(),
             waits: (0..tensors).map(|_| TensorWaits::default()).collect(),
@@ -251,6 +254,7 @@ impl Metrics {
             works_in_flight: load(&self.works_in_flight),
             scratch_bytes: load(&self.scratch_bytes),
             turns: load(&self.turns),
+            staleness: read_staleness(&lock(&self.staleness)),
             refused_connections: refusals.0,
             refusals: refusals.1.iter().cloned().collect(),
         }
@@ -277,6 +281,21 @@ impl Metrics {
         let read = |cpu: &ThreadCpu| cpu.clock.and_then(ThreadClock::read_ns);
         of_name.map(|(_, cpu)| read(cpu).unwrap_or(cpu.final_ns)).sum::<u64>() as f64 / 1e9
     }
+}
+
+/// By rank; nothing where no push was applied alone.
+fn read_staleness(staleness: &Staleness) -> Vec<StalenessReading> {
+    let tallies = staleness.tallies();
+    if tallies.iter().all(|tally| tally.pushes == 0) {
+        return Vec::new();
+    }
+    let reading = |tally: &gradlane_engine::Tally| StalenessReading {
+        pushes: tally.pushes,
+        mean: tally.mean(),
+        max: tally.max,
+        histogram: tally.histogram.clone(),
+    };
+    tallies.iter().map(reading).collect()
 }
 
 /// Keeps the CPU time of a thread when it ends.
@@ -313,6 +332,20 @@ pub struct PeerReading {
     pub tx_frames: u64,
     /// Frames received.
     pub rx_frames: u64,
+}
+
+/// The staleness of one rank's pushes to the slices that this rank owns, where each push is applied
+/// alone: updates of the slice between what the rank had received and its push.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StalenessReading {
+    /// Pushes that were applied.
+    pub pushes: u64,
+    /// Their mean staleness.
+    pub mean: f64,
+    /// The largest.
+    pub max: u64,
+    /// Pushes by staleness from 0 on; entry 64 counts that and all above.
+    pub histogram: Vec<u64>,
 }
 
 /// Waits of application threads for one tensor.
@@ -389,6 +422,8 @@ pub struct MetricsReading {
     pub scratch_bytes: u64,
     /// Times that the I/O thread looked for something to do.
     pub turns: u64,
+    /// By rank, what was pushed to this rank's slices and applied alone; empty for other strategies.
+    pub staleness: Vec<StalenessReading>,
     /// Connections that were refused.
     pub refused_connections: u64,
     /// The last of them.

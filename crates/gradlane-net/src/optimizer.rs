@@ -17,7 +17,8 @@ pub enum Rule {
     Adam {
         /// Hyper-parameters.
         options: AdamOptions,
-        /// Steps that the tensor has taken before.
+        /// Steps that the tensor has taken before; where each push is a step, before the state was
+        /// put in place.
         steps: u64,
     },
 }
@@ -114,9 +115,21 @@ pub(crate) struct SliceState {
     exp_avg_sq: Vec<f32>,
     worker_residual: Vec<f32>,
     owner_residual: Vec<f32>,
+    /// Steps that were counted here.
+    counted: u64,
 }
 
 impl SliceState {
+    /// The rule of the next step, counted here: on top of the steps that the rule says.
+    pub(crate) fn count(&mut self, rule: Rule) -> Rule {
+        let before = self.counted;
+        self.counted += 1;
+        match rule {
+            Rule::Sgd(_) => rule,
+            Rule::Adam { options, steps } => Rule::Adam { options, steps: steps + before },
+        }
+    }
+
     /// The values of a kind.
     pub(crate) fn values(&mut self, kind: StateKind) -> &mut Vec<f32> {
         match kind {

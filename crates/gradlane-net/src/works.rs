@@ -8,7 +8,7 @@ use crate::kernels::{codec_dtype, Contributions, Done, Job, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
 use gradlane_codec::{Codec, Place};
-use gradlane_engine::{JournaledEngine, Operation, Plan, Region, Work};
+use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
 use gradlane_units::{Rank, SliceId, TensorId};
 use std::sync::Arc;
 
@@ -22,6 +22,8 @@ pub(crate) struct Works {
     seed: u64,
     /// Per tensor: its codec.
     codecs: Vec<Option<Arc<dyn Codec>>>,
+    /// Whether each push is a step of the optimizer, which then only the owner can count.
+    applies_each: bool,
     /// Per tensor: settings in force from the last `set_optimizer` on.
     rules: Vec<Option<Rule>>,
     /// Set in steps that broadcast state in place of parameters.
@@ -49,6 +51,7 @@ impl Works {
             rank,
             seed,
             codecs: codecs::of_plan(plan)?,
+            applies_each: plan.strategy.ready == ReadyRule::Each,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
@@ -203,6 +206,10 @@ impl Works {
                 state: self.states[work.slice.index()].take().unwrap_or_default(),
             },
             (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
+                let rule = self.rules[work.tensor.index()]
+                    .ok_or("no optimizer settings: call set_optimizer before gradients")?;
+                let mut state = self.states[work.slice.index()].take().unwrap_or_default();
+                let rule = if self.applies_each { state.count(rule) } else { rule };
                 Kernel::Apply {
                     from: Contributions {
                         inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
@@ -212,9 +219,8 @@ impl Works {
                     },
                     parameters: locate(parameters)?,
                     output: locate(output)?,
-                    rule: self.rules[work.tensor.index()]
-                        .ok_or("no optimizer settings: call set_optimizer before gradients")?,
-                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                    rule,
+                    state,
                 }
             }
             (Operation::Encode { input, output }, reading) => {

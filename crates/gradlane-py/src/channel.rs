@@ -1,5 +1,6 @@
 //! `Channel` for Python.
 
+use crate::blocks::Blocks;
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
 use gradlane_net::{
@@ -187,6 +188,23 @@ impl Channel {
     fn tensor_absent(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
         let memory = memory(pointer, nbytes);
         self.channel.tensor_absent(TensorId(tensor), Step(step), memory).map_err(translate)
+    }
+
+    /// Hand over this rank's block of a tensor of scheme `gather` until the tensor is ready.
+    fn block_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
+        let memory = memory(pointer, nbytes);
+        self.channel.block_ready(TensorId(tensor), Step(step), memory).map_err(translate)
+    }
+
+    /// Say that this rank has no block in this step.
+    fn block_absent(&self, tensor: u32, step: u64) -> PyResult<()> {
+        self.channel.block_absent(TensorId(tensor), Step(step)).map_err(translate)
+    }
+
+    /// All ranks' blocks of a tensor that is ready, once; None before that.
+    fn take_blocks(&self, tensor: u32, step: u64) -> PyResult<Option<Blocks>> {
+        let blocks = self.channel.take_blocks(TensorId(tensor), Step(step)).map_err(translate)?;
+        Ok(blocks.map(Blocks::new))
     }
 
     /// Register a parameter's own memory (update=server).

@@ -1,11 +1,37 @@
 //! What a finished run comes to.
 
 use crate::node::Node;
-use crate::report::{median, Report, TensorWait, Utilization};
+use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
+use gradlane_units::{SliceId, Step};
+use gradlane_wire::{Codec, FrameKind};
 
 impl Run {
+    /// Bytes of all contributions of a rank and of all results, as they travel.
+    fn round_trip_bytes(&self) -> f64 {
+        let slices = (0..self.plan.slices.len() as u32).map(SliceId);
+        let bytes = slices.map(|slice| {
+            let travels = |kind| {
+                let encoded = self.plan.may_be_encoded(kind, slice, Step(1));
+                self.plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
+            };
+            travels(FrameKind::Push) + travels(FrameKind::Broadcast)
+        });
+        bytes.sum::<u64>() as f64
+    }
+
+    fn staleness_figures(&self) -> Option<StalenessFigures> {
+        let tallies = self.staleness.tallies();
+        let pushes: u64 = tallies.iter().map(|tally| tally.pushes).sum();
+        let sum: u64 = tallies.iter().map(|tally| tally.sum).sum();
+        (pushes > 0).then(|| StalenessFigures {
+            pushes,
+            mean: sum as f64 / pushes as f64,
+            max: tallies.iter().map(|tally| tally.max).max().unwrap_or_default(),
+        })
+    }
+
     /// Adds up a run that has finished.
     pub(crate) fn outcome(self, scenario: &Scenario) -> Outcome {
         assert_eq!(self.frames.len(), 0, "a frame was sent and has not arrived");
@@ -31,7 +57,7 @@ impl Run {
         let step_s = median(&steps_s);
         let workers = f64::from(scenario.workers);
         let goodput_bps = scenario.network.goodput_bps();
-        let port_bytes = 2.0 * (workers - 1.0) / workers * scenario.profile.bytes() as f64;
+        let port_bytes = (workers - 1.0) / workers * self.round_trip_bytes();
         let compute_s = scenario.profile.compute_s;
         let all: f64 = steps_s.iter().sum();
         let per_step = |bytes: &u64| *bytes as f64 / steps as f64;
@@ -61,6 +87,7 @@ impl Run {
             work_utilization: self.meters.work_ns as f64 / ranks / (all * 1e9),
             steps_s,
             utilization,
+            staleness: self.staleness_figures(),
             frames: self.meters.frames,
             bytes: sent,
             events: self.calendar.made(),

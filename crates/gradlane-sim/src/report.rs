@@ -37,6 +37,9 @@ pub struct Report {
     /// Share of all ports' capacity used, an interval after the other.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub utilization: Option<Utilization>,
+    /// Staleness of the pushes that were applied alone, over all ranks and slices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub staleness: Option<StalenessFigures>,
     /// Frames sent in all.
     pub frames: u64,
     /// Bytes sent in all, headers included; as many have arrived.
@@ -47,6 +50,17 @@ pub struct Report {
     pub simulated_ranks: u32,
     /// Virtual time of the whole run.
     pub end_s: f64,
+}
+
+/// How many updates lay between what gradients were computed from and what they were applied to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct StalenessFigures {
+    /// Pushes of slices.
+    pub pushes: u64,
+    /// Mean, in updates.
+    pub mean: f64,
+    /// The largest.
+    pub max: u64,
 }
 
 /// How long forward waited for a tensor.

@@ -15,7 +15,7 @@ use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::shares::Shares;
 use crate::trace::{Lane, Span, Subject, Trace};
-use gradlane_engine::{Engine, EngineOptions, Plan};
+use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
@@ -84,6 +84,8 @@ pub(crate) struct Run {
     pub(crate) frames: FrameTable,
     pub(crate) finished: u32,
     pub(crate) meters: Meters,
+    /// Pushes that owners applied one by one.
+    pub(crate) staleness: Staleness,
     pub(crate) trace: Option<Trace>,
     pub(crate) failure: Option<SimError>,
 }
@@ -175,6 +177,7 @@ impl Run {
                 rx: Histogram::new(interval),
                 ..Meters::default()
             },
+            staleness: Staleness::new(ranks as u32),
             trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
             plan,

@@ -1,7 +1,7 @@
 //! Clusters in virtual time: the papers' examples, cases worked out by hand, and what must hold for
 //! every scenario.
 
-use gradlane_engine::{Granularity, Order, Plan, Strategy, RING_BLOCK_ELEMS};
+use gradlane_engine::{Granularity, Order, Plan, Scheme, Strategy, Update, RING_BLOCK_ELEMS};
 use gradlane_sim::{
     simulate, Costs, Lane, Network, Outputs, Profile, ProfiledTensor, Report, Scenario,
     StrategyChoice, Subject,
@@ -401,7 +401,8 @@ fn any_scenario() -> impl Generator<Value = Scenario> {
         let profile =
             Profile { tensors: tensors.collect(), forward_s, compute_s: forward_s + backward_s };
         let network = Network { latency_s, piece_bytes: pieces * 7_000, ..Network::new(rate_bps) };
-        let mut scenario = Scenario::new(profile, workers, Strategy::NAMES[strategy], network);
+        let mut scenario =
+            Scenario::new(profile, workers, Strategy::SYNCHRONOUS[strategy], network);
         scenario.frame_bytes = frame_bytes;
         scenario.compute_jitter = jitter;
         scenario.slice_elems = Some(slice_elems);
@@ -524,4 +525,40 @@ fn a_ring_is_not_folded() {
     scenario.representatives = 4;
     let error = simulate(&scenario).expect_err("refused").to_string();
     assert!(error.contains("representatives") && error.contains("ring"), "{error}");
+}
+
+#[test]
+fn blocks_go_from_every_rank_to_every_other() {
+    let workers = 4;
+    let mut scenario = free(layers(&[100_000]), workers, "p3", ideal(1e9));
+    let tensors = scenario.profile.specs().into_iter().map(|spec| (spec, Scheme::Gather)).collect();
+    let strategy = Strategy::named("p3", None, 0).expect("p3");
+    let plan = Plan::build_mixed(tensors, strategy, Default::default(), workers).expect("a plan");
+    scenario.plan = Some(plan);
+    let report = run(&scenario);
+    let bytes = f64::from(workers - 1) * 400_000.0;
+    near(report.tx_bytes_per_step_max / bytes, 1.0, 0.01);
+    near((report.step_s - 2.0 * UNIT_S) / (bytes * 8.0 / 1e9), 1.0, 0.1);
+}
+
+#[test]
+fn ranks_that_train_asynchronously_do_not_wait_for_a_slow_one() {
+    let scenario = |strategy: &str, workers: u32| Scenario {
+        update: Update::Server,
+        compute_jitter: 0.5,
+        steps: 12,
+        ..free(layers(&[9_000, 20_000, 3_000]), workers, strategy, ideal(1e9))
+    };
+    let apart = run(&scenario("asgd", 4));
+    let staleness = apart.staleness.expect("pushes were applied alone");
+    // Four ranks of about the same speed: about three updates lie in between.
+    assert!((1.5..4.5).contains(&staleness.mean), "{staleness:?}");
+    let together = run(&scenario("p3", 4));
+    assert!(together.staleness.is_none());
+    assert!(apart.step_s < together.step_s, "{} {}", apart.step_s, together.step_s);
+    let alone = run(&scenario("asgd", 1)).staleness.expect("pushes");
+    assert_eq!((alone.max, alone.pushes > 0), (0, true));
+    let folded = Scenario { representatives: 2, ..scenario("asgd", 8) };
+    let refused = simulate(&folded).expect_err("none can stand for another");
+    assert!(refused.to_string().contains("none can stand for another"), "{refused}");
 }

@@ -44,7 +44,7 @@ fn table() -> String {
     let mut table = String::from("model workers Mbit/s strategy step-ms bound-ms utilization\n");
     for (name, profile) in [("image", image_model()), ("translation", translation_model())] {
         for (workers, rate_bps) in [(4, 0.8e9), (4, 2e9), (16, 2e9)] {
-            for strategy in Strategy::NAMES {
+            for strategy in Strategy::SYNCHRONOUS {
                 let network = Network::new(rate_bps);
                 let report = simulate(&Scenario::new(profile.clone(), workers, strategy, network))
                     .expect("the scenario runs")

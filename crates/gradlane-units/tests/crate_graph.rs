@@ -12,7 +12,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("gradlane-codec", &["gradlane-units"]),
     ("gradlane-engine", &["gradlane-units", "gradlane-wire"]),
     ("gradlane-net", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
-    ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-engine"]),
+    ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
     (
         "gradlane-py",
         &["gradlane-units", "gradlane-codec", "gradlane-engine", "gradlane-net", "gradlane-sim"],

@@ -67,9 +67,6 @@ def lab_accuracy(
     still_missing = study.missing(runs, rows)
     chosen = set(runs)
     rows = [row for row in rows if study.key_of(row) in chosen]
-    if not rows:
-        typer.echo("no run was made: the budget is over")
-        return
     folder.write_table(rows)
     write_page(rows, folder.page)
     for name in dict.fromkeys(row["task"] for row in rows):
@@ -81,7 +78,10 @@ def lab_accuracy(
         markdown.write_text(page_text(rows, command), encoding="utf-8")
         console.print(f"wrote {markdown}", highlight=False)
     if still_missing:
-        typer.echo(f"{len(still_missing)} runs are missing: give the same command again for more")
+        verb = "is" if len(still_missing) == 1 else "are"
+        typer.echo(
+            f"{len(still_missing)} of {len(runs)} runs {verb} missing: give the same command again"
+        )
 
 
 def _print(console: Console, name: str, lines: Lines) -> None:

@@ -231,12 +231,12 @@ def make_missing(
         runs: of the study.
         folder: its file of rows is whole after every run.
         progress: told of runs and steps.
-        budget_s: real seconds after which no further run is begun.
+        budget_s: real seconds after which no further run is begun; one is always made.
     """
     rows = read_runs(folder.results)
     end_s = time.monotonic() + budget_s
-    for run in missing(runs, rows):
-        if time.monotonic() >= end_s:
+    for number, run in enumerate(missing(runs, rows)):
+        if number > 0 and time.monotonic() >= end_s:
             break
         layers = "" if run.layers == ALL else f", {run.layers} only"
         progress.phase(f"{run.task} with {run.scheme}{layers}, seed {run.seed}")

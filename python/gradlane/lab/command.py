@@ -50,7 +50,7 @@ def lab_run(
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
             "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull, auto."
+            "slicing, wfbp, kvstore, deferred-pull, asgd, auto."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,

@@ -21,8 +21,6 @@ from gradlane.options import Options
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-POWERSGD_RANK = 2
-"""Of the matrices that PowerSGD sends in place of a gradient (Vogels et al. 2019)."""
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 
 
@@ -121,30 +119,6 @@ def _mean_in_rank_order(
     return result
 
 
-def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> None:
-    """Let a hook encode DDP's gradients: one of PyTorch's own by name, or a codec of gradlane's.
-
-    Raises:
-        ValueError: there is no such hook.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    name, _, argument = hook.partition(":")
-    if name == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=int(argument or POWERSGD_RANK),
-            start_powerSGD_iter=2,
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        import gradlane.torch
-
-        wrapped.register_comm_hook(*gradlane.torch.ddp_hook(hook, model=wrapped))
-
-
 class DistributedDataParallel:
     """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
 
@@ -172,6 +146,8 @@ class DistributedDataParallel:
             assert group is not None
             wrapped.register_comm_hook(group, _mean_in_rank_order)
         elif self._strategy.hook:
+            from gradlane.lab.ddp_hooks import register_hook
+
             register_hook(wrapped, self._strategy.hook)
         return wrapped, optimizer
 
@@ -208,7 +184,7 @@ class Gradlane:
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
-            update="worker",
+            update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,
             job=place.job,
@@ -231,6 +207,8 @@ class Gradlane:
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
         counters = dict(self._session.metrics())
+        if staleness := self._session.staleness():
+            counters["staleness_by_rank"] = staleness
         if self._session.plan is not None:
             plan = self._session.plan.to_json()
             del plan["tensors"]

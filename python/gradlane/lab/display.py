@@ -173,6 +173,12 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     return text
 
 
+def _codec_caption(rows: Sequence[Row]) -> str:
+    """Return which strategies encode, and how; empty if none does."""
+    encoded = {row.strategy: row.codec for row in rows if row.codec != "raw"}
+    return "".join(f"\n{strategy} in {codec}" for strategy, codec in encoded.items())
+
+
 def summary_table(rows: Sequence[Row], title: str) -> Table:
     """Return a table with a line for each strategy of one workload at one rate.
 
@@ -184,7 +190,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     cpu_bound = any(row.cpu_bound for row in rows)
     table = Table(
         title=title,
-        caption=_caption(rows[0], cpu_bound),
+        caption=_caption(rows[0], cpu_bound) + _codec_caption(rows),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -244,16 +244,18 @@ class Cluster:
         """
         self._entered()
         descriptor = self._members[node].descriptor
-        child = subprocess.Popen(
-            [sys.executable, "-I", _ENTER, str(descriptor), *program],
-            pass_fds=[descriptor],
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-        )
-        self._children.append(child)
+        # A signal between the start and the list would leave a program that nobody knows.
+        with in_one_piece():
+            child = subprocess.Popen(
+                [sys.executable, "-I", _ENTER, str(descriptor), *program],
+                pass_fds=[descriptor],
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+            self._children.append(child)
         return child
 
     def counter_descriptors(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES
 from gradlane.planner.settings import LEARNING_STEPS
 
 AUTO = "auto"
@@ -72,7 +72,13 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        return self.family in ("gradlane", "ddp-gather")
+        sums_on_servers = self.setting not in (RING, ASGD)
+        return self.family in ("gradlane", "ddp-gather") and sums_on_servers
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each rank's gradients are applied alone, so that no mean exists."""
+        return self.setting == ASGD
 
 
 def parse_strategy(text: str) -> Strategy:

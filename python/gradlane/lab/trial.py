@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _STORE_TIMEOUT = datetime.timedelta(seconds=120)
+_REPLAY_LR = 1e-6
+"""Small enough that the parameters of a replay with invented gradients stay finite."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def run_trial(
         JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` and
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
-        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `evaluation`.
+        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
+        `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -143,6 +146,9 @@ def _run_connected(
         paced=request.paced,
     )
     optimizer = workload.make_optimizer(workload.model)
+    if strategy.is_asynchronous and isinstance(workload, ReplayWorkload):
+        # The servers have no kernel for a replay's own optimizer.
+        optimizer = torch.optim.SGD(workload.model.parameters(), lr=_REPLAY_LR)
     communication = connect(
         strategy,
         Place(
@@ -167,6 +173,9 @@ def _run_connected(
     result["metrics"] = communication.metrics()
     codecs = communication.codecs()
     result["verified_tensors"] = _verify(request, strategy, workload, codecs)
+    # A plan that a session finds may decline to encode.
+    encodes = any(codec != "raw" for codec, _ in codecs)
+    result["codec"] = request.codec if encodes else "raw"
     result["wire_bytes"] = [
         timing.size_bytes if wire_bytes is None else wire_bytes
         for timing, (_, wire_bytes) in zip(workload.timings, codecs, strict=False)
@@ -228,7 +237,8 @@ def _verify(
     Returns:
         How many tensors were compared: 0 where nothing is known in advance.
     """
-    if not isinstance(workload, ReplayWorkload) or not strategy.communicates or strategy.hook:
+    known = strategy.communicates and not strategy.is_asynchronous and not strategy.hook
+    if not isinstance(workload, ReplayWorkload) or not known:
         return 0
     wrong = workload.verify(
         workload.model,

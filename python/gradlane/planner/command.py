@@ -6,13 +6,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.codec_choice import RAW, check_codecs, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.reasons import shown
 from gradlane.planner.schemes import SCHEMES
 from gradlane.planner.search import number_of_candidates
-from gradlane.planner.settings import ClusterFacts
+from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
@@ -25,6 +26,7 @@ def run_plan(
     console: Console,
     rule: str = "auto",
     costs: MachineCosts | None = None,
+    codec: str = RAW,
 ) -> Plan:
     """Make a plan and print each choice with its reason.
 
@@ -35,14 +37,18 @@ def run_plan(
         console: where to print.
         rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
         costs: constants of the cluster's machines; None: the simulator's own.
+        codec: one that may be used, as for `gradlane.init`.
 
     Raises:
-        ValueError: the budget is not positive, the rule is unknown, or the simulator refuses
-            something.
+        ValueError: the codec is unknown, the budget is not positive, the rule is unknown, or the
+            simulator refuses something.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget-s is {budget_s}; give a number of seconds above 0")
-    coordinator = Coordinator(profile, facts, rule=rule, costs=costs)
+    rules = codec_rules(codec)
+    check_codecs(rules)
+    base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
+    coordinator = Coordinator(profile, facts, base=base, rule=rule, costs=costs)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=number_of_candidates())
@@ -50,6 +56,8 @@ def run_plan(
     print_plan(console, plan)
     if rule != "auto":
         print_schemes(console, coordinator)
+    if rules != RAW:
+        print_codecs(console, plan)
     console.print(plan.summary, highlight=False)
     return plan
 
@@ -67,6 +75,17 @@ def print_schemes(console: Console, coordinator: Coordinator) -> None:
         table.add_row(name, choice.scheme, *(costs.get(scheme, "") for scheme in SCHEMES))
     if table.row_count:
         console.print(table)
+
+
+def print_codecs(console: Console, plan: Plan) -> None:
+    """Print which tensor travels in which codec, and why."""
+    table = Table()
+    for name in ("tensor", "elements", "codec", "reason"):
+        table.add_column(name, justify="right" if name == "elements" else "left")
+    for tensor in plan.tensors:
+        reason = tensor.reason.rpartition("codec: ")[2]
+        table.add_row(tensor.name, f"{tensor.numel:,}", tensor.codec, reason)
+    console.print(table)
 
 
 def print_plan(console: Console, plan: Plan) -> None:

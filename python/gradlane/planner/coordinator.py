@@ -13,13 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.options import RING
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
-from gradlane.planner.schemes import RULES, SCHEMES, Cost, Counts, Layer, costs_of
+from gradlane.planner.schemes import (
+    ENGINE_SCHEMES,
+    RULES,
+    SCHEMES,
+    Cost,
+    Counts,
+    Layer,
+    costs_of,
+)
 from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import Profile, ProfileTensor, timings_in
@@ -127,13 +138,15 @@ class Coordinator:
         """
         return self._scheme_of(self._layer(layer))
 
-    def bound(self) -> Bound:
-        """Return the step time that no exact strategy can beat."""
+    def bound(self, codec: str | None = None) -> Bound:
+        """Return the step time that no strategy can beat, with the bytes of a codec."""
+        choices = codecs_in(self._profile, codec_rules(codec))
         return bound_step_s(
             timings_in(self._profile),
             workers=self._facts.workers,
             goodput_bps=self._facts.rate_bps * GOODPUT_SHARE,
             compute_s=self._profile.compute_s,
+            wire_bytes=wire_bytes(self._profile, choices),
         )
 
     def plan(
@@ -164,7 +177,7 @@ class Coordinator:
                 on_simulated=on_simulated,
             )
         settings = found.settings if found else self._base
-        bound = self.bound()
+        bound = self.bound(settings.codec)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
@@ -237,22 +250,27 @@ class Coordinator:
 
     def _planned_tensors(self, settings: Settings) -> tuple[PlannedTensor, ...]:
         """Every tensor with the scheme of its layer and the slices that the engine cuts."""
-        slices = _slices_of(self._profile, self._facts, settings)
+        codecs = codecs_in(self._profile, codec_rules(settings.codec))
+        slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
+            if settings.strategy == RING:
+                choice = SchemeChoice(RING, choice.costs, "ring: as the strategy says")
             schemes.update(dict.fromkeys(layer.parameters, choice))
         return tuple(
             PlannedTensor(
                 name=tensor.name,
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
-                codec="raw",
+                codec=codec.codec,
                 # Factors travel whole: no scheme cuts them yet.
-                slices=count if schemes[tensor.name].scheme == "ps" else min(count, 1),
-                reason=schemes[tensor.name].reason,
+                slices=count if schemes[tensor.name].scheme in ENGINE_SCHEMES else min(count, 1),
+                reason=schemes[tensor.name].reason
+                if settings.codec is None
+                else f"{schemes[tensor.name].reason}; codec: {codec.reason}",
             )
-            for tensor, count in zip(self._profile.tensors, slices, strict=True)
+            for tensor, count, codec in zip(self._profile.tensors, slices, codecs, strict=True)
         )
 
 
@@ -293,15 +311,25 @@ def _rows_of(
     return None
 
 
-def _slices_of(profile: Profile, facts: ClusterFacts, settings: Settings) -> list[int]:
+def _slices_of(
+    profile: Profile, facts: ClusterFacts, settings: Settings, codecs: Sequence[CodecChoice]
+) -> list[int]:
     """Into how many slices the engine cuts each tensor; none where it has no elements."""
     from gradlane import _core
 
     filled = [tensor for tensor in profile.tensors if tensor.numel > 0]
     if not filled:
         return [0] * len(profile.tensors)
+    encoded = {choice.tensor: choice.codec for choice in codecs if choice.codec != RAW}
     rows = [
-        {"name": one.name, "numel": one.numel, "dtype": one.dtype, "role": "parameter"}
+        {
+            "name": one.name,
+            "numel": one.numel,
+            "dtype": one.dtype,
+            "role": "parameter",
+            "codec": encoded.get(one.name),
+            "sizes": list(one.shape),
+        }
         for one in filled
     ]
     made = json.loads(

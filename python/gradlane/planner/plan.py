@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.planner.schemes import ENGINE_SCHEMES, SCHEMES
+from gradlane.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.options import RING, ring_refusal
+from gradlane.planner.schemes import ENGINE_SCHEMES, PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"
 VERSION = 1
-CODECS = ("raw",)
-"""Codecs that a plan can name."""
 _TENSORS_MOST = 1_000_000
 
 
@@ -37,9 +37,9 @@ class PlannedTensor:
         name: as in `named_parameters()`.
         numel: number of elements.
         scheme: how it is aggregated.
-        codec: how it is encoded.
+        codec: how it is encoded; `raw` is not at all.
         slices: into how many slices it is cut.
-        reason: why this scheme.
+        reason: why this scheme, and why this codec where one was given.
     """
 
     name: str
@@ -74,6 +74,11 @@ class Plan:
     prediction: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Mapping[str, Any], ...] = ()
     summary: str = ""
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each tensor is aggregated, by name; empty where the plan is for any model."""
+        return {tensor.name: tensor.scheme for tensor in self.tensors}
 
     @property
     def digest(self) -> str:
@@ -206,6 +211,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 slice_elems=settings.optional_integer("slice_elems"),
                 frame_bytes=settings.integer("frame_bytes", least=1),
                 send_buffer_bytes=settings.integer("send_buffer_bytes", least=0),
+                codec=settings.text("codec") if "codec" in settings.source else None,
             )
         ),
         tensors=tuple(_tensor(row) for row in rows),
@@ -217,6 +223,10 @@ def parse_plan(text: str, where: str) -> Plan:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise fields.error("tensors", f"{twice!r} occurs twice")
+    for row, tensor in zip(rows, plan.tensors, strict=True):
+        why = ring_refusal(plan.settings.strategy, plan.facts.update)
+        if tensor.scheme == RING and why:
+            raise row.error("scheme", f"is 'ring', but {why}")
     if "digest" in source and source["digest"] != plan.digest:
         raise fields.error(
             "digest",
@@ -235,10 +245,13 @@ def _tensor(row: _Fields) -> PlannedTensor:
         slices=row.integer("slices", least=0),
         reason=row.text("reason", may_be_empty=True),
     )
-    if tensor.scheme not in SCHEMES:
-        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(SCHEMES)}")
-    if tensor.codec not in CODECS:
-        raise row.error("codec", f"unknown {tensor.codec!r}; known are {', '.join(CODECS)}")
+    if tensor.scheme not in PLAN_SCHEMES:
+        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(PLAN_SCHEMES)}")
+    if tensor.codec != RAW:
+        try:
+            check_codecs(codec_rules(tensor.codec))
+        except ValueError as error:
+            raise row.error("codec", f"unknown {tensor.codec!r}: {error}") from error
     return tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gradlane.codec_choice import RAW
 from gradlane.lab.bound import Bound
 from gradlane.lab.rates import format_rate
 from gradlane.planner.hybrid import HybridStep
@@ -19,12 +20,15 @@ _WHAT = {
         "wfbp": "slices of 2 MB, first come first served, and a barrier between steps",
         "kvstore": "whole tensors, first come first served, pulled after a notice",
         "deferred-pull": "whole tensors, pulled when the next step begins",
+        "ring": "slices round a ring, the most urgent first",
     }
 }
 
 
 def reason_of(choice: Choice) -> str:
     """Say in one sentence why a value was chosen."""
+    if choice.setting == "codec":
+        return _codec_reason(choice)
     runner_up = choice.runner_up
     skipped = ""
     if choice.skipped:
@@ -56,6 +60,25 @@ def reason_of(choice: Choice) -> str:
             f"{_ms(runner_up.step_s)}, {loss} slower"
         )
     return text + skipped
+
+
+def _codec_reason(choice: Choice) -> str:
+    """Say why gradients are encoded, or why not though a codec was given."""
+    if choice.value != RAW:
+        gain = _percent(choice.base_step_s / choice.step_s - 1.0)
+        return (
+            f"{gain} faster than full precision ({_ms(choice.base_step_s)}); it changes what is "
+            "learned"
+        )
+    other = choice.runner_up
+    if other is None:
+        return "declined: no time to simulate it"
+    change = other.step_s / choice.step_s - 1.0
+    how = f"{_percent(abs(change))} {'less' if change < 0 else 'more'}"
+    return (
+        f"declined: communication is not the limit; {other.value} would give "
+        f"{_ms(other.step_s)}, {how} than full precision"
+    )
 
 
 def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:

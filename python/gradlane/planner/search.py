@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradlane.options import SLICE_ELEMS, STRATEGIES
+from gradlane.codec_choice import RAW
+from gradlane.options import EXACT_STRATEGIES, RING, SLICE_ELEMS
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
 from gradlane.whatif.costs import MachineCosts
@@ -27,6 +28,9 @@ SLICES = (12_500, 25_000, 100_000, 200_000, 500_000)
 FRAMES = (32_768, 131_072, 262_144)
 """What is tried beside the base settings. Of send buffers only the transport's own: the simulator
 knows no queue that overflows, and finds longer ones better than they are (docs/simulator.md)."""
+
+_RING_SLICES = (4_096, 8_192)
+"""Slices of a ring are smaller."""
 
 _FRAMES_PER_S = 400_000
 """Frames that one thread simulates in a second on a slow machine."""
@@ -90,7 +94,7 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most."""
-    return len(STRATEGIES) + len(SLICES) + len(FRAMES) + 4
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 5
 
 
 def search(
@@ -107,7 +111,7 @@ def search(
     Args:
         profile: what a step computes.
         facts: the cluster.
-        base: the settings without a plan.
+        base: the settings without a plan; its codec is one candidate, full precision the other.
         budget_s: candidates that would take longer than what is left of it are left out.
         costs: constants of the cluster's machines in place of the simulator's own.
         on_simulated: called after each simulation.
@@ -119,12 +123,16 @@ def search(
         ValueError: the simulator refuses the profile or the cluster.
     """
     simulations = _Simulations(profile, facts, budget_s, costs, on_simulated)
+    asked = base.codec
+    if asked is not None:
+        # Nothing is encoded that is not faster for it.
+        base = replace(base, codec=RAW)
     simulations.run([base])
     base_step_s = simulations.step_s(base)
     if base_step_s is None:
         return None
     best, choices = base, []
-    for setting, values in _candidates(base):
+    for setting, values in _candidates(base, asked):
         if setting == "slice_elems" and best.strategy not in SLICE_ELEMS:
             continue
         choice = _choose(simulations, best, base, setting, values)
@@ -135,13 +143,23 @@ def search(
     return Found(best, step_s, base_step_s, tuple(choices))
 
 
-def _candidates(base: Settings) -> list[tuple[str, Sequence[Value]]]:
-    slices = (base.slice_elems_in_force, *SLICES)
+def _candidates(base: Settings, codec: str | None) -> list[tuple[str, Sequence[Value]]]:
+    slices = [base.slice_elems_in_force, *SLICES]
+    strategies: tuple[str, ...] = EXACT_STRATEGIES
+    if base.strategy == RING:
+        # Between a ring and servers results differ in the last bits, which a plan does not change.
+        strategies = (RING,)
+        slices = [None if elems is None else min(elems, SLICE_ELEMS[RING]) for elems in slices]
+        slices += _RING_SLICES
+    encoded: list[tuple[str, Sequence[Value]]] = []
+    if codec is not None and codec != RAW:
+        encoded.append(("codec", (RAW, codec)))
     return [
-        ("strategy", STRATEGIES),
+        ("strategy", strategies),
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
+        *encoded,
     ]
 
 
@@ -190,7 +208,7 @@ def _choose(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    return float(STRATEGIES.index(str(value)))
+    return float(EXACT_STRATEGIES.index(str(value))) if value in EXACT_STRATEGIES else 0.0
 
 
 class _Simulations:

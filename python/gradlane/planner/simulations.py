@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from gradlane.codec_choice import RAW
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
@@ -33,6 +34,7 @@ def predict_step_s(
         strategy=settings.strategy,
         latency_s=facts.latency_s,
         slice_elems=settings.slice_elems,
+        codec=settings.codec or RAW,
         costs=costs or MachineCosts(),
     )
     scenario = scenario_of(profile, cluster)

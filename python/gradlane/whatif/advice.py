@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.lab.rates import format_rate
+from gradlane.options import ASGD, RING
 from gradlane.whatif.grid import Row
 from gradlane.whatif.simulation import RING_FUSED
 
@@ -22,7 +23,7 @@ BUSY = 0.9
 """A rank's I/O thread that works this share of the time is what limits."""
 BUSIER = 0.5
 """So is one that works this share of the time, and more of it than the port sends."""
-BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING_FUSED)
+BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING, RING_FUSED, ASGD)
 """What a training without gradlane's scheduling is taken to be: the first that was simulated."""
 
 
@@ -131,6 +132,8 @@ def answers_of(rows: Sequence[Row]) -> list[Answer]:
 
 def _answer(rows: list[Row], rate_bps: float) -> Answer:
     """Answer for one rate; `rows` are all that have the same number of workers."""
+    # What changes the results is no advice; where nothing else was simulated, it is described.
+    rows = [row for row in rows if row.strategy != ASGD] or rows
     here = [row for row in rows if row.rate_bps == rate_bps]
     least = min(row.compression for row in here)
     plain = [row for row in here if row.compression == least]

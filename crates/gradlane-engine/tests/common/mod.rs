@@ -24,7 +24,10 @@ pub struct Node {
     unsent: VecDeque<Transmit>,
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
+    pub applied: Vec<Applied>,
     pub switched: Vec<(u32, Step)>,
+    /// Blocks that were gathered, by rank.
+    pub blocks: BTreeMap<(TensorId, Step), Vec<Option<(Region, Vec<u8>)>>>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
@@ -35,6 +38,16 @@ pub struct Node {
     lenient: bool,
     /// Slices encoded, or being encoded, for other ranks, and not yet with the kernel.
     ahead: BTreeMap<u32, BTreeSet<SliceId>>,
+}
+
+/// One `Event::Applied`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Applied {
+    pub slice: SliceId,
+    pub rank: Rank,
+    pub step: Step,
+    pub version: u64,
+    pub staleness: u64,
 }
 
 /// Frames on their way from one rank to another.
@@ -60,8 +73,9 @@ pub fn tensors(sizes: &[u64]) -> Vec<TensorSpec> {
 }
 
 pub fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world_size: u32) -> Arc<Plan> {
+    let update = if strategy == "asgd" { Update::Server } else { Update::Worker };
     let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a known strategy");
-    let plan = Plan::build(tensors(sizes), strategy, Update::Worker, world_size);
+    let plan = Plan::build(tensors(sizes), strategy, update, world_size);
     Arc::new(plan.expect("a plan that can be built"))
 }
 
@@ -179,7 +193,9 @@ impl Cluster {
                 unsent: VecDeque::new(),
                 ready: Vec::new(),
                 completed: Vec::new(),
+                applied: Vec::new(),
                 switched: Vec::new(),
+                blocks: BTreeMap::new(),
                 failure: None,
                 closed: false,
                 dead: false,
@@ -238,6 +254,20 @@ impl Cluster {
         self.nodes.iter_mut().for_each(|node| node.lenient = true);
         self.run();
         self.nodes.iter().filter_map(|node| node.failure.as_ref().map(Failure::to_string)).collect()
+    }
+
+    /// A number of random actions.
+    pub fn stir(&mut self, actions: u32) {
+        for _ in 0..actions {
+            let node = self.rng.below(self.world()) as usize;
+            match self.rng.below(5) {
+                0 => self.take_work(node),
+                1 => self.do_work(node),
+                2 => self.hand_to_kernel(node),
+                3 => self.transmit(node),
+                _ => self.deliver(node),
+            };
+        }
     }
 
     /// Every action once on every node: nothing is left only when nothing moves here.
@@ -384,6 +414,19 @@ impl Cluster {
 }
 
 impl Node {
+    /// Says that the blocks of a tensor are done with; they must be as they were.
+    pub fn release(&mut self, tensor: TensorId, step: Step) {
+        let blocks = self.blocks.remove(&(tensor, step)).expect("blocks that were gathered");
+        for (region, bytes) in blocks.into_iter().flatten() {
+            // That of this rank is the application's again.
+            if matches!(region.memory, Memory::Buffer(_)) {
+                assert_eq!(self.read(region), bytes, "{tensor} in {step}");
+            }
+        }
+        self.engine.release_blocks(tensor, step).expect("a release");
+        self.take_events();
+    }
+
     fn bytes_of(&self, memory: Memory) -> Vec<u8> {
         let floats = |values: &Vec<f32>| values.iter().flat_map(|it| it.to_le_bytes()).collect();
         match memory {
@@ -554,7 +597,15 @@ impl Node {
                 Event::TensorReady { tensor, step, absent } => {
                     self.ready.push((tensor, step, absent));
                 }
+                Event::BlocksReady { tensor, step, blocks } => {
+                    let blocks =
+                        blocks.iter().map(|it| it.map(|region| (region, self.read(region))));
+                    self.blocks.insert((tensor, step), blocks.collect());
+                }
                 Event::StepComplete { step } => self.completed.push(step),
+                Event::Applied { slice, rank, step, version, staleness } => {
+                    self.applied.push(Applied { slice, rank, step, version, staleness });
+                }
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),
                 // Reading a buffer that is free, or writing past it, panics from now on.
                 Event::BufferFree(buffer) => {

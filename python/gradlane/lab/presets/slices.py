@@ -53,11 +53,13 @@ def slices(
     Raises:
         ValueError: a network is not in the preset, or a size is below 1.
     """
+    chosen_sizes = sorted(set(sizes or SLICES))
     cells = [
         Cell(
             workload,
             rate_bps,
-            (CEILING, STRATEGY),
+            # Compute alone knows no slices: once is enough.
+            (CEILING, STRATEGY) if size == chosen_sizes[0] else (STRATEGY,),
             usual_dilation(workload, rate_bps) if dilation is None else dilation,
             workers=workers,
             slice_elems=size,
@@ -65,7 +67,7 @@ def slices(
         )
         for workload in chosen_workloads(workloads, tuple(RATES_BPS)) or RATES_BPS
         for rate_bps in rates_bps or RATES_BPS[workload]
-        for size in sorted(set(sizes or SLICES))
+        for size in chosen_sizes
     ]
     for cell in cells:
         cell.options(cell.strategies)

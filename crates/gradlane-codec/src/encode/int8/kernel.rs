@@ -83,10 +83,8 @@ unsafe fn ends<R: Lanes, const N: usize, const KEEP: bool>(
             highs = Words::larger(highs, key);
             at += WIDTH;
         }
-        for (low, high) in lows.lanes().into_iter().zip(highs.lanes()) {
-            least = least.min(low);
-            greatest = greatest.max(high);
-        }
+        least = least.min(lows.smallest());
+        greatest = greatest.max(highs.largest());
         while at < elements {
             let key = key_of(source.wanted_one(at).to_bits() as i32);
             least = least.min(key);

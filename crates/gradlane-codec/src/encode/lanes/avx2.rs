@@ -31,7 +31,20 @@ impl Lanes for __m256 {
         right<const BITS>(words: __m256i) -> __m256i =
             _mm256_srl_epi32(words, _mm_cvtsi32_si128(BITS as i32));
         signs(words: __m256i) -> __m256i = _mm256_srai_epi32::<31>(words);
-        store_words(words: __m256i, to: *mut u32) = _mm256_storeu_si256(to.cast(), words);
+        largest(words: __m256i) -> i32 = {
+            let high = _mm256_extracti128_si256::<1>(words);
+            let four = _mm_max_epi32(_mm256_castsi256_si128(words), high);
+            let two = _mm_max_epi32(four, _mm_shuffle_epi32::<0b_01_00_11_10>(four));
+            let one = _mm_max_epi32(two, _mm_shuffle_epi32::<0b_10_11_00_01>(two));
+            _mm_cvtsi128_si32(one)
+        };
+        in_pairs(lanes: Self) -> f32 = {
+            let high = _mm256_extractf128_ps::<1>(lanes);
+            let four = _mm_add_ps(_mm256_castps256_ps128(lanes), high);
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            let one = _mm_add_ss(two, _mm_shuffle_ps::<1>(two, two));
+            _mm_cvtss_f32(one)
+        };
         load_bytes(from: *const u8) -> __m256i =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
         store_bytes(words: __m256i, to: *mut u8) = {

@@ -29,7 +29,12 @@ impl Lanes for __m512 {
         left<const BITS>(words: __m512i) -> __m512i = _mm512_slli_epi32::<BITS>(words);
         right<const BITS>(words: __m512i) -> __m512i = _mm512_srli_epi32::<BITS>(words);
         signs(words: __m512i) -> __m512i = _mm512_srai_epi32::<31>(words);
-        store_words(words: __m512i, to: *mut u32) = _mm512_storeu_si512(to.cast(), words);
+        largest(words: __m512i) -> i32 = _mm512_reduce_max_epi32(words);
+        in_pairs(lanes: Self) -> f32 = {
+            let high = _mm512_extractf64x4_pd::<1>(_mm512_castps_pd(lanes));
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm256_castpd_ps(high));
+            <__m256 as Lanes>::in_pairs(eight)
+        };
         load_bytes(from: *const u8) -> __m512i =
             _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
         store_bytes(words: __m512i, to: *mut u8) =

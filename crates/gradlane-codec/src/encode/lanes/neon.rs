@@ -34,7 +34,11 @@ impl Lanes for float32x4_t {
             vshlq_u32(words, vdupq_n_s32(-(BITS as i32)));
         signs(words: uint32x4_t) -> uint32x4_t =
             vreinterpretq_u32_s32(vshrq_n_s32::<31>(vreinterpretq_s32_u32(words)));
-        store_words(words: uint32x4_t, to: *mut u32) = vst1q_u32(to, words);
+        largest(words: uint32x4_t) -> i32 = vmaxvq_s32(vreinterpretq_s32_u32(words));
+        in_pairs(lanes: Self) -> f32 = {
+            let two = vadd_f32(vget_low_f32(lanes), vget_high_f32(lanes));
+            vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+        };
         load_bytes(from: *const u8) -> uint32x4_t = {
             let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
             vmovl_u16(vget_low_u16(vmovl_u8(bytes)))

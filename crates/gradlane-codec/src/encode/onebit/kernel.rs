@@ -65,8 +65,11 @@ unsafe fn signs_and_averages<R: Lanes, const N: usize, const KEEP: bool>(
                 to.cast::<[u8; BITS_BYTES]>().write(sixteen.to_le_bytes());
                 at += WIDTH;
             }
-            let (mut plus_lanes, mut minus_lanes) = (plus_lanes.lanes(), minus_lanes.lanes());
-            if at < end {
+            if at == end {
+                plus += f64::from(plus_lanes.in_pairs());
+                minus += f64::from(minus_lanes.in_pairs());
+            } else {
+                let (mut plus_lanes, mut minus_lanes) = (plus_lanes.lanes(), minus_lanes.lanes());
                 // Only the last run has fewer than sixteen values left.
                 bits[at / 8..].fill(0);
                 for (lane, at) in (at..end).enumerate() {
@@ -79,9 +82,9 @@ unsafe fn signs_and_averages<R: Lanes, const N: usize, const KEEP: bool>(
                         minus_lanes[lane] += wanted;
                     }
                 }
+                plus += f64::from(in_pairs(plus_lanes));
+                minus += f64::from(in_pairs(minus_lanes));
             }
-            plus += f64::from(in_pairs(plus_lanes));
-            minus += f64::from(in_pairs(minus_lanes));
             start = end;
         }
     }
