@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradlane.errors import (
+    CheckpointError,
     GradlaneError,
     PeerLost,
     ProgressTimeout,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "GradlaneError",
     "PeerLost",
     "ProgressTimeout",

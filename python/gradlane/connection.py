@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradlane import addresses
+from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.core import Channel, CoreModule, Listener
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
@@ -32,6 +33,7 @@ class Surroundings:
         secret: the user's own secret, or None.
         standstill: looks out for ranks that wait for each other.
         observer: knows what all models count.
+        checkpoints: takes them, or None.
         recorder: what a timeline is recorded with, or None.
         schemes: how tensors are aggregated, by name, where a plan says it; others go by the
             strategy.
@@ -45,6 +47,7 @@ class Surroundings:
     secret: str | None
     standstill: Standstill
     observer: Observer
+    checkpoints: Checkpoints | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
 

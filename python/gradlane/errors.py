@@ -33,6 +33,10 @@ class RendezvousError(GradlaneError, RuntimeError):
     """The ranks could not find or reach each other."""
 
 
+class CheckpointError(GradlaneError, RuntimeError):
+    """A checkpoint is damaged, incomplete, of another version, or another model's."""
+
+
 class SessionFailed(GradlaneError, RuntimeError):  # noqa: N818
     """The session ended before its time and the parameters are not to be used.
 

@@ -129,6 +129,8 @@ class Installation:
         self._buffer_owners = buffer_owners
         self.after_step: Callable[[], None] = lambda: None
         """Called after each `optimizer.step()`; may take everything off."""
+        self.keep_step: Callable[[], None] = lambda: None
+        """Called before that; takes checkpoints."""
         self.step_whole: Callable[..., Any] = optimizer.step
         self._model = model
         self._optimizer = optimizer
@@ -243,6 +245,7 @@ class Installation:
         ]
 
     def _after_step(self) -> None:
+        self.keep_step()
         self.after_step()
 
     def mark_stale(self) -> None:

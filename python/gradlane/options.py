@@ -55,6 +55,9 @@ class Options:
         trace: keep a trace of frames for `Session.take_trace`.
         trace_path: write a timeline to this file at the end, each rank its own; or None.
         prometheus: host and port to answer Prometheus at, this rank's own; or None.
+        checkpoint: folder that checkpoints are written to, shared by all ranks; or None.
+        checkpoint_every: training steps from one checkpoint to the next.
+        checkpoint_keep: complete checkpoints that are kept.
         summary: whether rank 0 prints a line at the end: what the steps have waited for.
     """
 
@@ -77,6 +80,9 @@ class Options:
     trace: bool = False
     trace_path: Path | None = None
     prometheus: tuple[str, int] | None = None
+    checkpoint: Path | None = None
+    checkpoint_every: int = 1000
+    checkpoint_keep: int = 3
     summary: bool = True
 
     def __post_init__(self) -> None:
@@ -96,7 +102,7 @@ class Options:
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
-        for name in ("frame_bytes", "low_water_bytes"):
+        for name in ("frame_bytes", "low_water_bytes", "checkpoint_every", "checkpoint_keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("send_buffer_bytes", "work_threads", "check_every", "seed"):
@@ -155,7 +161,9 @@ class Options:
             "frame_bytes",
             "check_every",
         )
-        return {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in names}
+        # To take one is a collective call.
+        return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
 
 
 def strategy_of(strategy: str, scheme: str | None) -> str:

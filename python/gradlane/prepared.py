@@ -142,6 +142,28 @@ class Prepared:
             # From now on this rank updates what it owns, also before its own first step.
             self.channel.set_optimizer(0, self._server_rows())
 
+        if around.checkpoints is not None:
+            around.checkpoints.follow(self, meeting)
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return all that training goes on from, whole on every rank; a collective call."""
+        self.check_between_steps()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "session": self.residuals.state_dict(),
+        }
+
+    def load_whole_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `whole_state` returned; a collective call between steps.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.residuals.load_state_dict(state["session"])
+
     def close(self, timeout_s: float) -> None:
         """Settle, unhook and say goodbye.
 

@@ -22,7 +22,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,17 +35,17 @@ from torch.optim import Optimizer
 
 from gradlane import lifecycle
 from gradlane.buffers import MODES
+from gradlane.checkpoints.keeper import make_checkpoints
 from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
 from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed
 from gradlane.join import Join
-from gradlane.observability.metrics import Metrics
 from gradlane.observability.observer import make_observer
 from gradlane.observability.prometheus import wanted_address
+from gradlane.observability.reports import SessionReports
 from gradlane.observability.summary import is_wanted
-from gradlane.observability.tensorboard import ScalarWriter
 from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options, strategy_of
 from gradlane.planner.in_force import PlanInForce
@@ -53,6 +53,7 @@ from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.session_state import SessionState
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
 from gradlane.timeline.recorder import make_recorder, wanted_path
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
-_STATE_VERSION = 1
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
 
@@ -95,6 +95,9 @@ def init(
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
     prometheus_port: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = Options.checkpoint_every,
+    checkpoint_keep: int = Options.checkpoint_keep,
     summary: bool | None = None,
     core: CoreModule | None = None,
 ) -> Session:
@@ -145,6 +148,8 @@ def init(
             `gradlane trace merge` joins; see `docs/timelines.md`.
         prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
             `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
+        checkpoint: folder to write checkpoints to, shared by all ranks, every `checkpoint_every`
+            steps; the last `checkpoint_keep` complete ones stay. See `docs/checkpoints.md`.
         summary: whether rank 0 prints a line to stderr at the end, on what the steps have waited
             for; None: unless `GRADLANE_SUMMARY` is 0.
         core: in place of the compiled core; for tests.
@@ -177,6 +182,9 @@ def init(
         trace=trace,
         trace_path=wanted_path(trace_path),
         prometheus=wanted_address(prometheus_port, os.environ),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=checkpoint_keep,
         summary=is_wanted(summary, os.environ),
     )
     core = core if core is not None else load_core()
@@ -188,7 +196,7 @@ def init(
     return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
 
 
-class Session:
+class Session(SessionState, SessionReports):
     """A rank's part in a training job; made by `init`."""
 
     def __init__(
@@ -198,6 +206,13 @@ class Session:
         host, port = store_address(store, os.environ)
         self._recorder = make_recorder(options, place)
         self._observer = make_observer(options, place)
+        self._checkpoints = make_checkpoints(
+            options.checkpoint,
+            options.checkpoint_every,
+            options.checkpoint_keep,
+            place,
+            options.connect_timeout_s,
+        )
         self._standstill = Standstill(store, place)
         self._around = Surroundings(
             core,
@@ -208,6 +223,7 @@ class Session:
             secret,
             self._standstill,
             self._observer,
+            self._checkpoints,
             self._recorder,
         )
         self._store = store
@@ -331,57 +347,6 @@ class Session:
             )
         return model, optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the session itself keeps for training; a collective call between steps.
-
-        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`).
-        Without such codecs there is nothing in it, and nothing is sent. A checkpoint holds it
-        beside the model's and the optimizer's. Every rank gets one of its own; that of any one
-        rank is enough to go on with a world of any size.
-
-        Raises:
-            UsageError: a model is in the middle of a step.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        for prepared in self._prepared:
-            prepared.check_between_steps()
-        return {
-            "version": _STATE_VERSION,
-            "models": [prepared.residuals.state_dict() for prepared in self._prepared],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned; a collective call between steps.
-
-        Where every rank loads what it saved itself in a world of the same size, training goes on
-        as it would have. Otherwise all ranks share out what was kept.
-
-        Args:
-            state: what `state_dict` returned; models are matched in the order of `prepare`.
-
-        Raises:
-            ValueError: it is no such state, or of other models.
-            UsageError: a model is in the middle of a step.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        for prepared in self._prepared:
-            prepared.check_between_steps()
-        version, models = state.get("version"), state.get("models")
-        if version != _STATE_VERSION or not isinstance(models, list):
-            raise ValueError(
-                f"this is no state of a session (version {version!r}, expected {_STATE_VERSION}): "
-                "load what session.state_dict() returned"
-            )
-        if len(models) != len(self._prepared):
-            raise ValueError(
-                f"the state is of {len(models)} models, and {len(self._prepared)} are prepared: "
-                "call prepare() for all of them first"
-            )
-        for prepared, one in zip(self._prepared, models, strict=True):
-            prepared.residuals.load_state_dict(one)
-
     @property
     def codecs(self) -> list[CodecChoice]:
         """Which codec each trained tensor of the models travels in, and why."""
@@ -492,49 +457,6 @@ class Session:
                 total.setdefault(rank, Tally()).add(reading)
         return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
 
-    def metrics(self) -> Metrics:
-        """Return what this rank has counted since the start; from any thread, also after the end.
-
-        Bytes, queues, waits by layer, late ranks, step times: see `docs/observability.md`. All are
-        dictionaries, lists and numbers. Numbers are sums over all models; `channels` has the
-        core's own, one of each model.
-
-        Raises:
-            SessionClosed: this is a forked child.
-        """
-        return self._observer.metrics()
-
-    def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
-        """Write scalars for TensorBoard every so many training steps of the first model.
-
-        What fails there is warned of, and the training goes on without it.
-
-        Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar`.
-            every: steps from one writing to the next.
-
-        Raises:
-            ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
-            SessionClosed: the session has ended.
-        """
-        self._check_open()
-        self._observer.log_to(writer, every)
-
-    @property
-    def prometheus_port(self) -> int | None:
-        """Port that this rank answers Prometheus at, or None."""
-        return self._observer.prometheus_port
-
-    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace of frames, one list for all models.
-
-        Returns:
-            Rows (time in ns, "tx" or "rx", kind, peer, step, tensor, slice, priority), empty
-            unless the session was opened with `trace=True`.
-        """
-        return [row for prepared in self._prepared for row in prepared.channel.take_trace()]
-
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Bring the last step to an end, unhook the models and part from the other ranks.
 
@@ -557,6 +479,8 @@ class Session:
                 prepared.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._standstill.close()
         self._write_reports()
         if errors:
@@ -573,6 +497,8 @@ class Session:
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
         self._plans.stop()
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
         for prepared in self._prepared:
             prepared.abort(reason)
         self._standstill.close()

@@ -1,0 +1,1 @@
+"""Checkpoints that sessions write by themselves."""

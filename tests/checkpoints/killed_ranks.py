@@ -1,0 +1,98 @@
+"""Ranks that are killed at random moments, again and again, and go on from their checkpoints.
+
+A process of its own: it loads torch once, and forks the ranks of every round. Prints one line of
+JSON a round: the step that the ranks began at, and the step of the last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import gradlane
+from gradlane.checkpoints.folder import newest
+from gradlane.checkpoints.shard import read_shard
+from tests.checkpoints.training import train
+
+
+def main(folder: Path, seed: int, rounds: int) -> None:
+    """Kill the ranks of so many rounds."""
+    chance = random.Random(seed)
+    for number in range(rounds):
+        world_size = chance.choice((1, 2, 2, 3, 3))
+        found = newest(folder)
+        before = found.step if found else 0
+        port_file = folder / f"port-{number}"
+        ranks = [fork_rank(folder, port_file, rank, world_size) for rank in range(world_size)]
+        deadline = time.monotonic() + 60
+        while True:
+            found = newest(folder)
+            if found is not None and found.step > before:
+                break
+            assert time.monotonic() < deadline, "no checkpoint in a minute"
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0.0, 0.15))
+        for process_id in ranks:
+            os.kill(process_id, signal.SIGKILL)
+        for process_id in ranks:
+            os.waitpid(process_id, 0)
+        found = newest(folder)
+        assert found is not None
+        for name, _ in found.files:
+            facts, _pieces = read_shard(found.folder / name)
+            assert facts["step"] == found.step
+        begun = json.loads((folder / "begun").read_text())
+        print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
+
+
+def fork_rank(folder: Path, port_file: Path, rank: int, world_size: int) -> int:
+    """Start a rank; returns its process id."""
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    try:
+        torch.set_num_threads(1)
+        if rank == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            temporary = port_file.with_suffix(".tmp")
+            temporary.write_text(str(store.port))
+            temporary.rename(port_file)
+        else:
+            while not port_file.exists():
+                time.sleep(0.005)
+            port = int(port_file.read_text())
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        session = gradlane.init(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job="killed",
+            advertise="127.0.0.1",
+            update="server",
+            summary=False,
+            checkpoint=folder,
+            checkpoint_every=3,
+            checkpoint_keep=2,
+        )
+
+        def note(step: int) -> None:
+            if rank == 0 and not noted:
+                noted.append(step)
+                (folder / "begun").write_text(str(step - 1))
+
+        noted: list[int] = []
+        train(session, 1_000_000, after_step=note)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
