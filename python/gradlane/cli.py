@@ -87,7 +87,8 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring-fused."
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
+            "a ring), ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
     codec: Annotated[
@@ -377,10 +378,10 @@ def report(
     require_writable(target)
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
-    elif is_of_preset(rows := rows_in(content, results)):
-        report_from_preset(rows, target)
+    elif isinstance(content, list) and is_of_preset(content):
+        report_from_preset(content, target)
     else:
-        report_from_results(rows, target)
+        report_from_results(rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 

@@ -34,6 +34,7 @@ from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
+from gradlane.options import ASGD, RING
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -119,6 +120,9 @@ class LabOptions:
             PortShape(round(rate_bps / self.dilation))
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
+            if alone is not None:
+                raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
             raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
@@ -388,7 +392,7 @@ class _Runner:
                     workers=row.workers,
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
-                    scheme="ps",
+                    scheme=RING if row.strategy == RING else "ps",
                     wire_bytes=self._wire_bytes.get(row.strategy) or None,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
