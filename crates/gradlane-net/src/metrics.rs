@@ -196,9 +196,12 @@ impl Metrics {
 
     /// The last frame of a message is with the kernel.
     pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
-        let has_body = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast)
-            && !header.flags.contains(FrameFlags::ABSENT);
-        if has_body && header.flags.contains(FrameFlags::LAST) {
+        let carries_slice = matches!(
+            header.kind,
+            FrameKind::Push | FrameKind::Broadcast | FrameKind::RingReduce | FrameKind::RingGather
+        );
+        let whole = header.flags.contains(FrameFlags::LAST);
+        if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {
             count(&self.raw_bytes, plan.slice_bytes(header.slice));
             count(&self.encoded_bytes, header.offset + u64::from(header.length));
         }
