@@ -101,6 +101,7 @@ fn apply(
                 sender: peer(*from),
                 offset: u64::from(*offset),
                 length: u32::from(*length),
+                block_bytes: 0,
                 hop: u16::from(flags >> 2 & 3),
                 payload_crc: 0,
             };

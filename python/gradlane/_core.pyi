@@ -49,9 +49,10 @@ def plan_json(
 
     Args:
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
-            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`. Those that are to be
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`; with `"scheme"`, `ps`,
+            `ring` or `gather`, where it is another one than the strategy's. Those that are to be
             encoded also have `"codec"`, and `"sizes"`: of their dimensions in the order of storage.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull` or `asgd`.
+        strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull`, `ring` or `asgd`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
         update: `worker` or `server`.
@@ -87,6 +88,21 @@ def simulate(scenario_json: str) -> str:
         ValueError: the scenario makes no sense; the message names the field.
         RuntimeError: the simulation came to no end.
     """
+
+class Blocks:
+    """All ranks' blocks of a tensor in a step, until `release` or the end of the object.
+
+    They stay readable when the channel ends.
+    """
+
+    def regions(self) -> list[tuple[int, int] | None]:
+        """Return (address, nbytes) of each rank's block, in rank order; None where it had none.
+
+        That of this rank is where it was given; its address is 0 here. Empty after `release`.
+        """
+
+    def release(self) -> None:
+        """Give the blocks back: no address of `regions` may be read afterwards."""
 
 class Channel:
     """Connections to all ranks and the engine on its own threads, for one prepared model.
@@ -142,6 +158,22 @@ class Channel:
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Say that there is no gradient here; the mean of other ranks' lands in the memory."""
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over this rank's block of a tensor of scheme `gather`, of any size up to the plan's.
+
+        It is not written, and the caller's again when the tensor is ready in this step.
+
+        Raises:
+            ValueError: another scheme, a size that the plan does not allow, or a second block.
+            ChannelError: the channel has failed.
+        """
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Say that this rank has no block of a tensor in this step."""
+
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once; None otherwise."""
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Register a parameter's own memory (update=server)."""
@@ -238,11 +270,20 @@ class Channel:
     def metrics_json(self) -> str:
         """Return counters as a JSON object.
 
-        `tx_bytes`, `rx_bytes`, `tx_frames`, `rx_frames` (headers included, also in `peers`, a list
-        by rank), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `plan_version`,
-        `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`, `refused_connections`,
-        `refusals` (`address` and `reason` of the last ones).
+        `tx_bytes`, `rx_bytes` (headers included), `tx_payload_bytes`, `rx_payload_bytes`,
+        `tx_frames`, `rx_frames`, `queued_messages`, `queued_bytes` (all also in `peers`, a list by
+        rank, with `in_flight_bytes`), `queued_works`, `raw_bytes` and `encoded_bytes` (slices that
+        were sent whole), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `waits` (rows of
+        `name`, `count`, `wait_s`, `wait_s_max`, `wait_step_max`, `wait_step_last`,
+        `last_of_step_count`, `last_of_step_wait_s`), `stragglers` (rows by rank of `last_count`,
+        `late_s`, `late_s_max`, `late_step_max`), `gathered_slices`, `together_slices`,
+        `plan_version`, `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`,
+        `refused_connections`, `refusals` (`address` and `reason` of the last ones). Depths of
+        queues are asked of the I/O thread, without the GIL; it answers within 100 ms or not at all.
         """
+
+    def waited_ns(self) -> int:
+        """Return how long threads of the program have waited so far, in nanoseconds."""
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return frames since the last call, when the option `trace` is set.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradlane import addresses
 from gradlane.core import Channel, CoreModule, Listener
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
+from gradlane.observability.observer import Observer
 from gradlane.options import Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
@@ -30,7 +31,10 @@ class Surroundings:
         store_port: its port.
         secret: the user's own secret, or None.
         standstill: looks out for ranks that wait for each other.
+        observer: knows what all models count.
         recorder: what a timeline is recorded with, or None.
+        schemes: how tensors are aggregated, by name, where a plan says it; others go by the
+            strategy.
     """
 
     core: CoreModule
@@ -40,7 +44,9 @@ class Surroundings:
     store_port: int
     secret: str | None
     standstill: Standstill
+    observer: Observer
     recorder: Recorder | None = None
+    schemes: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_channel(
@@ -65,8 +71,12 @@ def open_channel(
         RendezvousError: the ranks cannot reach each other.
     """
     options, place = around.options, around.place
+    schemes = around.schemes
+    table = [
+        {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
+    ]
     plan = around.core.plan_json(
-        json.dumps(list(rows)),
+        json.dumps(table),
         options.strategy,
         options.slice_elems,
         options.seed,

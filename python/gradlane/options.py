@@ -9,12 +9,24 @@ from gradlane.codec_choice import RAW, CodecRules
 
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
+RING = "ring"
+"""The strategy that is p3 round a ring, and the scheme of its tensors."""
 EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-"""Strategies that give the same results to the last bit: those of synchronous training."""
-STRATEGIES = (*EXACT_STRATEGIES, ASGD)
-SLICE_ELEMS = {"p3": 50_000, "slicing": 50_000, "wfbp": (2 << 20) // 4, ASGD: 50_000}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices."""
+"""Strategies that give the same results to the last bit: those of synchronous training on servers,
+which add up in rank order."""
+STRATEGIES = (*EXACT_STRATEGIES, RING, ASGD)
+SLICE_ELEMS = {
+    "p3": 50_000,
+    "slicing": 50_000,
+    "wfbp": (2 << 20) // 4,
+    RING: 16_384,
+    ASGD: 50_000,
+}
+"""The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
+are never larger."""
 UPDATES = ("worker", "server")
+SCHEMES = ("ps", RING)
+"""How gradients are aggregated: on servers, or round a ring."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,8 @@ class Options:
         check_every: compare all ranks' parameters every so many steps; 0 is never.
         trace: keep a trace of frames for `Session.take_trace`.
         trace_path: write a timeline to this file at the end, each rank its own; or None.
+        prometheus: host and port to answer Prometheus at, this rank's own; or None.
+        summary: whether rank 0 prints a line at the end: what the steps have waited for.
     """
 
     strategy: str = "p3"
@@ -62,6 +76,8 @@ class Options:
     check_every: int = 0
     trace: bool = False
     trace_path: Path | None = None
+    prometheus: tuple[str, int] | None = None
+    summary: bool = True
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -71,6 +87,8 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        if self.strategy == RING:
+            self._check_ring()
         if self.strategy == ASGD:
             self._check_asgd()
         if self.slice_elems is not None and self.slice_elems < 1:
@@ -86,10 +104,22 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.trace_path is not None and not self.trace_path.absolute().parent.is_dir():
             raise ValueError(f"trace_path is {self.trace_path}, whose folder does not exist")
+        if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
+            raise ValueError(f"prometheus_port is {self.prometheus[1]}; it must be 0 to 65535")
         if self.ports is not None:
             low, high = self.ports
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+
+    def _check_ring(self) -> None:
+        why = ring_refusal(self.strategy, self.update)
+        if why:
+            raise ValueError(f"strategy is 'ring', but {why}")
+        if self.codec != Options.codec:
+            raise ValueError(
+                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
+                "yet; use strategy 'p3'"
+            )
 
     def _check_asgd(self) -> None:
         if self.update != "server":
@@ -126,6 +156,49 @@ class Options:
             "check_every",
         )
         return {name: getattr(self, name) for name in names}
+
+
+def strategy_of(strategy: str, scheme: str | None) -> str:
+    """Return the strategy that another one is with a scheme.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        scheme: one of `SCHEMES`, or None: the strategy's own.
+
+    Raises:
+        ValueError: the scheme is unknown, or does not go with the strategy.
+    """
+    if scheme is None:
+        return strategy
+    _one_of("scheme", scheme, SCHEMES)
+    if (scheme == RING) == (strategy == RING):
+        return strategy
+    if scheme == RING and strategy == Options.strategy:
+        return RING
+    if strategy == RING:
+        raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
+    why = ring_refusal(strategy, Options.update)
+    raise ValueError(
+        f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
+        f"{Options.strategy!r}"
+    )
+
+
+def ring_refusal(strategy: str, update: str) -> str:
+    """Say why tensors cannot go round a ring under these settings; empty if they can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which keeps optimizer state on the servers that own slices, and "
+            "a ring has none: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

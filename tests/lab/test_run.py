@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gradlane.lab.errors import RankError
+from gradlane.lab.presets.activity import activity_of
 from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
@@ -61,7 +62,7 @@ def test_rates_are_printed_shortly() -> None:
 
 def test_strategies_are_parsed() -> None:
     """Bucket sizes belong to DDP; the written name is kept for the results."""
-    strategies = parse_strategies("none, ddp-gloo,ddp-gloo:1,ddp-gather:4,p3,deferred-pull")
+    strategies = parse_strategies("none, ddp-gloo,ddp-gloo:1,ddp-gather:4,p3,deferred-pull,ring")
     assert [strategy.text for strategy in strategies] == [
         "none",
         "ddp-gloo",
@@ -69,12 +70,14 @@ def test_strategies_are_parsed() -> None:
         "ddp-gather:4",
         "p3",
         "deferred-pull",
+        "ring",
     ]
-    assert [strategy.bucket_mb for strategy in strategies] == [0, 25, 1, 4, 0, 0]
-    assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0]
-    assert [strategy.slice_elems(None) for strategy in strategies] == [None] * 4 + [50_000, None]
-    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None]
-    assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1]
+    assert [strategy.bucket_mb for strategy in strategies] == [0, 25, 1, 4, 0, 0, 0]
+    assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0, 0]
+    own = [strategy.slice_elems(None) for strategy in strategies]
+    assert own == [None] * 4 + [50_000, None, 16_384]
+    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None, 7]
+    assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +216,12 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         profile_path=str(profile),
     )
     saved = tmp_path / "rows.json"
-    rows = run_lab(options, on_rows=lambda finished: save_rows(finished, saved))
+    activities: list[dict[str, Any]] = []
+    rows = run_lab(
+        options,
+        on_rows=lambda finished: save_rows(finished, saved),
+        on_recording=lambda row, sampled: activities.append(activity_of(sampled, row.dilation)),
+    )
     assert [(one.repeat, one.strategy) for one in rows] == [
         (0, "none"),
         (0, "ddp-gloo:25"),
@@ -235,6 +243,12 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
             assert 0.9 * model_bytes < one.tx_bytes_per_step < 1.2 * model_bytes
             assert one.params_equal
             assert one.verified_tensors == 2 * 3
+    # Bytes of all intervals are those of the whole window, but for its last part of an interval.
+    for one, activity in zip(rows, activities, strict=True):
+        sent_bytes = sum(map(sum, activity["sent_bytes"])) / 2
+        assert sent_bytes <= 1.2 * one.tx_bytes_per_step * 20 + 1000
+        assert sent_bytes >= 0.8 * one.tx_bytes_per_step * 19 - 1000
+        assert len(activity["step_starts_s"]) == 21 and len(activity["rank_cpu_s"]) == 2
     # Sums of two are the same in any order, and repeats are the same runs.
     assert len({one.param_digest for one in rows if one.strategy != "none"}) == 1
     assert json.loads(saved.read_text()) == [dataclasses.asdict(one) for one in rows]
@@ -266,6 +280,28 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
         assert trained == set(range(1, one.warmup + one.steps + 1))
         received = {span.name for span in own if span.lane == "receive"}
         assert received >= {"first.weight", "middle.weight", "head.weight"}
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_ring_sends_its_share_and_learns_the_mean(profile: Path) -> None:
+    """Three ranks: what is learned is the mean, to rounding, and the same on all of them."""
+    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
+    model_bytes = 4 * (10 * 200 + 100 * 200 + 26 * 100)
+    options = LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies("ring"),
+        workers=3,
+        rates_bps=[100_000_000],
+        steps=6,
+        warmup=1,
+        slice_elems=777,
+        profile_path=str(profile),
+    )
+    (row,) = run_lab(options)
+    assert row.params_equal and row.verified_tensors == 3 * 3
+    share = 2 * 2 / 3 * model_bytes
+    assert 0.8 * share < row.tx_bytes_per_step < 1.3 * share
 
 
 @needs_namespaces

@@ -89,6 +89,17 @@ def test_a_real_run_is_in_the_same_format(timelines: list[Timeline]) -> None:
     assert whole.facts["strategy"] == "p3"
 
 
+def test_what_goes_round_a_ring_is_in_the_lanes_of_gradients_and_results(tmp_path: Path) -> None:
+    whole = merge(recorded(tmp_path, 3, strategy="ring"))
+    check_events(to_chrome(whole))
+    sent = {"push": "ring-reduce", "broadcast": "ring-gather"}
+    for lane, kind in sent.items():
+        spans = [span for span in whole.spans if span.lane == lane]
+        assert {span.arguments["kind"] for span in spans} == {kind}
+        assert all(span.arguments["peer"] == (span.rank + 1) % 3 for span in spans)
+        assert {"first.weight", "last.weight"} <= {span.name for span in spans}
+
+
 def test_each_step_computes_once_and_in_order(timelines: list[Timeline]) -> None:
     for rank, timeline in enumerate(timelines):
         for step in range(1, STEPS + 1):

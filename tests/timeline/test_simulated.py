@@ -38,7 +38,7 @@ def simulated(cluster: Cluster, trace_ranks: int = 0) -> tuple[Timeline, dict[st
     return timeline, answer["report"]
 
 
-@pytest.mark.parametrize("strategy", ["p3", "deferred-pull"])
+@pytest.mark.parametrize("strategy", ["p3", "deferred-pull", "ring"])
 def test_a_simulated_run_is_what_viewers_open(strategy: str) -> None:
     timeline, report = simulated(Cluster(3, 1e9, strategy))
     content = to_chrome(timeline)

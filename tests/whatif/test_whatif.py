@@ -56,10 +56,10 @@ def test_rows_hold_what_follows_from_each_other() -> None:
         SMALL,
         workers=[1, 4],
         rates_bps=[2e8, 1e9, 1e10],
-        strategies=["p3", "slicing", "kvstore", "wfbp", "deferred-pull", "ring-fused"],
+        strategies=["p3", "slicing", "kvstore", "wfbp", "deferred-pull", "ring", "ring-fused"],
         compressions=[1.0, 4.0],
     )
-    assert len(rows) == 2 * 3 * 6 * 2
+    assert len(rows) == 2 * 3 * 7 * 2
     for row in rows:
         assert row.step_s >= row.bound_step_s * (1 - 1e-9), row
         assert row.scaling_factor == pytest.approx(row.compute_s / row.step_s)

@@ -6,6 +6,7 @@ use crate::buffers::BufferTable;
 use crate::each::Each;
 use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
+use crate::gather::Gather;
 use crate::io::{Event, Memory, Region, Transmit};
 use crate::lifecycle::Lifecycle;
 use crate::plan::{Plan, Update};
@@ -75,6 +76,7 @@ pub struct Engine {
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) ring: Ring,
+    pub(crate) gather: Gather,
     pub(crate) each: Each,
     pub(crate) work: WorkQueue,
     pub(crate) encodes: EncodeQueue,
@@ -106,6 +108,7 @@ impl Engine {
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
+            gather: Gather::default(),
             each: Each::default(),
             work: WorkQueue::new(options.work_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
@@ -202,6 +205,13 @@ impl Engine {
     /// For an unknown tensor, a second call in a step, another step than the current one, or an
     /// ended session. Nothing was changed then.
     pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+        self.check_call(tensor, step, "gradient_ready")?;
+        let planned = self.plan.tensor(tensor);
+        if planned.scheme == Scheme::Gather {
+            let name = &planned.spec.name;
+            let message = format!("tensor {name:?} has blocks of any size: use block_ready");
+            return Err(UsageError::Argument(message));
+        }
         self.contribute(tensor, step, Contribution::Gradient, "gradient_ready")
     }
 
@@ -214,7 +224,7 @@ impl Engine {
         self.contribute(tensor, step, Contribution::Absent, "tensor_absent")
     }
 
-    fn contribute(
+    pub(crate) fn contribute(
         &mut self,
         tensor: TensorId,
         step: Step,
@@ -246,8 +256,10 @@ impl Engine {
 
     /// Queues the pushes of a tensor, or hands its own slices to the server.
     pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
-        if self.plan.tensor(tensor).scheme == Scheme::Ring {
-            return self.contribute_round(tensor);
+        match self.plan.tensor(tensor).scheme {
+            Scheme::Ps => {}
+            Scheme::Ring => return self.contribute_round(tensor),
+            Scheme::Gather => return self.contribute_block(tensor),
         }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
@@ -346,7 +358,7 @@ impl Engine {
         Ok(())
     }
 
-    fn check_call(
+    pub(crate) fn check_call(
         &self,
         tensor: TensorId,
         step: Step,
@@ -431,6 +443,7 @@ impl Engine {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
                 FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
+                FrameKind::Block => self.sent_block(header.tensor, header.step),
                 _ => {}
             }
         }
@@ -519,6 +532,7 @@ impl Engine {
             sender: self.rank(),
             offset: 0,
             length: 0,
+            block_bytes: 0,
             hop: 0,
             payload_crc: 0,
         }

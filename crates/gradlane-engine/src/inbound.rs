@@ -40,6 +40,7 @@ impl Engine {
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
                 FrameKind::RingReduce => self.land_round(header),
                 FrameKind::RingGather => self.land_result_round(header),
+                FrameKind::Block => Ok(self.land_block(from, header)),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
@@ -65,6 +66,7 @@ impl Engine {
             FrameKind::Pull => self.take_pull(from, header),
             FrameKind::RingReduce => self.take_round(header),
             FrameKind::RingGather => self.take_result_round(header),
+            FrameKind::Block => self.take_block(from, header),
             _ => {
                 let what = format!("{:?} is a control frame", header.kind);
                 return Err(ProtocolError { peer: from, what });
@@ -157,6 +159,9 @@ impl Engine {
             ));
         }
         self.check_route(from, header)?;
+        if header.kind == FrameKind::Block {
+            return self.check_block(from, header);
+        }
         let encoded = header.codec == Codec::Encoded;
         let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
@@ -186,13 +191,23 @@ impl Engine {
 
     /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
     fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let is_round = self.plan.tensor(header.tensor).scheme == Scheme::Ring;
-        if is_round != header.kind.goes_round() {
-            let scheme = if is_round { "goes round a ring" } else { "has servers" };
-            return Err(format!("{}, a tensor that {scheme}", self.describe(header)));
+        let scheme = self.plan.tensor(header.tensor).scheme;
+        let right = match header.kind {
+            FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::Block => Scheme::Gather,
+            _ => Scheme::Ps,
+        };
+        if scheme != right {
+            let name = scheme.name();
+            return Err(format!("{}, a tensor of scheme {name}", self.describe(header)));
         }
-        if is_round {
-            return self.check_round(from, header);
+        match scheme {
+            Scheme::Ps => {}
+            Scheme::Ring => return self.check_round(from, header),
+            Scheme::Gather if from == self.rank() => {
+                return Err(format!("{} from this rank itself", self.describe(header)));
+            }
+            Scheme::Gather => return Ok(()),
         }
         let owner = match header.kind {
             FrameKind::Push | FrameKind::Pull => self.rank(),

@@ -193,6 +193,18 @@ pub enum Event {
         /// Whether no rank had a gradient.
         absent: bool,
     },
+    /// All ranks' blocks of a tensor are here, until [`Engine::release_blocks`] is called; the
+    /// tensor is ready.
+    ///
+    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    BlocksReady {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// By rank; none where a rank had none. That of this rank is where it was given.
+        blocks: Vec<Option<Region>>,
+    },
     /// All tensors of the step are ready on this rank.
     StepComplete {
         /// The step.

@@ -23,6 +23,8 @@ pub enum Input {
     StepBegin(Step),
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
+    BlockReady(TensorId, Step, u64),
+    ReleaseBlocks(TensorId, Step),
     TensorNeeded(TensorId, Step),
     SendRaw(Step),
     StepEnd(Step),
@@ -126,6 +128,10 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
         Input::StepBegin(step) => usage_of(&engine.step_begin(*step)),
         Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
+        Input::BlockReady(tensor, step, bytes) => {
+            usage_of(&engine.block_ready(*tensor, *step, *bytes))
+        }
+        Input::ReleaseBlocks(tensor, step) => usage_of(&engine.release_blocks(*tensor, *step)),
         Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
         Input::SendRaw(step) => usage_of(&engine.send_raw(*step)),
         Input::StepEnd(step) => usage_of(&engine.step_end(*step)),
@@ -249,6 +255,10 @@ impl JournaledEngine {
             Input::GradientReady(tensor, step), usage_of;
         tensor_absent(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorAbsent(tensor, step), usage_of;
+        block_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
+            Input::BlockReady(tensor, step, bytes), usage_of;
+        release_blocks(tensor: TensorId, step: Step) -> Result<(), UsageError>,
+            Input::ReleaseBlocks(tensor, step), usage_of;
         tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorNeeded(tensor, step), usage_of;
         send_raw(step: Step) -> Result<(), UsageError>, Input::SendRaw(step), usage_of;

@@ -284,7 +284,7 @@ impl Engine {
         owners.remove(self.rank());
         let missing = self.missing_contributors();
         let mut ranks = if missing.is_empty() { owners } else { missing };
-        for rank in self.suspects_round() {
+        for rank in self.suspects_round().into_iter().chain(self.suspects_blocks()) {
             ranks.insert(rank);
         }
         outstanding.ranks = ranks.iter().collect();

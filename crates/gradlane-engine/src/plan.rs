@@ -73,7 +73,8 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it; of a ring, the rank on which its sum ends.
+    /// The server that aggregates it; of a ring, the rank on which its sum ends; of blocks, nobody
+    /// (rank 0).
     pub owner: Rank,
 }
 
@@ -199,6 +200,11 @@ impl Plan {
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
                 }
+                Scheme::Gather => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
+                    let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
+                    plan.slices.extend(slices);
+                }
                 Scheme::Ring => {
                     for (block, owner) in blocks {
                         let pieces = plan.strategy.granularity.cut_block(&block);
@@ -250,10 +256,15 @@ impl Plan {
         slice.start * self.tensor(slice.tensor).spec.dtype.bytes()
     }
 
-    /// Whether a tensor takes part in a step: all in step 0, trained ones afterwards.
+    /// Whether a tensor takes part in a step: all but blocks in step 0, trained ones afterwards.
     #[must_use]
     pub fn takes_part(&self, tensor: TensorId, step: gradlane_units::Step) -> bool {
-        step.0 == 0 || self.tensor(tensor).spec.role == Role::Parameter
+        let tensor = self.tensor(tensor);
+        if step.0 == 0 {
+            tensor.scheme != Scheme::Gather
+        } else {
+            tensor.spec.role == Role::Parameter
+        }
     }
 }
 

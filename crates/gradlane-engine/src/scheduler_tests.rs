@@ -21,6 +21,7 @@ fn header(slice: u32) -> FrameHeader {
         sender: Rank(0),
         offset: 0,
         length: 0,
+        block_bytes: 0,
         hop: 0,
         payload_crc: 0,
     }
@@ -71,6 +72,16 @@ impl Model {
             self.entries.iter().filter(|it| it.peer == Rank(peer)).min_by_key(|it| it.key)
         });
         heads.filter(|entry| self.can_go(entry)).map(|entry| entry.key).min()
+    }
+
+    /// What waits for a peer: messages, bytes, bytes in flight.
+    fn depth(&self, peer: Rank) -> PeerDepth {
+        let of_peer = self.entries.iter().filter(|it| it.peer == peer);
+        PeerDepth {
+            messages: of_peer.clone().count() as u64,
+            bytes: of_peer.map(|it| it.bytes - it.offset).sum(),
+            in_flight_bytes: self.in_flight[peer.index()],
+        }
     }
 
     /// Books a frame that the scheduler gave out; `None` when it was not to be given out.
@@ -168,6 +179,8 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
                 scheduler.sent(&transmit);
             }
         }
+        let depths: Vec<PeerDepth> = (0..WORLD).map(|peer| model.depth(Rank(peer))).collect();
+        prop_assert_eq!(scheduler.depths(), depths);
     }
     // With every peer writable and every frame acknowledged at once, everything leaves.
     for peer in 1..WORLD {

@@ -20,6 +20,9 @@ pub enum Scheme {
     Ps,
     /// Round a ring: each slice's sum grows from rank to rank, and its mean goes round once more.
     Ring,
+    /// Not at all: every rank gets every rank's block, of at most as many elements as the tensor has.
+    /// There is nothing to spread in step 0.
+    Gather,
 }
 
 /// Elements of a ring tensor's block: the ring's slices are parts of blocks, and where a sum
@@ -31,6 +34,16 @@ pub const RING_BLOCK_ELEMS: u64 = 16_384;
 const RING_RANKS_MAX: u32 = 1 << 16;
 
 impl Scheme {
+    /// The name in plans.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Scheme::Ps => "ps",
+            Scheme::Ring => "ring",
+            Scheme::Gather => "gather",
+        }
+    }
+
     /// Whether a tensor of this scheme may be part of a plan with these rules.
     ///
     /// # Errors
@@ -45,30 +58,32 @@ impl Scheme {
         if self == Scheme::Ps {
             return Ok(());
         }
+        let (name, scheme) = (&spec.name, self.name());
         let refuse = |why: &str| {
-            let name = &spec.name;
-            Err(PlanError::new(format!("tensor {name:?} has scheme ring, but {why}")))
+            Err(PlanError::new(format!("tensor {name:?} has scheme {scheme}, but {why}")))
         };
+        if self == Scheme::Gather && spec.numel * spec.dtype.bytes() > u64::from(u32::MAX) {
+            return refuse("blocks are below 4 GiB: split the tensor");
+        }
         if update == Update::Server {
             return refuse(
-                "update=server keeps optimizer state on the server that owns a slice, and a ring \
-                 has no servers: use update=worker, or scheme ps",
+                "update=server keeps optimizer state on the server that owns a slice, and this \
+                 scheme has no servers: use update=worker, or scheme ps",
             );
         }
         if strategy.pull != PullRule::Broadcast {
-            let name = &strategy.name;
+            let strategy = &strategy.name;
             return refuse(&format!(
-                "in strategy {name:?} workers pull results from servers, and a ring has no \
-                 servers: use p3, slicing or wfbp, or scheme ps"
+                "in strategy {strategy:?} workers pull results from servers, and this scheme has \
+                 no servers: use p3, slicing or wfbp, or scheme ps"
             ));
         }
         if strategy.ready != ReadyRule::All {
             return refuse(
-                "a sum goes on only when each rank has added its part, so a ring cannot do with \
-                 the contributions of some: use the ready rule all, or scheme ps",
+                "it needs the contributions of all ranks: use the ready rule all, or scheme ps",
             );
         }
-        if world_size > RING_RANKS_MAX {
+        if self == Scheme::Ring && world_size > RING_RANKS_MAX {
             return refuse(&format!("a ring has at most {RING_RANKS_MAX} ranks: use scheme ps"));
         }
         Ok(())

@@ -2,7 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
-use crate::scheme::Scheme;
+use crate::scheme::{Scheme, RING_BLOCK_ELEMS};
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -120,8 +120,8 @@ impl Strategy {
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
     /// `deferred-pull` (R4), `ring`: p3's slices and order round a ring (R7), and `asgd` (R5;
     /// everything but the ready rule is P3's). `slice_elems` replaces the slice size of `p3`,
-    /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, and 2 MB for `wfbp`; a ring's slices are
-    /// at most [`crate::RING_BLOCK_ELEMS`] long); `seed` places whole tensors in the other two.
+    /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, 2 MB for `wfbp`, and for `ring` the most
+    /// that it has, [`RING_BLOCK_ELEMS`]); `seed` places whole tensors in the other two.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -157,7 +157,9 @@ impl Strategy {
                 ..base
             }),
             "kvstore" => Ok(kvstore),
-            "ring" => Ok(Strategy { scheme: Scheme::Ring, ..base }),
+            "ring" => {
+                Ok(Strategy { granularity: sliced(RING_BLOCK_ELEMS), scheme: Scheme::Ring, ..base })
+            }
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
             "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
             _ => Err(PlanError::new(format!(

@@ -37,6 +37,7 @@ fn hostile() -> impl Strategy<Value = Hostile> {
             sender: Rank(if honest { from } else { from - 1 }),
             offset: if offset < 250 { 0 } else { offset },
             length: length as u32,
+            block_bytes: 0,
             hop: if kind.goes_round() { hop } else { 0 },
             payload_crc: 0,
         };
@@ -111,6 +112,7 @@ fn errors_name_peer_tensor_step_and_bytes() {
         sender: Rank(1),
         offset: 199,
         length: 64,
+        block_bytes: 0,
         hop: 0,
         payload_crc: 0,
     };

@@ -373,6 +373,7 @@ fn honest(plan: &Plan) -> FrameHeader {
         sender: Rank(0),
         offset: 0,
         length: plan.slice_bytes(slice) as u32,
+        block_bytes: 0,
         hop: 2,
         payload_crc: 0,
     }
@@ -412,9 +413,9 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
         (
             Rank(0),
             FrameHeader { kind: FrameKind::Push, hop: 0, ..header },
-            "a tensor that goes round a ring",
+            "a tensor of scheme ring",
         ),
-        (Rank(0), FrameHeader { kind: FrameKind::Broadcast, hop: 0, ..header }, "round a ring"),
+        (Rank(0), FrameHeader { kind: FrameKind::Broadcast, hop: 0, ..header }, "of scheme ring"),
         (Rank(0), gather, "but this rank is in step 0"),
         (Rank(0), FrameHeader { hop: 2, ..gather }, "at hop 2, this rank gets it at hop 3"),
     ];
@@ -438,5 +439,5 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
     let mut cluster = Cluster::new(&servers, 64, 64, 1);
     cluster.step_zero();
     let error = cluster.nodes[1].engine.handle_header(Rank(0), &header).expect_err("no ring");
-    assert!(error.to_string().contains("a tensor that has servers"), "{error}");
+    assert!(error.to_string().contains("a tensor of scheme ps"), "{error}");
 }

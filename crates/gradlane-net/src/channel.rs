@@ -5,6 +5,7 @@
 //! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
 //! channel touches the application's memory any more.
 
+use crate::blocks::Blocks;
 use crate::descriptors;
 use crate::doorman::Doorman;
 use crate::driver::{Driver, Ending};
@@ -14,7 +15,7 @@ use crate::ledger::Ledger;
 use crate::listener::Listener;
 use crate::memory::UserMemory;
 use crate::mesh::{self, INTERRUPT_EVERY};
-use crate::metrics::{count, Metrics, MetricsReading};
+use crate::metrics::{Metrics, MetricsReading};
 use crate::optimizer::{Rule, StateKind, StateRead};
 use crate::options::ChannelOptions;
 use crate::poller::Poller;
@@ -28,6 +29,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+/// How long a reader of metrics waits for the depths of queues.
+const DEPTHS_WITHIN: Duration = Duration::from_millis(100);
 
 /// Threads that are joined when the channel closes.
 struct Threads {
@@ -82,13 +86,14 @@ impl Channel {
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
         };
-        let metrics = Arc::new(Metrics::new(options.world_size));
+        let metrics = Arc::new(Metrics::new(options.world_size, plan.tensors.len()));
         let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let shared = Arc::new(Shared {
             poller: Poller::new().map_err(system)?,
             commands: Mutex::default(),
             ready: ReadyBoard::new(plan.tensors.len()),
+            blocks: Mutex::default(),
             metrics,
             trace: Trace::new(options.trace),
             journal: Mutex::new(None),
@@ -191,6 +196,56 @@ impl Channel {
         ledger.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
         self.shared.command(Command::TensorAbsent(tensor, step, memory));
         Ok(())
+    }
+
+    /// This rank's block of a tensor is ready: of any size up to the plan's. The channel owns the
+    /// memory until the tensor is ready in this step; it is not written.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] also for an unknown tensor or one of another scheme, a size that the
+    /// plan does not allow, or a second block in the step.
+    pub fn block_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        if memory.is_null() {
+            let what = format!("a block of {} bytes at no address", memory.bytes());
+            return Err(UsageError::Argument(what).into());
+        }
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute_block(&self.plan, tensor, step, memory.bytes())?;
+        self.shared.command(Command::BlockReady(tensor, step, memory));
+        Ok(())
+    }
+
+    /// This rank has no block of a tensor in this step.
+    ///
+    /// # Errors
+    /// As [`Channel::block_ready`].
+    pub fn block_absent(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut ledger = lock(&self.ledger);
+        ledger.contribute_block(&self.plan, tensor, step, 0)?;
+        self.shared.command(Command::BlockAbsent(tensor, step));
+        Ok(())
+    }
+
+    /// All ranks' blocks of a tensor that is ready in a step, once: none before that, or when they
+    /// were taken. They are released when the value is dropped, which may be in a later step.
+    ///
+    /// # Errors
+    /// When the session is over, and for an unknown tensor.
+    pub fn take_blocks(
+        &self,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<Option<Blocks>, ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        Ok(Blocks::take(&self.shared, tensor, step))
     }
 
     /// Where a parameter itself lies: needed before its first step with updates on the server.
@@ -427,8 +482,7 @@ impl Channel {
                 break Err(ChannelError::Interrupted);
             }
         };
-        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        count(&self.shared.metrics.wait_ns, waited);
+        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
         result
     }
 
@@ -471,10 +525,21 @@ impl Channel {
         Ok(())
     }
 
-    /// The counters; also after the end.
+    /// The counters; also after the end. Depths of queues are those of this moment, or, if the I/O
+    /// thread is too busy to say, of an earlier one.
     #[must_use]
     pub fn metrics(&self) -> MetricsReading {
-        self.shared.metrics.read()
+        let shared = &self.shared;
+        if !self.forgotten.load(Ordering::Relaxed) {
+            shared.metrics.depths.ask(DEPTHS_WITHIN, || shared.command(Command::ReportDepths));
+        }
+        shared.metrics.read(&self.plan)
+    }
+
+    /// Time that application threads have waited so far, in nanoseconds.
+    #[must_use]
+    pub fn waited_ns(&self) -> u64 {
+        self.shared.metrics.wait_ns.load(Ordering::Relaxed)
     }
 
     /// Frames recorded since the last call; none without the option `trace`.

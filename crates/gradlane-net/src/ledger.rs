@@ -3,7 +3,7 @@
 //! The engine checks the same on its own thread; this is the early look. Nothing is changed by a
 //! call that is refused.
 
-use gradlane_engine::{Plan, UsageError};
+use gradlane_engine::{Plan, Scheme, UsageError};
 use gradlane_units::{Step, TensorId};
 
 /// Steps and contributions as called.
@@ -91,11 +91,56 @@ impl Ledger {
         memory: crate::memory::UserMemory,
     ) -> Result<(), UsageError> {
         Ledger::check_memory(plan, tensor, memory)?;
+        if plan.tensor(tensor).scheme == Scheme::Gather {
+            let name = &plan.tensor(tensor).spec.name;
+            let message = format!("tensor {name:?} has blocks of any size: use block_ready");
+            return Err(UsageError::Argument(message));
+        }
+        self.note(call, plan, tensor, step)
+    }
+
+    /// A block is given, of so many bytes: once, and no larger than the plan allows.
+    pub(crate) fn contribute_block(
+        &mut self,
+        plan: &Plan,
+        tensor: TensorId,
+        step: Step,
+        bytes: usize,
+    ) -> Result<(), UsageError> {
+        Ledger::check_tensor(plan, tensor)?;
+        let planned = plan.tensor(tensor);
+        let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
+        let most = planned.spec.numel.saturating_mul(element);
+        if planned.scheme != Scheme::Gather {
+            let message = format!("tensor {name:?} has no blocks: use gradient_ready");
+            return Err(UsageError::Argument(message));
+        }
+        if bytes as u64 > most || !(bytes as u64).is_multiple_of(element) {
+            return Err(UsageError::Argument(format!(
+                "a block of {bytes} bytes for tensor {name:?}, whose blocks are at most {most} bytes \
+                 in elements of {element}"
+            )));
+        }
+        self.note("block_ready", plan, tensor, step)
+    }
+
+    /// A tensor gets its one contribution to the step in force.
+    fn note(
+        &mut self,
+        call: &'static str,
+        plan: &Plan,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<(), UsageError> {
         self.check_step(call, step)?;
         let name = || plan.tensor(tensor).spec.name.clone();
         if !plan.takes_part(tensor, step) {
+            let only = match plan.tensor(tensor).scheme {
+                Scheme::Gather => "has blocks in training steps only",
+                _ => "is spread in step 0 only",
+            };
             return Err(UsageError::Argument(format!(
-                "tensor {:?} is spread in step 0 only and takes no part in {step}",
+                "tensor {:?} {only} and takes no part in {step}",
                 name()
             )));
         }

@@ -141,7 +141,7 @@ pub(crate) enum MemoryError {
 pub(crate) struct MemoryTable {
     gradients: Vec<Option<UserMemory>>,
     parameters: Vec<Option<UserMemory>>,
-    buffers: Vec<Option<Block>>,
+    buffers: Vec<Option<ScratchBlock>>,
     pool: Pool,
 }
 
@@ -199,7 +199,7 @@ impl MemoryTable {
         })
     }
 
-    fn buffer(&mut self, buffer: BufferRef) -> &Block {
+    fn buffer(&mut self, buffer: BufferRef) -> &ScratchBlock {
         let index = buffer.id as usize;
         if index >= self.buffers.len() {
             self.buffers.resize_with(index + 1, || None);
@@ -225,6 +225,16 @@ impl MemoryTable {
         }
     }
 
+    /// Moves a buffer out of the table: who has it may keep it as long as it likes.
+    pub(crate) fn take(&mut self, buffer: BufferRef) -> Option<ScratchBlock> {
+        self.buffers.get_mut(buffer.id as usize).and_then(Option::take)
+    }
+
+    /// Takes what was moved out back into the pool.
+    pub(crate) fn give_back(&mut self, block: ScratchBlock) {
+        self.pool.give_back(block);
+    }
+
     /// Bytes of all scratch buffers, in use or not.
     pub(crate) fn scratch_bytes(&self) -> u64 {
         self.pool.allocated_bytes
@@ -233,15 +243,31 @@ impl MemoryTable {
 
 /// One allocation of the pool.
 #[derive(Debug)]
-struct Block {
+pub(crate) struct ScratchBlock {
     pointer: *mut u8,
     layout: Layout,
 }
 
 // SAFETY: a block owns its memory, like a `Box`.
-unsafe impl Send for Block {}
+unsafe impl Send for ScratchBlock {}
 
-impl Drop for Block {
+// SAFETY: through a shared reference its bytes are only read.
+unsafe impl Sync for ScratchBlock {}
+
+impl ScratchBlock {
+    /// The first `length` bytes, of a block that was moved out of the table.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub(crate) fn bytes(&self, length: usize) -> &[u8] {
+        assert!(length <= self.layout.size(), "{length} bytes of {}", self.layout.size());
+        // SAFETY: the allocation has that many bytes, zeroed when it was made; nobody else knows
+        // of a block that was moved out of the table, so nobody writes to it.
+        unsafe { std::slice::from_raw_parts(self.pointer, length) }
+    }
+}
+
+impl Drop for ScratchBlock {
     fn drop(&mut self) {
         // SAFETY: the pointer came from `alloc_zeroed` with this layout.
         unsafe { dealloc(self.pointer, self.layout) };
@@ -251,7 +277,7 @@ impl Drop for Block {
 /// Free blocks by size class: four classes between a power of two and the next.
 #[derive(Debug, Default)]
 struct Pool {
-    free: std::collections::BTreeMap<usize, Vec<Block>>,
+    free: std::collections::BTreeMap<usize, Vec<ScratchBlock>>,
     allocated_bytes: u64,
 }
 
@@ -265,7 +291,7 @@ impl Pool {
         bytes.next_multiple_of(step)
     }
 
-    fn take(&mut self, bytes: usize) -> Block {
+    fn take(&mut self, bytes: usize) -> ScratchBlock {
         let class = Pool::class(bytes);
         if let Some(block) = self.free.get_mut(&class).and_then(Vec::pop) {
             return block;
@@ -278,10 +304,10 @@ impl Pool {
             std::alloc::handle_alloc_error(layout);
         }
         self.allocated_bytes += class as u64;
-        Block { pointer, layout }
+        ScratchBlock { pointer, layout }
     }
 
-    fn give_back(&mut self, block: Block) {
+    fn give_back(&mut self, block: ScratchBlock) {
         self.free.entry(block.layout.size()).or_default().push(block);
     }
 }

@@ -1,7 +1,8 @@
 //! What the threads of a channel share: commands to the I/O thread, results from it.
 
+use crate::blocks::Held;
 use crate::error::{ChannelError, ChannelFailure};
-use crate::memory::UserMemory;
+use crate::memory::{ScratchBlock, UserMemory};
 use crate::metrics::Metrics;
 use crate::optimizer::{Rule, StateKind, StateRead};
 use crate::poller::Poller;
@@ -10,6 +11,7 @@ use crate::trace::Trace;
 use gradlane_engine::{Journal, UsageError};
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -26,9 +28,14 @@ pub(crate) enum Command {
     WorkerResidual(TensorId, Sender<Vec<f32>>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
+    BlockReady(TensorId, Step, UserMemory),
+    BlockAbsent(TensorId, Step),
+    ReleaseBlocks(TensorId, Step, Vec<ScratchBlock>),
     StepEnd(Step),
     Needed(Vec<TensorId>, Step),
     SwitchPriorities(Vec<Priority>),
+    /// Somebody wants to know how much waits.
+    ReportDepths,
     Finish,
     Abort(String),
 }
@@ -48,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) poller: Poller,
     pub(crate) commands: Mutex<Vec<Command>>,
     pub(crate) ready: ReadyBoard,
+    /// Blocks that are complete and that nobody has taken.
+    pub(crate) blocks: Mutex<BTreeMap<(TensorId, Step), Vec<Held>>>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) trace: Trace,
     /// What the engine heard and decided, once the session has ended.
@@ -76,6 +85,7 @@ impl Shared {
     pub(crate) fn end(&self, ended: Ended) {
         // A second end changes nothing.
         let _ = self.ended.set(ended);
+        self.metrics.depths.close();
         self.ready.publish_end();
     }
 

@@ -183,7 +183,7 @@ fn rings_and_servers_share_one_step() {
                 }
                 let right = match planned.scheme {
                     Scheme::Ps => support::mean(world_size, step, index, &planned.spec),
-                    Scheme::Ring => support::ring_mean(channel.plan(), step, index),
+                    _ => support::ring_mean(channel.plan(), step, index),
                 };
                 assert!(found.bytes == right, "{:?} in step {step}", planned.spec.name);
             }

@@ -1,5 +1,6 @@
 //! `Channel` for Python.
 
+use crate::blocks::Blocks;
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
 use gradlane_net::{
@@ -189,6 +190,23 @@ impl Channel {
         self.channel.tensor_absent(TensorId(tensor), Step(step), memory).map_err(translate)
     }
 
+    /// Hand over this rank's block of a tensor of scheme `gather` until the tensor is ready.
+    fn block_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
+        let memory = memory(pointer, nbytes);
+        self.channel.block_ready(TensorId(tensor), Step(step), memory).map_err(translate)
+    }
+
+    /// Say that this rank has no block in this step.
+    fn block_absent(&self, tensor: u32, step: u64) -> PyResult<()> {
+        self.channel.block_absent(TensorId(tensor), Step(step)).map_err(translate)
+    }
+
+    /// All ranks' blocks of a tensor that is ready, once; None before that.
+    fn take_blocks(&self, tensor: u32, step: u64) -> PyResult<Option<Blocks>> {
+        let blocks = self.channel.take_blocks(TensorId(tensor), Step(step)).map_err(translate)?;
+        Ok(blocks.map(Blocks::new))
+    }
+
     /// Register a parameter's own memory (update=server).
     fn set_parameter(&self, tensor: u32, pointer: usize, nbytes: usize) -> PyResult<()> {
         self.channel.set_parameter(TensorId(tensor), memory(pointer, nbytes)).map_err(translate)
@@ -302,9 +320,14 @@ impl Channel {
         self.channel.switch_priorities(priorities).map_err(translate)
     }
 
-    /// Counters as a JSON object.
-    fn metrics_json(&self) -> String {
-        self.channel.metrics().to_json()
+    /// Counters as a JSON object. Asks the I/O thread for some of them, so without the GIL.
+    fn metrics_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.channel.metrics().to_json())
+    }
+
+    /// Nanoseconds that threads of the program have waited so far.
+    fn waited_ns(&self) -> u64 {
+        self.channel.waited_ns()
     }
 
     /// Frames since the last call: (time_ns, "tx" or "rx", kind, peer, step, tensor, slice,

@@ -4,6 +4,7 @@
 //! The GIL is released in every call that blocks, and Python's signal handlers run every 50 ms
 //! while one waits.
 
+mod blocks;
 mod channel;
 mod codec;
 mod errors;
@@ -14,6 +15,8 @@ mod simulate;
 /// The compiled core of gradlane.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::blocks::Blocks;
     #[pymodule_export]
     use crate::channel::Channel;
     #[pymodule_export]

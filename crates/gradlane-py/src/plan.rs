@@ -1,7 +1,7 @@
 //! `plan_json`: the plan of a model from its tensor table; `codec_json`: what a codec does to a
 //! tensor.
 
-use gradlane_engine::{Coding, Plan, Strategy, TensorSpec, Update};
+use gradlane_engine::{Coding, Plan, Scheme, Strategy, TensorSetting, TensorSpec, Update};
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
 use pyo3::exceptions::PyValueError;
@@ -13,6 +13,9 @@ use serde::Deserialize;
 struct Row {
     #[serde(flatten)]
     spec: TensorSpec,
+    /// How it is aggregated; none: as the strategy does.
+    #[serde(default)]
+    scheme: Option<Scheme>,
     /// How it is encoded; none: as it is.
     #[serde(default)]
     codec: Option<String>,
@@ -28,8 +31,9 @@ fn refuse(text: impl ToString) -> PyErr {
 
 /// Build a plan and return it as JSON, the same text for the same arguments.
 ///
-/// tensors_json is a list of {"name", "numel", "dtype", "role"}, and {"codec", "sizes"} of those that
-/// are to be encoded; update is "worker" or "server".
+/// tensors_json is a list of {"name", "numel", "dtype", "role"}, with "scheme" where it is another one
+/// than the strategy's, and {"codec", "sizes"} of those that are to be encoded; update is "worker" or
+/// "server".
 #[pyfunction]
 #[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size))]
 pub(crate) fn plan_json(
@@ -47,16 +51,17 @@ pub(crate) fn plan_json(
     })?;
     let strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
     let mut tensors = Vec::with_capacity(rows.len());
-    for Row { spec, codec, sizes } in rows {
+    for Row { spec, scheme, codec, sizes } in rows {
         let coding = match codec {
             Some(text) => TensorCodec::parse(&text, spec.dtype, &sizes)
                 .map_err(|error| refuse(format!("tensor {:?}: {error}", spec.name)))?,
             None => None,
         };
         let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
-        tensors.push((spec, coding));
+        let scheme = scheme.unwrap_or(strategy.scheme);
+        tensors.push(TensorSetting { spec, scheme, coding });
     }
-    let plan = Plan::build_encoded(tensors, strategy, update, world_size).map_err(refuse)?;
+    let plan = Plan::build_from(tensors, strategy, update, world_size).map_err(refuse)?;
     serde_json::to_string(&plan).map_err(refuse)
 }
 

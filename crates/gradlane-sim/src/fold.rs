@@ -25,12 +25,13 @@ impl Fold {
     /// folded where that is not fewer.
     ///
     /// # Errors
-    /// When the strategy's placement depends on the number of ranks, or tensors go round a ring, in
-    /// which every rank has a place of its own.
+    /// When the strategy's placement depends on the number of ranks, or not all tensors have servers:
+    /// without them every rank is one of its own.
     pub(crate) fn of(plan: &Plan, representatives: u32) -> Result<Fold, SimError> {
-        if plan.tensors.iter().any(|tensor| tensor.scheme == Scheme::Ring) {
+        if plan.tensors.iter().any(|tensor| tensor.scheme != Scheme::Ps) {
             return Err(SimError::Argument(format!(
-                "representatives is {representatives}, but every rank has its place in a ring: use 0"
+                "representatives is {representatives}, but not all tensors have servers, and every \
+                 rank has its own place in a ring: use 0"
             )));
         }
         let strategy = &plan.strategy;

@@ -4,7 +4,7 @@ use crate::calendar::Kind;
 use crate::node::Input;
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
-use gradlane_engine::{Engine, Event, Operation, Work};
+use gradlane_engine::{Engine, Event, Operation, Scheme, Work};
 use gradlane_units::{Priority, Rank};
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
@@ -76,7 +76,16 @@ impl Run {
             Input::Begin(step) => engine.step_begin(step).map_err(|it| it.to_string()),
             Input::Gradient(tensor, step) => {
                 time += charges.command;
-                engine.gradient_ready(tensor, step).map_err(|it| it.to_string())
+                let planned = self.plan.tensor(tensor);
+                let given = match planned.scheme {
+                    // A profile knows no sizes of single steps: blocks are as large as they may be.
+                    Scheme::Gather => {
+                        let bytes = planned.spec.numel * planned.spec.dtype.bytes();
+                        engine.block_ready(tensor, step, bytes)
+                    }
+                    _ => engine.gradient_ready(tensor, step),
+                };
+                given.map_err(|it| it.to_string())
             }
             Input::Needed(tensor, step) => {
                 // Need is a wish: what became ready in the meantime needs nothing.
@@ -127,6 +136,12 @@ impl Run {
                 let accelerator = &mut self.nodes[rank as usize].accelerator;
                 if accelerator.result(tensor, step.0, time) {
                     self.calendar.at(time, Kind::Compute, rank);
+                }
+            }
+            Event::BlocksReady { tensor, step, .. } => {
+                let engine = &mut self.nodes[rank as usize].engine;
+                if let Err(error) = engine.release_blocks(tensor, step) {
+                    self.fail(rank, error.to_string());
                 }
             }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),

@@ -1,7 +1,7 @@
 //! Clusters in virtual time: the papers' examples, cases worked out by hand, and what must hold for
 //! every scenario.
 
-use gradlane_engine::{Granularity, Order, Plan, Strategy, Update, RING_BLOCK_ELEMS};
+use gradlane_engine::{Granularity, Order, Plan, Scheme, Strategy, Update, RING_BLOCK_ELEMS};
 use gradlane_sim::{
     simulate, Costs, Lane, Network, Outputs, Profile, ProfiledTensor, Report, Scenario,
     StrategyChoice, Subject,
@@ -525,6 +525,20 @@ fn a_ring_is_not_folded() {
     scenario.representatives = 4;
     let error = simulate(&scenario).expect_err("refused").to_string();
     assert!(error.contains("representatives") && error.contains("ring"), "{error}");
+}
+
+#[test]
+fn blocks_go_from_every_rank_to_every_other() {
+    let workers = 4;
+    let mut scenario = free(layers(&[100_000]), workers, "p3", ideal(1e9));
+    let tensors = scenario.profile.specs().into_iter().map(|spec| (spec, Scheme::Gather)).collect();
+    let strategy = Strategy::named("p3", None, 0).expect("p3");
+    let plan = Plan::build_mixed(tensors, strategy, Default::default(), workers).expect("a plan");
+    scenario.plan = Some(plan);
+    let report = run(&scenario);
+    let bytes = f64::from(workers - 1) * 400_000.0;
+    near(report.tx_bytes_per_step_max / bytes, 1.0, 0.01);
+    near((report.step_s - 2.0 * UNIT_S) / (bytes * 8.0 / 1e9), 1.0, 0.1);
 }
 
 #[test]

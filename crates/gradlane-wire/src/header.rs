@@ -14,7 +14,7 @@
 //! | 28 | 4 | slice |
 //! | 32 | 4 | priority (signed) |
 //! | 36 | 4 | sender's rank |
-//! | 40 | 8 | offset of the payload in the encoded slice, in bytes |
+//! | 40 | 8 | offset of the payload in the encoded slice, in bytes; of a block: 4 bytes offset in the block, 4 bytes size of the block |
 //! | 48 | 4 | payload length in bytes, at most `MAX_FRAME_BYTES` |
 //! | 52 | 2 | hop round the ring, from 1; zero in frames of other kinds |
 //! | 54 | 2 | reserved, zero |
@@ -57,8 +57,11 @@ pub struct FrameHeader {
     pub priority: Priority,
     /// The sender.
     pub sender: Rank,
-    /// Where the payload starts in the encoded slice, in bytes.
+    /// Where the payload starts in the encoded slice, in bytes; of a block (then below 2^32), in the
+    /// block.
     pub offset: u64,
+    /// Size of the block that the frame is a part of, in bytes; 0 in frames of other kinds.
+    pub block_bytes: u32,
     /// Payload length in bytes.
     pub length: u32,
     /// Which hop round the ring this is, from 1; 0 in frames of other kinds.
@@ -144,6 +147,9 @@ impl FrameHeader {
         bytes[32..36].copy_from_slice(&self.priority.0.to_le_bytes());
         bytes[36..40].copy_from_slice(&self.sender.0.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.offset.to_le_bytes());
+        if self.kind == FrameKind::Block {
+            bytes[44..48].copy_from_slice(&self.block_bytes.to_le_bytes());
+        }
         bytes[48..52].copy_from_slice(&self.length.to_le_bytes());
         bytes[52..54].copy_from_slice(&self.hop.to_le_bytes());
         bytes[56..60].copy_from_slice(&self.payload_crc.to_le_bytes());
@@ -183,6 +189,12 @@ impl FrameHeader {
         if kind.goes_round() != (hop > 0) {
             return Err(HeaderError::Hop { kind, found: hop });
         }
+        let mut offset = u64::from_le_bytes(array(bytes, 40));
+        let mut block_bytes = 0;
+        if kind == FrameKind::Block {
+            offset &= u64::from(u32::MAX);
+            block_bytes = u32::from_le_bytes(array(bytes, 44));
+        }
         Ok(FrameHeader {
             kind,
             codec,
@@ -194,7 +206,8 @@ impl FrameHeader {
             slice: SliceId(u32::from_le_bytes(array(bytes, 28))),
             priority: Priority(i32::from_le_bytes(array(bytes, 32))),
             sender: Rank(u32::from_le_bytes(array(bytes, 36))),
-            offset: u64::from_le_bytes(array(bytes, 40)),
+            offset,
+            block_bytes,
             length,
             hop,
             payload_crc: u32::from_le_bytes(array(bytes, 56)),
@@ -229,7 +242,8 @@ mod tests {
             slice: SliceId(a.4),
             priority: Priority(b.0),
             sender: Rank(b.1),
-            offset: b.2,
+            offset: if kind == FrameKind::Block { b.2 >> 32 } else { b.2 },
+            block_bytes: if kind == FrameKind::Block { a.3 } else { 0 },
             length: b.3,
             hop: if kind.goes_round() { (b.4 as u16).max(1) } else { 0 },
             payload_crc: b.4,
@@ -272,6 +286,7 @@ mod tests {
             priority: Priority(0),
             sender: Rank(0),
             offset: 0,
+            block_bytes: 0,
             length: 0,
             hop: 0,
             payload_crc: 0,

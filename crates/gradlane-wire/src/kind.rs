@@ -51,6 +51,9 @@ wire_enum! {
         /// Piece of a slice's mean, from a rank to the next one of the ring. `hop` counts the
         /// ranks that it has reached with this one.
         RingGather = 17,
+        /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
+        /// block's start.
+        Block = 18,
     }
 }
 
@@ -70,6 +73,7 @@ impl FrameKind {
             FrameKind::Abort => "abort",
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
+            FrameKind::Block => "block",
         }
     }
 

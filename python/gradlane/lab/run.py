@@ -34,7 +34,7 @@ from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import ASGD
+from gradlane.options import ASGD, RING
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -392,7 +392,7 @@ class _Runner:
                     workers=row.workers,
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
-                    scheme="ps",
+                    scheme=RING if row.strategy == RING else "ps",
                     wire_bytes=self._wire_bytes.get(row.strategy) or None,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradlane.options import ASGD, SLICE_ELEMS, STRATEGIES
+from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES
 from gradlane.planner.settings import LEARNING_STEPS
 
 AUTO = "auto"
@@ -72,7 +72,8 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        return self.family in ("gradlane", "ddp-gather") and not self.is_asynchronous
+        sums_on_servers = self.setting not in (RING, ASGD)
+        return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
     def is_asynchronous(self) -> bool:

@@ -15,10 +15,19 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.options import RING
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
-from gradlane.planner.schemes import RULES, SCHEMES, Cost, Counts, Layer, costs_of
+from gradlane.planner.schemes import (
+    ENGINE_SCHEMES,
+    RULES,
+    SCHEMES,
+    Cost,
+    Counts,
+    Layer,
+    costs_of,
+)
 from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
@@ -246,6 +255,8 @@ class Coordinator:
         schemes = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
+            if settings.strategy == RING:
+                choice = SchemeChoice(RING, choice.costs, "ring: as the strategy says")
             schemes.update(dict.fromkeys(layer.parameters, choice))
         return tuple(
             PlannedTensor(
@@ -254,7 +265,7 @@ class Coordinator:
                 scheme=schemes[tensor.name].scheme,
                 codec=codec.codec,
                 # Factors travel whole: no scheme cuts them yet.
-                slices=count if schemes[tensor.name].scheme == "ps" else min(count, 1),
+                slices=count if schemes[tensor.name].scheme in ENGINE_SCHEMES else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
                 else f"{schemes[tensor.name].reason}; codec: {codec.reason}",

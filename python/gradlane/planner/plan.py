@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
-from gradlane.planner.schemes import ENGINE_SCHEMES, SCHEMES
+from gradlane.options import RING, ring_refusal
+from gradlane.planner.schemes import ENGINE_SCHEMES, PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"
@@ -73,6 +74,11 @@ class Plan:
     prediction: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Mapping[str, Any], ...] = ()
     summary: str = ""
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each tensor is aggregated, by name; empty where the plan is for any model."""
+        return {tensor.name: tensor.scheme for tensor in self.tensors}
 
     @property
     def digest(self) -> str:
@@ -217,6 +223,10 @@ def parse_plan(text: str, where: str) -> Plan:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise fields.error("tensors", f"{twice!r} occurs twice")
+    for row, tensor in zip(rows, plan.tensors, strict=True):
+        why = ring_refusal(plan.settings.strategy, plan.facts.update)
+        if tensor.scheme == RING and why:
+            raise row.error("scheme", f"is 'ring', but {why}")
     if "digest" in source and source["digest"] != plan.digest:
         raise fields.error(
             "digest",
@@ -235,8 +245,8 @@ def _tensor(row: _Fields) -> PlannedTensor:
         slices=row.integer("slices", least=0),
         reason=row.text("reason", may_be_empty=True),
     )
-    if tensor.scheme not in SCHEMES:
-        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(SCHEMES)}")
+    if tensor.scheme not in PLAN_SCHEMES:
+        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(PLAN_SCHEMES)}")
     if tensor.codec != RAW:
         try:
             check_codecs(codec_rules(tensor.codec))

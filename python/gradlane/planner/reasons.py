@@ -20,6 +20,7 @@ _WHAT = {
         "wfbp": "slices of 2 MB, first come first served, and a barrier between steps",
         "kvstore": "whole tensors, first come first served, pulled after a notice",
         "deferred-pull": "whole tensors, pulled when the next step begins",
+        "ring": "slices round a ring, the most urgent first",
     }
 }
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ENGINE_SCHEMES = ("ps",)
+from gradlane.options import RING
+
+ENGINE_SCHEMES = ("ps", RING)
 """Schemes that the engine runs: a session takes a plan that names no other."""
 FULLY_CONNECTED = ("Linear",)
 """Modules whose gradient is a product of two factors: output gradients and inputs."""
@@ -127,11 +129,14 @@ SCHEMES: dict[str, Scheme] = {
         lambda m, n, c: float((c.workers - 1) * (m * n + c.rows * m + c.rows * n)),
     ),
 }
-"""Every scheme that a plan can name. Of two that cost the same the first one is chosen, so that
+"""The schemes of table 1. Of two that cost the same the first one is chosen, so that
 factors win ties, as in the paper's algorithm 1."""
-RULES: dict[str, tuple[str, ...]] = {"auto": ENGINE_SCHEMES, "poseidon": ("sfb", "ps")}
-"""Schemes that a rule chooses among: what the engine runs, and the paper's algorithm 1. Nobody
-chooses `adam`: the paper has it to compare with."""
+PLAN_SCHEMES = (*SCHEMES, RING)
+"""Every scheme that a plan can name."""
+RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": ("sfb", "ps")}
+"""Schemes that a rule chooses among: what changes no bit, and the paper's algorithm 1. Nobody
+chooses `adam`: the paper has it to compare with; nor `ring`, which moves as much as servers do and
+adds up in another order."""
 
 
 def costs_of(layer: Layer, counts: Counts, schemes: Sequence[str] = tuple(SCHEMES)) -> list[Cost]:

@@ -17,7 +17,8 @@ _WORKERS_MOST = 100_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan decides. But for the codec, all settings give the same results, bit by bit.
+    """What a plan decides. All settings give the same results, bit by bit, but for the codec, and
+    between `ring` and other strategies.
 
     Attributes:
         strategy: one of `gradlane.options.STRATEGIES`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradlane.timeline.spans import Span, Timeline
+from gradlane.timeline.spans import SENT, Span, Timeline
 
 _Key = tuple[object, ...]
 
@@ -90,7 +90,7 @@ def _least_delay_ns(
     """Return the least difference of clocks from when a frame was sent to when it was there."""
     sent: dict[_Key, int] = {}
     for span in spans:
-        if span.lane in ("push", "broadcast") and machines[span.rank] == sender:
+        if span.lane in SENT and machines[span.rank] == sender:
             sent[_key(span, span.rank, span.arguments["peer"])] = span.end_ns
     delays = [
         span.end_ns - sent[key]

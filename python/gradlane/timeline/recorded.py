@@ -13,8 +13,15 @@ from gradlane.timeline.spans import Span, Timeline
 CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
 """((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
 priority), as the core records frames and works."""
-_SLICED = ("push", "broadcast", "notify", "pull")
+_SLICED = ("push", "broadcast", "notify", "pull", "ring-reduce", "ring-gather")
 """Kinds of frames that are about a slice."""
+_LANES = {
+    "push": "push",
+    "broadcast": "broadcast",
+    "ring-reduce": "push",
+    "ring-gather": "broadcast",
+}
+"""Lanes in which frames leave; others leave in `control`."""
 NOTES = (
     "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
     "what arrives from its header to its last byte; counters spread bytes over that time",
@@ -130,7 +137,7 @@ def _moved(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator
         if way == "rx":
             lane = "receive"
         elif way == "tx":
-            lane = kind if kind in ("push", "broadcast") else "control"
+            lane = _LANES.get(kind, "control")
         about_slice = way == "work" or kind in _SLICED
         name = names[tensor] if about_slice else kind
         arguments = {

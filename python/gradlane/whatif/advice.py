@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.lab.rates import format_rate
-from gradlane.options import ASGD
+from gradlane.options import ASGD, RING
 from gradlane.whatif.grid import Row
 from gradlane.whatif.simulation import RING_FUSED
 
@@ -23,7 +23,7 @@ BUSY = 0.9
 """A rank's I/O thread that works this share of the time is what limits."""
 BUSIER = 0.5
 """So is one that works this share of the time, and more of it than the port sends."""
-BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING_FUSED, ASGD)
+BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING, RING_FUSED, ASGD)
 """What a training without gradlane's scheduling is taken to be: the first that was simulated."""
 
 

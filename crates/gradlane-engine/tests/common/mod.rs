@@ -26,6 +26,8 @@ pub struct Node {
     pub completed: Vec<Step>,
     pub applied: Vec<Applied>,
     pub switched: Vec<(u32, Step)>,
+    /// Blocks that were gathered, by rank.
+    pub blocks: BTreeMap<(TensorId, Step), Vec<Option<(Region, Vec<u8>)>>>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
@@ -193,6 +195,7 @@ impl Cluster {
                 completed: Vec::new(),
                 applied: Vec::new(),
                 switched: Vec::new(),
+                blocks: BTreeMap::new(),
                 failure: None,
                 closed: false,
                 dead: false,
@@ -411,6 +414,19 @@ impl Cluster {
 }
 
 impl Node {
+    /// Says that the blocks of a tensor are done with; they must be as they were.
+    pub fn release(&mut self, tensor: TensorId, step: Step) {
+        let blocks = self.blocks.remove(&(tensor, step)).expect("blocks that were gathered");
+        for (region, bytes) in blocks.into_iter().flatten() {
+            // That of this rank is the application's again.
+            if matches!(region.memory, Memory::Buffer(_)) {
+                assert_eq!(self.read(region), bytes, "{tensor} in {step}");
+            }
+        }
+        self.engine.release_blocks(tensor, step).expect("a release");
+        self.take_events();
+    }
+
     fn bytes_of(&self, memory: Memory) -> Vec<u8> {
         let floats = |values: &Vec<f32>| values.iter().flat_map(|it| it.to_le_bytes()).collect();
         match memory {
@@ -580,6 +596,11 @@ impl Node {
             match event {
                 Event::TensorReady { tensor, step, absent } => {
                     self.ready.push((tensor, step, absent));
+                }
+                Event::BlocksReady { tensor, step, blocks } => {
+                    let blocks =
+                        blocks.iter().map(|it| it.map(|region| (region, self.read(region))));
+                    self.blocks.insert((tensor, step), blocks.collect());
                 }
                 Event::StepComplete { step } => self.completed.push(step),
                 Event::Applied { slice, rank, step, version, staleness } => {
