@@ -24,6 +24,7 @@ struct Row {
     sizes: Vec<u64>,
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "errors come by value from map_err")]
 fn refuse(text: impl ToString) -> PyErr {
     PyValueError::new_err(text.to_string())
 }
@@ -71,6 +72,7 @@ pub(crate) fn plan_json(
 /// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
 /// feedback). ValueError names what is wrong with the text.
 #[pyfunction]
+#[allow(clippy::needless_pass_by_value, reason = "lists become vectors of their own")]
 pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<String> {
     let dtype: Dtype = serde_json::from_value(dtype.into())
         .map_err(|_| refuse(format!("unknown dtype {dtype:?}")))?;
