@@ -270,11 +270,20 @@ class Channel:
     def metrics_json(self) -> str:
         """Return counters as a JSON object.
 
-        `tx_bytes`, `rx_bytes`, `tx_frames`, `rx_frames` (headers included, also in `peers`, a list
-        by rank), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `plan_version`,
-        `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`, `refused_connections`,
-        `refusals` (`address` and `reason` of the last ones).
+        `tx_bytes`, `rx_bytes` (headers included), `tx_payload_bytes`, `rx_payload_bytes`,
+        `tx_frames`, `rx_frames`, `queued_messages`, `queued_bytes` (all also in `peers`, a list by
+        rank, with `in_flight_bytes`), `queued_works`, `raw_bytes` and `encoded_bytes` (slices that
+        were sent whole), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `waits` (rows of
+        `name`, `count`, `wait_s`, `wait_s_max`, `wait_step_max`, `wait_step_last`,
+        `last_of_step_count`, `last_of_step_wait_s`), `stragglers` (rows by rank of `last_count`,
+        `late_s`, `late_s_max`, `late_step_max`), `gathered_slices`, `together_slices`,
+        `plan_version`, `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`,
+        `refused_connections`, `refusals` (`address` and `reason` of the last ones). Depths of
+        queues are asked of the I/O thread, without the GIL; it answers within 100 ms or not at all.
         """
+
+    def waited_ns(self) -> int:
+        """Return how long threads of the program have waited so far, in nanoseconds."""
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return frames since the last call, when the option `trace` is set.

@@ -276,6 +276,45 @@ def plan(
 
 
 @app.command()
+def reproduce(
+    figures: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; or modern."),
+    ] = None,
+    list_them: Annotated[
+        bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
+    ] = False,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder with recorded profiles for the what-if paper's figures."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page of text.")] = None,
+    json_path: JsonPath = None,
+    html_path: HtmlPath = None,
+) -> None:
+    """Put figures of the papers beside what is simulated here, and say why they differ."""
+    from gradlane.lab.display import wide_console
+    from gradlane.reproduce import command
+
+    require_writable(json_path, html_path, markdown)
+    if list_them:
+        content = command.run_list(wide_console())
+    elif not figures:
+        raise ValueError("name a figure, a paper, all or modern; --list shows what there is")
+    else:
+        content = command.run_reproduce(
+            figures,
+            console=wide_console(),
+            profile_dir=profiles,
+            markdown=markdown,
+            html_path=html_path,
+        )
+    if json_path is not None:
+        write_json(json_path, content)
+        typer.echo(f"wrote {json_path}")
+
+
+@app.command()
 def probe(
     window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
     interface: Annotated[str | None, typer.Option(help="Network interface to use.")] = None,
@@ -339,10 +378,10 @@ def report(
     require_writable(target)
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
-    elif is_of_preset(rows := rows_in(content, results)):
-        report_from_preset(rows, target)
+    elif isinstance(content, list) and is_of_preset(content):
+        report_from_preset(content, target)
     else:
-        report_from_results(rows, target)
+        report_from_results(rows_in(content, results), target)
     typer.echo(f"wrote {target}")
 
 

@@ -12,6 +12,7 @@ from gradlane import addresses
 from gradlane.core import Channel, CoreModule, Listener
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
+from gradlane.observability.observer import Observer
 from gradlane.options import Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
@@ -30,6 +31,7 @@ class Surroundings:
         store_port: its port.
         secret: the user's own secret, or None.
         standstill: looks out for ranks that wait for each other.
+        observer: knows what all models count.
         recorder: what a timeline is recorded with, or None.
         schemes: how tensors are aggregated, by name, where a plan says it; others go by the
             strategy.
@@ -42,6 +44,7 @@ class Surroundings:
     store_port: int
     secret: str | None
     standstill: Standstill
+    observer: Observer
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
 

@@ -81,6 +81,9 @@ class Channel(Protocol):
     def metrics_json(self) -> str:
         """Return counters as a JSON object."""
 
+    def waited_ns(self) -> int:
+        """Return how long threads of the program have waited so far, in nanoseconds."""
+
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace."""
 

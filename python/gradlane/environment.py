@@ -26,6 +26,13 @@ _LOCAL_SIZE_VARIABLES = (
     ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
 """How many ranks of an MPI program are on this node, beside how many there are."""
+_LOCAL_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
 _JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "SLURM_JOB_ID",
@@ -84,6 +91,14 @@ def find_place(
         job = _job_name(environment)
     restart = _integer(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
     return Place(rank=rank, world_size=world_size, job=job, restart=restart)
+
+
+def find_local_rank(environment: Mapping[str, str]) -> int:
+    """Return this rank's number among those of its node; 0 where the launcher does not say."""
+    for name in _LOCAL_RANK_VARIABLES:
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return 0
 
 
 def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:

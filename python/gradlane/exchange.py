@@ -6,6 +6,7 @@ when every one of them has come back; whatever is not a gradient here is handed 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class Exchange:
         self._votes: list[Vote] | None = None
         self._counted = 0
         self.step = 0
-        self._spent_steps = 0
+        self._spent_steps: list[int] = []
 
     @property
     def members(self) -> Members:
@@ -120,7 +121,11 @@ class Exchange:
     @property
     def training_step(self) -> int:
         """Number of the current step of training."""
-        return self.step - self._spent_steps
+        return self.step - len(self._spent_steps)
+
+    def training_step_of(self, step: int) -> int:
+        """Number of the training step that a step of the channel was, or came after."""
+        return step - bisect.bisect_right(self._spent_steps, step)
 
     # ---- to the channel
 
@@ -251,7 +256,7 @@ class Exchange:
                 self._channel.wait_step(self.step)
             self.votes()
             self.step += 1
-            self._spent_steps += 1
+            self._spent_steps.append(self.step)
             run(self.step)
             # Nobody votes in such a step: the last votes stand.
             self._counted = self.step

@@ -54,6 +54,8 @@ class Options:
         check_every: compare all ranks' parameters every so many steps; 0 is never.
         trace: keep a trace of frames for `Session.take_trace`.
         trace_path: write a timeline to this file at the end, each rank its own; or None.
+        prometheus: host and port to answer Prometheus at, this rank's own; or None.
+        summary: whether rank 0 prints a line at the end: what the steps have waited for.
     """
 
     strategy: str = "p3"
@@ -74,6 +76,8 @@ class Options:
     check_every: int = 0
     trace: bool = False
     trace_path: Path | None = None
+    prometheus: tuple[str, int] | None = None
+    summary: bool = True
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -100,6 +104,8 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.trace_path is not None and not self.trace_path.absolute().parent.is_dir():
             raise ValueError(f"trace_path is {self.trace_path}, whose folder does not exist")
+        if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
+            raise ValueError(f"prometheus_port is {self.prometheus[1]}; it must be 0 to 65535")
         if self.ports is not None:
             low, high = self.ports
             if not 1 <= low <= high <= 65535:
@@ -121,6 +127,11 @@ class Options:
                 f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
                 'where the parameters are kept for all ranks, so it asks for update="server"; '
                 "otherwise every rank would train a model of its own"
+            )
+        if self.codec != RAW:
+            raise ValueError(
+                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
+                "encoded; use another strategy, or no codec"
             )
         if self.check_every:
             raise ValueError(

@@ -42,6 +42,9 @@ from gradlane.table import Entry, build_table, extra_entry, names_of
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
 
+CLOSE_TIMEOUT_S = 60.0
+"""How long to wait for the other ranks' goodbyes, where nobody says otherwise."""
+
 
 class Prepared:
     """A connected model."""
@@ -116,6 +119,7 @@ class Prepared:
         self.installation.install(self.steps)
         if self._recording is not None:
             self._recording.watch(model)
+        self._watch = around.observer.watch(model, self.channel, self.steps)
         self._gathering: Gathering | None = None
         if around.options.is_asynchronous:
             limit_s = around.options.progress_timeout_s
@@ -165,12 +169,14 @@ class Prepared:
         self.steps.close("the session was closed")
         self._carrier.close()
         self._tell_ending()
+        self._watch.tell(self._meeting)
         try:
             self.channel.finish(timeout_s)
         except core.ChannelTimeout:
             return
         except core.ChannelError as error:
             raise translate_error(core, error, "closing the session") from error
+        self._watch.hear(self._meeting)
         self._compare_endings()
 
     def _tell_ending(self) -> None:
@@ -430,6 +436,7 @@ class Prepared:
         self.channel.switch_priorities(priorities)
 
     def _before_step(self, step: int) -> None:
+        self._watch.step_begins(step)
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
         if self._server is not None:
@@ -508,10 +515,3 @@ def _check_apart(entries: list[Entry]) -> None:
             f"{names_of(trained[index] for index in shared)} share memory, and with "
             'update="server" each is updated by itself; use update="worker"'
         )
-
-
-def describe(prepared: Prepared) -> dict[str, Any]:
-    """Return the counters of a prepared model's channel."""
-    counters: dict[str, Any] = json.loads(prepared.channel.metrics_json())
-    counters["step"] = prepared.steps.step
-    return counters

@@ -41,24 +41,28 @@ from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed
 from gradlane.join import Join
+from gradlane.observability.metrics import Metrics
+from gradlane.observability.observer import make_observer
+from gradlane.observability.prometheus import wanted_address
+from gradlane.observability.summary import is_wanted
+from gradlane.observability.tensorboard import ScalarWriter
 from gradlane.optimizers import steps_per_parameter
 from gradlane.options import Options, strategy_of
+from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
-from gradlane.prepared import Prepared, describe
+from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, open_store, store_address
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
-from gradlane.timeline.recorder import Recorder
+from gradlane.timeline.recorder import make_recorder, wanted_path
 
 if TYPE_CHECKING:
-    from gradlane.planner.learning import Learning
     from gradlane.planner.links import LinkReport
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
-_CLOSE_TIMEOUT_S = 60.0
 _STATE_VERSION = 1
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
@@ -90,6 +94,8 @@ def init(
     check_every: int = Options.check_every,
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
+    prometheus_port: int | None = None,
+    summary: bool | None = None,
     core: CoreModule | None = None,
 ) -> Session:
     """Open a session on this rank; every rank calls it with the same options.
@@ -137,6 +143,10 @@ def init(
         trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
             Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which
             `gradlane trace merge` joins; see `docs/timelines.md`.
+        prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
+            `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
+        summary: whether rank 0 prints a line to stderr at the end, on what the steps have waited
+            for; None: unless `GRADLANE_SUMMARY` is 0.
         core: in place of the compiled core; for tests.
 
     Returns:
@@ -165,7 +175,9 @@ def init(
         work_threads=work_threads,
         check_every=check_every,
         trace=trace,
-        trace_path=_trace_path(trace_path),
+        trace_path=wanted_path(trace_path),
+        prometheus=wanted_address(prometheus_port, os.environ),
+        summary=is_wanted(summary, os.environ),
     )
     core = core if core is not None else load_core()
     if options.codec != RAW:
@@ -184,15 +196,23 @@ class Session:
     ) -> None:
         """Open a session; use `init` instead."""
         host, port = store_address(store, os.environ)
-        self._recorder = _make_recorder(options, place)
+        self._recorder = make_recorder(options, place)
+        self._observer = make_observer(options, place)
         self._standstill = Standstill(store, place)
         self._around = Surroundings(
-            core, options, place, host, port, secret, self._standstill, self._recorder
+            core,
+            options,
+            place,
+            host,
+            port,
+            secret,
+            self._standstill,
+            self._observer,
+            self._recorder,
         )
         self._store = store
         self._prepared: list[Prepared] = []
-        self._learnings: dict[int, Learning] = {}
-        self._plan: Plan | None = None
+        self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
         self._ended: str | None = None
         lifecycle.watch(self)
 
@@ -291,7 +311,7 @@ class Session:
         if agreed.plan is not None:
             options = agreed.plan.settings.applied_to(around.options)
             around = replace(around, options=options, schemes=agreed.plan.schemes)
-            self._plan = agreed.plan
+            self._plans.plan = agreed.plan
         learns = agreed.learns and self.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
@@ -300,7 +320,7 @@ class Session:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
-            self._learn(prepared, links)
+            self._plans.learn(prepared, links)
         if defer is None and not deferred and self._around.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
@@ -370,7 +390,7 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan in force: the last one that was given, or found; None before."""
-        return self._plan
+        return self._plans.plan
 
     def probe(
         self,
@@ -472,19 +492,39 @@ class Session:
                 total.setdefault(rank, Tally()).add(reading)
         return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
 
-    def metrics(self) -> dict[str, Any]:
-        """Return counters since the start, such as `tx_bytes`, `rx_bytes` and `wait_s`.
+    def metrics(self) -> Metrics:
+        """Return what this rank has counted since the start; from any thread, also after the end.
 
-        Numbers are sums over all prepared models; `channels` has them one by one.
+        Bytes, queues, waits by layer, late ranks, step times: see `docs/observability.md`. All are
+        dictionaries, lists and numbers. Numbers are sums over all models; `channels` has the
+        core's own, one of each model.
+
+        Raises:
+            SessionClosed: this is a forked child.
         """
-        channels = [describe(prepared) for prepared in self._prepared]
-        total: dict[str, Any] = {"tx_bytes": 0, "rx_bytes": 0}
-        for counters in channels:
-            for name, value in counters.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    total[name] = total.get(name, 0) + value
-        total["channels"] = channels
-        return total
+        return self._observer.metrics()
+
+    def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
+        """Write scalars for TensorBoard every so many training steps of the first model.
+
+        What fails there is warned of, and the training goes on without it.
+
+        Args:
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar`.
+            every: steps from one writing to the next.
+
+        Raises:
+            ValueError: `every` is below 1.
+            TypeError: the writer has no `add_scalar`.
+            SessionClosed: the session has ended.
+        """
+        self._check_open()
+        self._observer.log_to(writer, every)
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Port that this rank answers Prometheus at, or None."""
+        return self._observer.prometheus_port
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace of frames, one list for all models.
@@ -495,7 +535,7 @@ class Session:
         """
         return [row for prepared in self._prepared for row in prepared.channel.take_trace()]
 
-    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Bring the last step to an end, unhook the models and part from the other ranks.
 
         Gradients without an `optimizer.step()` are forgotten. Closing twice is allowed.
@@ -510,7 +550,7 @@ class Session:
             return
         self._ended = "closed"
         lifecycle.unwatch(self)
-        self._stop_learning()
+        self._plans.stop()
         errors: list[GradlaneError] = []
         for prepared in self._prepared:
             try:
@@ -518,7 +558,7 @@ class Session:
             except GradlaneError as error:
                 errors.append(error)
         self._standstill.close()
-        self._write_timeline()
+        self._write_reports()
         if errors:
             raise errors[0]
 
@@ -532,11 +572,11 @@ class Session:
             return
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
-        self._stop_learning()
+        self._plans.stop()
         for prepared in self._prepared:
             prepared.abort(reason)
         self._standstill.close()
-        self._write_timeline()
+        self._write_reports()
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -567,6 +607,7 @@ class Session:
     def forget_in_child(self) -> None:
         """Drop the session in a forked child, where it cannot be used."""
         self._ended = "left behind in the parent of this forked child"
+        self._observer.forget_in_child()
         for prepared in self._prepared:
             prepared.forget_in_child()
 
@@ -577,11 +618,6 @@ class Session:
         number = _channels.get(key, 0)
         _channels[key] = number + 1
         return Meeting(self._store, place, number, self._around.options.connect_timeout_s)
-
-    def _stop_learning(self) -> None:
-        for learning in self._learnings.values():
-            learning.stop()
-        self._learnings.clear()
 
     def _prepared_before(self, model: nn.Module) -> Prepared | None:
         """Find a model that is to be prepared again; refuse what is in another one's hands."""
@@ -597,41 +633,12 @@ class Session:
         return again
 
     def _part_with(self, prepared: Prepared) -> None:
-        learning = self._learnings.pop(id(prepared), None)
-        if learning is not None:
-            learning.stop()
-        prepared.close(_CLOSE_TIMEOUT_S)
+        self._plans.forget(prepared)
+        prepared.close(CLOSE_TIMEOUT_S)
         self._prepared.remove(prepared)
 
-    def _learn(self, prepared: Prepared, links: LinkReport) -> None:
-        """Have a model's plan found in its first steps."""
-        from gradlane.planner.learning import Learning
-
-        learning = Learning(
-            prepared,
-            links,
-            self._around.options,
-            self._meet,
-            lambda plan: self._switch(prepared, plan),
-        )
-        self._learnings[id(prepared)] = learning
-        prepared.installation.after_step = learning.after_step
-
-    def _switch(self, prepared: Prepared, plan: Plan) -> None:
-        """Go on under a plan; a collective call between two steps."""
-        self._learnings.pop(id(prepared), None)
-        self._plan = plan
-        options = plan.settings.applied_to(self._around.options)
-        if options == self._around.options:
-            return
-        position = self._prepared.index(prepared)
-        try:
-            self._prepared[position] = prepared.reconnected(options, _CLOSE_TIMEOUT_S)
-        except GradlaneError as error:
-            self.abort(f"the plan could not be put into force: {error}")
-            raise
-
-    def _write_timeline(self) -> None:
+    def _write_reports(self) -> None:
+        self._observer.close()
         if self._recorder is not None:
             self._recorder.write()
 
@@ -647,21 +654,3 @@ def _trained_sizes(model: nn.Module) -> dict[str, int]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not is_lazy(parameter) and parameter.numel() > 0
     }
-
-
-def _trace_path(path: str | Path | None) -> Path | None:
-    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
-    return Path(text) if text else None
-
-
-def _make_recorder(options: Options, place: Place) -> Recorder | None:
-    if options.trace_path is None:
-        return None
-    facts = {
-        "strategy": options.strategy,
-        "workers": place.world_size,
-        "job": place.job,
-        "slice_elems": options.slice_elems,
-        "update": options.update,
-    }
-    return Recorder(options.trace_path, place.rank, facts)

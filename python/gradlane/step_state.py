@@ -124,6 +124,10 @@ class StepState:
         """Number of the current training step; 0 before the first gradient."""
         return self._exchange.training_step
 
+    def training_step_of(self, step: int) -> int:
+        """Number of the training step that a step of the channel was, or came after."""
+        return self._exchange.training_step_of(step)
+
     @property
     def exchange(self) -> Exchange:
         """What hands over and takes back."""

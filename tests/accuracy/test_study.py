@@ -14,7 +14,13 @@ from typer.testing import CliRunner
 
 from gradlane.accuracy import findings, study
 from gradlane.accuracy.exchange import Exchange
-from gradlane.accuracy.markdown import losses_in_words, main_table, page_text, points
+from gradlane.accuracy.markdown import (
+    bytes_in_words,
+    losses_in_words,
+    main_table,
+    page_text,
+    points,
+)
 from gradlane.accuracy.schemes import parse_scheme
 from gradlane.accuracy.tasks import TASKS
 from gradlane.accuracy.timing import step_s, timings
@@ -145,6 +151,9 @@ def test_findings_compare_seed_with_seed_and_time_with_time() -> None:
     table = main_table(rows, "mlp")
     assert [line[0] for line in table.body] == ["p3", "fast", "lossy"]
     assert "made by me" in page_text(rows, "made by me")
+    assert bytes_in_words(rows) == ""
+    rows.append({**row("fast", 0, [0.1, 0.5, 0.9], 0.25), "task": "lstm", "wire_ratio": 9.0})
+    assert "saves few bytes on mlp: 1.0 times fewer, where lstm has 9.0" in bytes_in_words(rows)
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -162,5 +171,8 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "qsgd:bits=8" in page.read_text() and (tmp_path / "study" / "results.csv").exists()
     html = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
     assert "Accuracy against time at 100 Mbit/s" in html
+    results = str(tmp_path / "study" / "results.json")
+    again = CliRunner().invoke(app, ["report", results, "--html", str(tmp_path / "again.html")])
+    assert again.exit_code == 0 and "Accuracy against time" in (tmp_path / "again.html").read_text()
     wrong = CliRunner().invoke(app, ["lab", "accuracy", "--task", "chess"])
     assert isinstance(wrong.exception, ValueError) and "chess" in str(wrong.exception)

@@ -351,6 +351,9 @@ class FakeChannel:
     def metrics_json(self) -> str:
         return json.dumps({"tx_bytes": 1, "rx_bytes": 2})
 
+    def waited_ns(self) -> int:
+        return 0
+
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         return []
 

@@ -166,7 +166,8 @@ def test_a_program_that_ends_without_closing(nursery: Nursery, tmp_path: Path) -
     run = Run(nursery, tmp_path, "normal")
     assert run.codes == [0, 0, 0], run.errors
     assert all("step 6" in output for output in run.outputs)
-    assert run.errors == ["", "", ""]
+    assert run.errors[0].startswith("gradlane: 6 steps, ") and run.errors[0].count("\n") == 1
+    assert run.errors[1:] == ["", ""]
 
 
 def test_a_program_that_exits_with_a_status(nursery: Nursery, tmp_path: Path) -> None:

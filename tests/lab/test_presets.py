@@ -140,7 +140,7 @@ def test_rows_of_a_busy_machine_are_measured_again(
 ) -> None:
     cell = bandwidth(**SMALL).cells[0]
     preset = Preset("bandwidth", [cell], lambda rows: [])
-    with pytest.raises(ValueError, match="idle machine"):
+    with pytest.raises(LabError, match="no run is evidence"):
         run_made(preset, tmp_path, Machine(busy=True))
     again = Machine()
     rows = run_made(preset, tmp_path, again)
@@ -181,6 +181,22 @@ def test_simulated_rows_that_nobody_asks_for_are_dropped() -> None:
     assert simulate_missing([changed], rows, keep=saved.append)[0]["compute_s"] == 0.2
 
 
+def test_a_simulation_that_fails_is_told_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_simulation(self: Simulation) -> dict[str, Any]:
+        if self.rate_bps == 3 * GBIT:
+            raise ValueError("no such cluster")
+        return dict(self._inputs())
+
+    monkeypatch.setattr(Simulation, "run", run_simulation)
+    asked = [Simulation("resnet50", "p3", 2, rate * GBIT, 4.0, 0.3) for rate in (1, 2, 3, 4)]
+    saved: list[list[dict[str, Any]]] = []
+    with pytest.raises(ValueError, match="no such cluster"):
+        simulate_missing(asked, [], keep=saved.append)
+    assert [row["rate_bps"] for row in saved[-1]] == [GBIT, 2 * GBIT]
+
+
 def test_curves_go_through_the_measured_rates() -> None:
     dilations = between({2 * GBIT: 4.0, 16 * GBIT: 32.0})
     assert dilations == {2 * GBIT: 4.0, 4 * GBIT: 8.0, 8 * GBIT: 16.0, 16 * GBIT: 32.0}
@@ -212,6 +228,13 @@ def test_the_best_of_the_bucket_sizes_counts() -> None:
     assert p3["bound_step_s"] == pytest.approx(0.3208, abs=0.002)
     assert findings.faster_than_bound(rows) == []
     assert len(findings.faster_than_bound(made({"none": 0.3, "p3": 0.31}))) == 1
+
+
+def test_steps_that_do_not_wait_for_their_gradients_have_no_bound() -> None:
+    rows = made({"none": 0.3, "p3": 0.35, "asgd": 0.3})
+    bounds = {row["strategy"]: row["bound_step_s"] for row in rows}
+    assert bounds["asgd"] is None and bounds["p3"] > 0.3
+    assert findings.faster_than_bound(rows) == [] == findings.over_bound(rows, "asgd")
 
 
 def test_an_order_that_is_not_the_expected_one_is_told() -> None:

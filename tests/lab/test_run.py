@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gradlane.lab.errors import RankError
+from gradlane.lab.presets.activity import activity_of
 from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
@@ -215,7 +216,12 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         profile_path=str(profile),
     )
     saved = tmp_path / "rows.json"
-    rows = run_lab(options, on_rows=lambda finished: save_rows(finished, saved))
+    activities: list[dict[str, Any]] = []
+    rows = run_lab(
+        options,
+        on_rows=lambda finished: save_rows(finished, saved),
+        on_recording=lambda row, sampled: activities.append(activity_of(sampled, row.dilation)),
+    )
     assert [(one.repeat, one.strategy) for one in rows] == [
         (0, "none"),
         (0, "ddp-gloo:25"),
@@ -237,6 +243,12 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
             assert 0.9 * model_bytes < one.tx_bytes_per_step < 1.2 * model_bytes
             assert one.params_equal
             assert one.verified_tensors == 2 * 3
+    # Bytes of all intervals are those of the whole window, but for its last part of an interval.
+    for one, activity in zip(rows, activities, strict=True):
+        sent_bytes = sum(map(sum, activity["sent_bytes"])) / 2
+        assert sent_bytes <= 1.2 * one.tx_bytes_per_step * 20 + 1000
+        assert sent_bytes >= 0.8 * one.tx_bytes_per_step * 19 - 1000
+        assert len(activity["step_starts_s"]) == 21 and len(activity["rank_cpu_s"]) == 2
     # Sums of two are the same in any order, and repeats are the same runs.
     assert len({one.param_digest for one in rows if one.strategy != "none"}) == 1
     assert json.loads(saved.read_text()) == [dataclasses.asdict(one) for one in rows]

@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod depths;
 mod each;
 mod encoding;
 mod engine;
@@ -39,6 +40,7 @@ mod strategy;
 mod work;
 mod worker;
 
+pub use depths::{PeerDepth, QueueDepths};
 pub use encoding::{Coding, Encoding};
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};

@@ -47,4 +47,9 @@ impl Queue {
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
+
+    /// All entries, most urgent first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Unicast> {
+        self.entries.iter().map(|(_, entry)| entry)
+    }
 }

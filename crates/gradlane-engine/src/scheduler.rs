@@ -5,6 +5,7 @@
 //! none of its peers can take more. Credit bounds the bytes handed out towards a peer and not yet
 //! reported as sent; one frame always goes, so a slice larger than the credit never starves.
 
+use crate::depths::PeerDepth;
 use crate::io::{Payload, Region, Transmit};
 use crate::queue::{Queue, Unicast};
 use crate::rank_set::RankSet;
@@ -208,6 +209,25 @@ impl Scheduler {
     pub(crate) fn is_idle(&self) -> bool {
         self.shared.is_empty()
             && self.peers.iter().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
+    }
+
+    /// What waits for each peer; a message to several counts for each that it is still owed to.
+    pub(crate) fn depths(&self) -> Vec<PeerDepth> {
+        let mut depths: Vec<PeerDepth> = Vec::with_capacity(self.peers.len());
+        for peer in &self.peers {
+            let mut depth =
+                PeerDepth { in_flight_bytes: peer.in_flight_bytes, ..Default::default() };
+            for entry in peer.queue.iter() {
+                depth.add(entry.message.bytes() - entry.offset);
+            }
+            depths.push(depth);
+        }
+        for entry in self.shared.values() {
+            for peer in entry.owed.iter() {
+                depths[peer.index()].add(entry.message.bytes());
+            }
+        }
+        depths
     }
 
     /// The most urgent frame that may go now.

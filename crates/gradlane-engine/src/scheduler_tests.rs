@@ -74,6 +74,16 @@ impl Model {
         heads.filter(|entry| self.can_go(entry)).map(|entry| entry.key).min()
     }
 
+    /// What waits for a peer: messages, bytes, bytes in flight.
+    fn depth(&self, peer: Rank) -> PeerDepth {
+        let of_peer = self.entries.iter().filter(|it| it.peer == peer);
+        PeerDepth {
+            messages: of_peer.clone().count() as u64,
+            bytes: of_peer.map(|it| it.bytes - it.offset).sum(),
+            in_flight_bytes: self.in_flight[peer.index()],
+        }
+    }
+
     /// Books a frame that the scheduler gave out; `None` when it was not to be given out.
     fn take(&mut self, transmit: &Transmit) -> Option<Key> {
         let position = self.entries.iter().position(|entry| {
@@ -169,6 +179,8 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
                 scheduler.sent(&transmit);
             }
         }
+        let depths: Vec<PeerDepth> = (0..WORLD).map(|peer| model.depth(Rank(peer))).collect();
+        prop_assert_eq!(scheduler.depths(), depths);
     }
     // With every peer writable and every frame acknowledged at once, everything leaves.
     for peer in 1..WORLD {

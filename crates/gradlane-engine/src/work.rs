@@ -108,6 +108,11 @@ impl WorkQueue {
         self.pending.clear();
     }
 
+    /// Works that nobody has asked for yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.pending.len()
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty() && self.running.is_empty()
     }

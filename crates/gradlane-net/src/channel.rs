@@ -15,7 +15,7 @@ use crate::ledger::Ledger;
 use crate::listener::Listener;
 use crate::memory::UserMemory;
 use crate::mesh::{self, INTERRUPT_EVERY};
-use crate::metrics::{count, Metrics, MetricsReading};
+use crate::metrics::{Metrics, MetricsReading};
 use crate::optimizer::{Rule, StateKind, StateRead};
 use crate::options::ChannelOptions;
 use crate::poller::Poller;
@@ -29,6 +29,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+/// How long a reader of metrics waits for the depths of queues.
+const DEPTHS_WITHIN: Duration = Duration::from_millis(100);
 
 /// Threads that are joined when the channel closes.
 struct Threads {
@@ -83,7 +86,7 @@ impl Channel {
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
         };
-        let metrics = Arc::new(Metrics::new(options.world_size));
+        let metrics = Arc::new(Metrics::new(options.world_size, plan.tensors.len()));
         let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let shared = Arc::new(Shared {
@@ -479,8 +482,7 @@ impl Channel {
                 break Err(ChannelError::Interrupted);
             }
         };
-        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        count(&self.shared.metrics.wait_ns, waited);
+        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
         result
     }
 
@@ -523,10 +525,21 @@ impl Channel {
         Ok(())
     }
 
-    /// The counters; also after the end.
+    /// The counters; also after the end. Depths of queues are those of this moment, or, if the I/O
+    /// thread is too busy to say, of an earlier one.
     #[must_use]
     pub fn metrics(&self) -> MetricsReading {
-        self.shared.metrics.read()
+        let shared = &self.shared;
+        if !self.forgotten.load(Ordering::Relaxed) {
+            shared.metrics.depths.ask(DEPTHS_WITHIN, || shared.command(Command::ReportDepths));
+        }
+        shared.metrics.read(&self.plan)
+    }
+
+    /// Time that application threads have waited so far, in nanoseconds.
+    #[must_use]
+    pub fn waited_ns(&self) -> u64 {
+        self.shared.metrics.wait_ns.load(Ordering::Relaxed)
     }
 
     /// Frames recorded since the last call; none without the option `trace`.

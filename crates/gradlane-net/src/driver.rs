@@ -4,6 +4,7 @@
 //! asks the engine for works, frames and events until it has none. A frame is chosen only when its
 //! socket can take it; nothing here blocks but the wait for the next event.
 
+use crate::arrivals::Arrivals;
 use crate::blocks;
 use crate::connection::{Connection, Fault, Flushed, OutgoingPayload};
 use crate::descriptors::Tracked;
@@ -20,7 +21,7 @@ use crate::works::Works;
 use gradlane_engine::{
     EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Transmit,
 };
-use gradlane_units::{Rank, Step, Time};
+use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::io;
 use std::net::TcpStream;
@@ -68,6 +69,7 @@ pub(crate) struct Driver {
     pub(crate) memory: MemoryTable,
     pub(crate) works: Works,
     pub(crate) shared: Arc<Shared>,
+    arrivals: Arrivals,
     options: ChannelOptions,
     origin: Instant,
     now: Time,
@@ -129,6 +131,7 @@ impl Driver {
             memory: MemoryTable::new(plan.tensors.len()),
             works,
             shared,
+            arrivals: Arrivals::new(plan, Rank(options.rank)),
             options,
             origin: Instant::now(),
             now: Time::ZERO,
@@ -197,10 +200,12 @@ impl Driver {
                 Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
+                    self.note_own(tensor, step);
                     self.engine.gradient_ready(tensor, step)
                 }
                 Command::TensorAbsent(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
+                    self.note_own(tensor, step);
                     self.engine.tensor_absent(tensor, step)
                 }
                 Command::BlockReady(tensor, step, memory) => {
@@ -249,6 +254,10 @@ impl Driver {
                     Ok(())
                 }
                 Command::SwitchPriorities(priorities) => self.engine.switch_priorities(priorities),
+                Command::ReportDepths => {
+                    self.shared.metrics.depths.answer(self.engine.queue_depths());
+                    Ok(())
+                }
                 Command::Finish => {
                     self.engine.finish();
                     Ok(())
@@ -263,6 +272,11 @@ impl Driver {
             }
         }
         self.commands = commands;
+    }
+
+    fn note_own(&mut self, tensor: TensorId, step: Step) {
+        let lateness = &self.shared.metrics.lateness;
+        self.arrivals.own(self.engine.plan(), tensor, step, self.now, lateness);
     }
 
     /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so
@@ -368,7 +382,8 @@ impl Driver {
         let (engine, shared) = (&mut self.engine, &self.shared);
         let counters = &shared.metrics.peers[rank.index()];
         let result = link.connection.flush(|header, transmit| {
-            count(&counters.sent_frames, 1);
+            counters.sent(header);
+            shared.metrics.sent_message(engine.plan(), header);
             shared.trace.sent(rank, header);
             if let Some(transmit) = transmit {
                 shared.metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
@@ -464,6 +479,8 @@ impl Driver {
             engine: &mut self.engine,
             memory: &mut self.memory,
             shared: &self.shared,
+            arrivals: &mut self.arrivals,
+            now: self.now,
             peer: rank,
             heard_goodbye: &mut link.heard_goodbye,
         };

@@ -1,18 +1,20 @@
 //! Frames from one peer, between its connection and the engine.
 
+use crate::arrivals::Arrivals;
 use crate::connection::{Fault, FrameSink, Target};
 use crate::memory::{MemoryTable, Span};
-use crate::metrics::count;
 use crate::shared::Shared;
 use gradlane_engine::{JournaledEngine, Landing, ProtocolError};
-use gradlane_units::Rank;
-use gradlane_wire::{FrameHeader, FrameKind};
+use gradlane_units::{Rank, Time};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 
 /// What receiving needs of the driver.
 pub(crate) struct Inbound<'a> {
     pub(crate) engine: &'a mut JournaledEngine,
     pub(crate) memory: &'a mut MemoryTable,
     pub(crate) shared: &'a Shared,
+    pub(crate) arrivals: &'a mut Arrivals,
+    pub(crate) now: Time,
     pub(crate) peer: Rank,
     pub(crate) heard_goodbye: &'a mut bool,
 }
@@ -37,14 +39,20 @@ impl FrameSink for Inbound<'_> {
     }
 
     fn frame_arrived(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
-        count(&self.shared.metrics.peers[self.peer.index()].received_frames, 1);
+        let metrics = &self.shared.metrics;
+        metrics.peers[self.peer.index()].received(header);
         self.shared.trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
         let result = match control {
             Some(payload) => self.engine.handle_control(self.peer, header, payload),
             None => self.engine.handle_frame(self.peer, header),
         };
-        result.map_err(|error| broken(&error))
+        result.map_err(|error| broken(&error))?;
+        if header.kind == FrameKind::Push && header.flags.contains(FrameFlags::LAST) {
+            let FrameHeader { slice, step, .. } = *header;
+            self.arrivals.arrived(slice, step, self.peer, self.now, &metrics.lateness);
+        }
+        Ok(())
     }
 
     fn describe(&self, header: &FrameHeader) -> String {

@@ -18,10 +18,12 @@
 //! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
+mod arrivals;
 mod blocks;
 mod channel;
 mod codecs;
 mod connection;
+mod depths;
 mod descriptors;
 mod doorman;
 mod driver;
@@ -47,6 +49,7 @@ mod syscall;
 mod trace;
 mod works;
 
+pub use arrivals::LatenessReading;
 pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use codecs::{CodecSpecError, TensorCodec};
@@ -54,7 +57,7 @@ pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};
 pub use listener::Listener;
 pub use memory::UserMemory;
-pub use metrics::{MetricsReading, PeerReading, Refusal, StalenessReading};
+pub use metrics::{MetricsReading, PeerReading, Refusal, StalenessReading, WaitReading};
 pub use optimizer::{Rule, RuleError, StateKind, StateRead};
 pub use options::ChannelOptions;
 pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};

@@ -1,15 +1,21 @@
-//! Counters of a channel: bytes, frames, CPU time of its threads, refused callers.
+//! Counters of a channel: bytes, frames, waits, CPU time of its threads, refused callers.
 //!
-//! Counters only grow and are read at any time from any thread; a reading is not one instant.
+//! Counters only grow and are read at any time from any thread; a reading is not one instant. What
+//! is counted for each frame costs a few plain additions; waits and late ranks are counted when a
+//! thread has slept, or a slice is whole.
 
-use crate::ready::lock;
+use crate::arrivals::{Lateness, LatenessReading};
+use crate::depths::DepthBoard;
+use crate::ready::{lock, Awaited};
 use crate::syscall::ThreadClock;
-use gradlane_engine::Staleness;
-use gradlane_units::Rank;
+use gradlane_engine::{Plan, Staleness};
+use gradlane_units::{Rank, Step, TensorId};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Mutex;
+use std::time::Duration;
 
 /// Refusals that are kept; older ones are only counted.
 const REFUSALS_KEPT: usize = 64;
@@ -21,11 +27,65 @@ pub(crate) struct PeerCounters {
     pub(crate) received_bytes: AtomicU64,
     pub(crate) sent_frames: AtomicU64,
     pub(crate) received_frames: AtomicU64,
+    sent_payload_bytes: AtomicU64,
+    received_payload_bytes: AtomicU64,
+}
+
+impl PeerCounters {
+    /// A frame is with the kernel.
+    pub(crate) fn sent(&self, header: &FrameHeader) {
+        count(&self.sent_frames, 1);
+        count(&self.sent_payload_bytes, u64::from(header.length));
+    }
+
+    /// A frame is here.
+    pub(crate) fn received(&self, header: &FrameHeader) {
+        count(&self.received_frames, 1);
+        count(&self.received_payload_bytes, u64::from(header.length));
+    }
 }
 
 /// Adds to a counter that one thread writes.
 pub(crate) fn count(counter: &AtomicU64, amount: u64) {
+    let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
+    counter.store(sum, Ordering::Relaxed);
+}
+
+/// Adds to a counter that several threads write.
+fn count_shared(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+pub(crate) fn load(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+pub(crate) fn seconds(nanos: u64) -> f64 {
+    nanos as f64 / 1e9
+}
+
+/// Waits of application threads for one tensor.
+#[derive(Debug, Default)]
+struct TensorWaits {
+    count: AtomicU64,
+    sum_ns: AtomicU64,
+    max_ns: AtomicU64,
+    max_step: AtomicU64,
+    last_step: AtomicU64,
+    /// Waits for a whole step that this tensor was the last of.
+    step_count: AtomicU64,
+    step_sum_ns: AtomicU64,
+}
+
+impl TensorWaits {
+    fn note(&self, step: Step, waited_ns: u64) {
+        count_shared(&self.count, 1);
+        count_shared(&self.sum_ns, waited_ns);
+        self.last_step.store(step.0, Ordering::Relaxed);
+        if self.max_ns.fetch_max(waited_ns, Ordering::Relaxed) < waited_ns {
+            self.max_step.store(step.0, Ordering::Relaxed);
+        }
+    }
 }
 
 /// CPU time of one thread, also after it has ended.
@@ -62,13 +122,21 @@ pub(crate) struct Metrics {
     pub(crate) turns: AtomicU64,
     /// Pushes that this rank has applied one by one.
     pub(crate) staleness: Mutex<Staleness>,
+    /// Who the slices of this rank wait for.
+    pub(crate) lateness: Lateness,
+    /// How much waited in the engine when somebody asked.
+    pub(crate) depths: DepthBoard,
+    waits: Vec<TensorWaits>,
+    /// Bytes of whole messages sent, before and after encoding.
+    raw_bytes: AtomicU64,
+    encoded_bytes: AtomicU64,
     threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
     refusals: Mutex<(u64, VecDeque<Refusal>)>,
 }
 
 impl Metrics {
     /// Counters at zero.
-    pub(crate) fn new(world_size: u32) -> Metrics {
+    pub(crate) fn new(world_size: u32, tensors: usize) -> Metrics {
         Metrics {
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
@@ -78,6 +146,11 @@ impl Metrics {
             scratch_bytes: AtomicU64::new(0),
             turns: AtomicU64::new(0),
             staleness: Mutex::new(Staleness::new(world_size)),
+            lateness: Lateness::new(world_size),
+            depths: DepthBoard::default(),
+            waits: (0..tensors).map(|_| TensorWaits::default()).collect(),
+            raw_bytes: AtomicU64::new(0),
+            encoded_bytes: AtomicU64::new(0),
             threads: Mutex::default(),
             refusals: Mutex::default(),
         }
@@ -101,30 +174,81 @@ impl Metrics {
         refusals.1.push_back(Refusal { address: address.to_owned(), reason: reason.to_owned() });
     }
 
+    /// A thread has waited; of a whole step, `last` is the tensor that came last.
+    pub(crate) fn note_wait(&self, awaited: Awaited, last: TensorId, waited: Duration) {
+        let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
+        count_shared(&self.wait_ns, waited_ns);
+        match awaited {
+            Awaited::Tensor(tensor, step) => {
+                if let Some(waits) = self.waits.get(tensor.index()) {
+                    waits.note(step, waited_ns);
+                }
+            }
+            Awaited::Step(_) => {
+                if let Some(waits) = self.waits.get(last.index()) {
+                    count_shared(&waits.step_count, 1);
+                    count_shared(&waits.step_sum_ns, waited_ns);
+                }
+            }
+            Awaited::End => {}
+        }
+    }
+
+    /// The last frame of a message is with the kernel.
+    pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
+        let carries_slice = matches!(
+            header.kind,
+            FrameKind::Push | FrameKind::Broadcast | FrameKind::RingReduce | FrameKind::RingGather
+        );
+        let whole = header.flags.contains(FrameFlags::LAST);
+        if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {
+            count(&self.raw_bytes, plan.slice_bytes(header.slice));
+            count(&self.encoded_bytes, header.offset + u64::from(header.length));
+        }
+    }
+
     /// All counters now.
-    pub(crate) fn read(&self) -> MetricsReading {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    pub(crate) fn read(&self, plan: &Plan) -> MetricsReading {
+        let depths = self.depths.last();
         let peers: Vec<PeerReading> = self
             .peers
             .iter()
-            .map(|peer| PeerReading {
+            .enumerate()
+            .map(|(rank, peer)| PeerReading {
                 tx_bytes: load(&peer.sent_bytes),
                 rx_bytes: load(&peer.received_bytes),
                 tx_frames: load(&peer.sent_frames),
                 rx_frames: load(&peer.received_frames),
+                tx_payload_bytes: load(&peer.sent_payload_bytes),
+                rx_payload_bytes: load(&peer.received_payload_bytes),
+                queued_messages: depths.peers.get(rank).map_or(0, |it| it.messages),
+                queued_bytes: depths.peers.get(rank).map_or(0, |it| it.bytes),
+                in_flight_bytes: depths.peers.get(rank).map_or(0, |it| it.in_flight_bytes),
             })
             .collect();
         let refusals = lock(&self.refusals);
+        let (gathered_slices, together_slices) = self.lateness.gathered();
         MetricsReading {
             tx_bytes: peers.iter().map(|peer| peer.tx_bytes).sum(),
             rx_bytes: peers.iter().map(|peer| peer.rx_bytes).sum(),
             tx_frames: peers.iter().map(|peer| peer.tx_frames).sum(),
             rx_frames: peers.iter().map(|peer| peer.rx_frames).sum(),
+            tx_payload_bytes: peers.iter().map(|peer| peer.tx_payload_bytes).sum(),
+            rx_payload_bytes: peers.iter().map(|peer| peer.rx_payload_bytes).sum(),
+            queued_messages: peers.iter().map(|peer| peer.queued_messages).sum(),
+            queued_bytes: peers.iter().map(|peer| peer.queued_bytes).sum(),
+            queued_works: depths.works,
+            raw_bytes: load(&self.raw_bytes),
+            encoded_bytes: load(&self.encoded_bytes),
             peers,
+            waits: self.read_waits(plan),
+            stragglers: self.lateness.read(),
+            gathered_slices,
+            together_slices,
             io_cpu_s: self.cpu_s("io"),
             work_cpu_s: self.cpu_s("work"),
             doorman_cpu_s: self.cpu_s("doorman"),
-            wait_s: load(&self.wait_ns) as f64 / 1e9,
+            wait_s: seconds(load(&self.wait_ns)),
             plan_version: load(&self.plan_version),
             outgoing_frames: load(&self.outgoing_frames),
             works_in_flight: load(&self.works_in_flight),
@@ -134,6 +258,21 @@ impl Metrics {
             refused_connections: refusals.0,
             refusals: refusals.1.iter().cloned().collect(),
         }
+    }
+
+    /// The waits for tensors that anybody has waited for.
+    fn read_waits(&self, plan: &Plan) -> Vec<WaitReading> {
+        let rows = plan.tensors.iter().zip(&self.waits).map(|(tensor, waits)| WaitReading {
+            name: tensor.spec.name.clone(),
+            count: load(&waits.count),
+            wait_s: seconds(load(&waits.sum_ns)),
+            wait_s_max: seconds(load(&waits.max_ns)),
+            wait_step_max: load(&waits.max_step),
+            wait_step_last: load(&waits.last_step),
+            last_of_step_count: load(&waits.step_count),
+            last_of_step_wait_s: seconds(load(&waits.step_sum_ns)),
+        });
+        rows.filter(|row| row.count > 0 || row.last_of_step_count > 0).collect()
     }
 
     fn cpu_s(&self, name: &str) -> f64 {
@@ -172,13 +311,23 @@ impl Drop for ThreadCount<'_> {
     }
 }
 
-/// What went to and came from one peer, payloads and headers.
+/// What went to and came from one peer, and what waits for it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PeerReading {
-    /// Bytes sent.
+    /// Bytes sent, payloads and headers of frames.
     pub tx_bytes: u64,
-    /// Bytes received.
+    /// Bytes received, payloads and headers of frames.
     pub rx_bytes: u64,
+    /// Bytes sent in payloads of whole frames.
+    pub tx_payload_bytes: u64,
+    /// Bytes received in payloads of whole frames.
+    pub rx_payload_bytes: u64,
+    /// Messages that are not, or not wholly, handed out.
+    pub queued_messages: u64,
+    /// Bytes of them that are still to be handed out.
+    pub queued_bytes: u64,
+    /// Bytes handed out and not yet with the kernel.
+    pub in_flight_bytes: u64,
     /// Frames sent.
     pub tx_frames: u64,
     /// Frames received.
@@ -199,6 +348,27 @@ pub struct StalenessReading {
     pub histogram: Vec<u64>,
 }
 
+/// Waits of application threads for one tensor.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct WaitReading {
+    /// Of the tensor.
+    pub name: String,
+    /// Times that a thread had to wait for it.
+    pub count: u64,
+    /// Seconds altogether.
+    pub wait_s: f64,
+    /// The longest wait.
+    pub wait_s_max: f64,
+    /// The step of the longest wait.
+    pub wait_step_max: u64,
+    /// The step of the last wait.
+    pub wait_step_last: u64,
+    /// Times that a thread waited for a whole step and this tensor came last.
+    pub last_of_step_count: u64,
+    /// Seconds of these.
+    pub last_of_step_wait_s: f64,
+}
+
 /// All counters at one time; in JSON by the same names.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MetricsReading {
@@ -210,8 +380,30 @@ pub struct MetricsReading {
     pub tx_frames: u64,
     /// Frames received from all peers.
     pub rx_frames: u64,
+    /// Bytes sent in payloads of whole frames.
+    pub tx_payload_bytes: u64,
+    /// Bytes received in payloads of whole frames.
+    pub rx_payload_bytes: u64,
+    /// Messages that are not, or not wholly, handed out.
+    pub queued_messages: u64,
+    /// Bytes of them that are still to be handed out.
+    pub queued_bytes: u64,
+    /// Works that wait for a free work thread.
+    pub queued_works: u64,
+    /// Bytes of slices that were sent whole, before encoding.
+    pub raw_bytes: u64,
+    /// Bytes of the same slices as they were sent.
+    pub encoded_bytes: u64,
     /// The same for each rank; zeros for this one.
     pub peers: Vec<PeerReading>,
+    /// Waits for tensors; those that nobody has waited for are left out.
+    pub waits: Vec<WaitReading>,
+    /// By rank: how late its contributions to this rank's slices were.
+    pub stragglers: Vec<LatenessReading>,
+    /// Slices of this rank that all ranks' contributions have come for.
+    pub gathered_slices: u64,
+    /// Those of them whose last two contributions came together: nobody was late.
+    pub together_slices: u64,
     /// CPU time of the I/O thread, in seconds.
     pub io_cpu_s: f64,
     /// CPU time of all work threads, in seconds.

@@ -5,7 +5,7 @@
 
 use gradlane_units::{Step, TensorId};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,6 +33,8 @@ struct Waiter {
 pub(crate) struct ReadyBoard {
     /// Per tensor: one more than the last step in which it became ready.
     tensors: Vec<AtomicU64>,
+    /// The tensor that became ready last.
+    newest: AtomicU32,
     /// One more than the last complete step.
     complete: AtomicU64,
     /// Not zero when the session is over.
@@ -47,6 +49,7 @@ impl ReadyBoard {
     pub(crate) fn new(tensors: usize) -> ReadyBoard {
         ReadyBoard {
             tensors: (0..tensors).map(|_| AtomicU64::new(0)).collect(),
+            newest: AtomicU32::new(0),
             complete: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             news: Mutex::default(),
@@ -73,9 +76,15 @@ impl ReadyBoard {
         self.complete.load(Ordering::SeqCst).checked_sub(1).map(Step)
     }
 
+    /// The tensor that became ready last: of a complete step, the one that completed it.
+    pub(crate) fn newest(&self) -> TensorId {
+        TensorId(self.newest.load(Ordering::Relaxed))
+    }
+
     /// A tensor is ready. What was written to its memory before is seen by who sees this.
     pub(crate) fn publish_tensor(&self, tensor: TensorId, step: Step, absent: bool) {
         lock(&self.news).push_back((step, tensor, absent));
+        self.newest.store(tensor.0, Ordering::Relaxed);
         self.tensors[tensor.index()].store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Tensor(tensor, step));
     }

@@ -34,6 +34,8 @@ pub(crate) enum Command {
     StepEnd(Step),
     Needed(Vec<TensorId>, Step),
     SwitchPriorities(Vec<Priority>),
+    /// Somebody wants to know how much waits.
+    ReportDepths,
     Finish,
     Abort(String),
 }
@@ -83,6 +85,7 @@ impl Shared {
     pub(crate) fn end(&self, ended: Ended) {
         // A second end changes nothing.
         let _ = self.ended.set(ended);
+        self.metrics.depths.close();
         self.ready.publish_end();
     }
 

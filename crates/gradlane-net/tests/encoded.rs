@@ -71,6 +71,20 @@ fn short_tensors_are_encoded_from_what_they_widen_to() {
     trains("qsgd:bits=8", Dtype::Bf16, "slicing", 5_000, 2);
 }
 
+#[test]
+fn columns_buckets_and_minima() {
+    trains("onebit:bucket=64", Dtype::F32, "p3", 5_000, 3);
+    trains("onebit:bucket=64", Dtype::Bf16, "kvstore", 5_000, 2);
+    trains("int8:bucket=64,residual=on", Dtype::F32, "p3", 1_000, 2);
+}
+
+/// Tensors are one slice each here: what is sent is chosen slice by slice.
+#[test]
+fn encodings_whose_lengths_differ() {
+    trains("topk:ratio=0.01", Dtype::F32, "p3", 500_000, 3);
+    trains("dgc:ratio=0.01,momentum=0.9", Dtype::F32, "wfbp", 500_000, 2);
+}
+
 /// Bytes of all memory after some steps, and what all ranks sent, step 0 and goodbyes included.
 fn bits_of(
     codec: &'static str,

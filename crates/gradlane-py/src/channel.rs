@@ -320,9 +320,14 @@ impl Channel {
         self.channel.switch_priorities(priorities).map_err(translate)
     }
 
-    /// Counters as a JSON object.
-    fn metrics_json(&self) -> String {
-        self.channel.metrics().to_json()
+    /// Counters as a JSON object. Asks the I/O thread for some of them, so without the GIL.
+    fn metrics_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.channel.metrics().to_json())
+    }
+
+    /// Nanoseconds that threads of the program have waited so far.
+    fn waited_ns(&self) -> u64 {
+        self.channel.waited_ns()
     }
 
     /// Frames since the last call: (time_ns, "tx" or "rx", kind, peer, step, tensor, slice,

@@ -27,7 +27,7 @@ fn wide_profile() -> Profile {
 
 #[test]
 fn codecs_shorten_steps_by_their_bytes_and_cost_what_the_host_says() {
-    let mut raw = Scenario::new(wide_profile(), 4, "p3", Network::new(1e9));
+    let mut raw = Scenario::new(wide_profile(), 4, "p3", Network::new(1e8));
     raw.costs = Costs::FREE;
     let right = simulate(&raw).expect("a report").report;
     let few = simulate(&encoded(raw.clone(), "qsgd:bits=8")).expect("a report").report;
@@ -37,14 +37,14 @@ fn codecs_shorten_steps_by_their_bytes_and_cost_what_the_host_says() {
     assert!((right.port_bound_s / few.port_bound_s - ratio).abs() < 0.02);
     assert!(few.step_s < right.step_s / 2.0, "{} and {}", few.step_s, right.step_s);
     assert_eq!(few.step_s.max(few.port_bound_s * 0.999), few.step_s);
-    let mut slow = encoded(raw.clone(), "qsgd:bits=8");
+    let mut slow = encoded(raw, "qsgd:bits=8");
     slow.costs.encode_byte_s = 20e-9;
     slow.costs.decode_byte_s = 20e-9;
     let slow = simulate(&slow).expect("a report").report;
     // 20 MB are encoded and decoded on every rank, and each of 5 MB is decoded four times and encoded.
     let work_s = (20e6 + 15e6 + 20e6 + 5e6) * 20e-9;
     assert!(slow.step_s > 0.9 * work_s, "{} and {work_s}", slow.step_s);
-    assert!(slow.work_utilization > 0.9 && few.work_utilization < 0.01);
+    assert!(slow.work_utilization > 0.7 && few.work_utilization < 0.01);
 }
 
 #[test]

@@ -5,6 +5,7 @@ Everything that a table, a page or a sentence shows is computed here, from rows 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ EQUAL_TIME_SHARE = 0.25
 """Of the time that full precision takes for all steps at a rate: where curves are compared."""
 TARGET_MARGIN = 0.02
 """Below the final accuracy of full precision: what time to accuracy is measured to."""
-NOISE_WIDTH = 2.0
-"""Standard errors of a difference within which it is called noise."""
+T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""By number of seeds: half of a 95 % interval in standard errors (Student's t)."""
+T_QUANTILE_MANY = 2.23
+"""The same of eleven seeds, a little too much for more."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,12 @@ def difference(rows: Sequence[Row], full: Sequence[Row]) -> Spread:
 
 
 def is_noise(change: Spread) -> bool:
-    """Whether a mean difference is within `NOISE_WIDTH` standard errors of nothing."""
-    error = change.deviation / len(change.values) ** 0.5
-    return abs(change.mean) <= NOISE_WIDTH * error or change.mean == 0.0
+    """Whether nothing lies in the 95 % interval of a mean difference; always so of one seed."""
+    count = len(change.values)
+    if count < 2:
+        return True
+    width = T_QUANTILES.get(count, T_QUANTILE_MANY) * change.deviation / math.sqrt(count)
+    return abs(change.mean) <= width
 
 
 def equal_time_s(rows: Sequence[Row], task: str, rate_bps: int) -> float | None:

@@ -12,6 +12,8 @@ from gradlane.accuracy.study import ALL, BUCKETS, CONVOLUTIONS, RATES_BPS, STUDI
 from gradlane.accuracy.tasks import TASKS
 from gradlane.lab.rates import format_rate
 
+FEW_SAVED = 0.5
+"""Of the saving on the best task: less on another is worth a sentence."""
 Cell = str | int | float | bool | None
 
 
@@ -165,6 +167,27 @@ def eight_bits_in_words(rows: Sequence[Row]) -> str:
     return f"Points of 8-bit QSGD from full precision: {'; '.join(texts)}.\n"
 
 
+def bytes_in_words(rows: Sequence[Row]) -> str:
+    """Return a sentence for each scheme that saves far fewer bytes on some task than on another."""
+    lines = []
+    for scheme in distinct(rows, "scheme"):
+        own = select(rows, scheme=scheme, layers=ALL)
+        ratios = {str(row["task"]): float(row["wire_ratio"]) for row in own}
+        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        if ratios[least] < FEW_SAVED * ratios[most]:
+            why = (
+                "; its two averages are those of a run of the last dimension, which is short in "
+                "convolutions"
+                if own[0]["codec"].startswith("onebit:bucket=column")
+                else ""
+            )
+            lines.append(
+                f"- `{scheme}` saves few bytes on {least}: {ratios[least]:.1f} times fewer, where "
+                f"{most} has {ratios[most]:.1f}{why}\n"
+            )
+    return "".join(lines)
+
+
 def page_text(rows: Sequence[Row], command: str) -> str:
     """Return `docs/accuracy.md`.
 
@@ -187,7 +210,7 @@ def page_text(rows: Sequence[Row], command: str) -> str:
             margin=round(100 * findings.TARGET_MARGIN),
         ),
         "## Where a codec loses",
-        losses_in_words(rows),
+        losses_in_words(rows) + bytes_in_words(rows),
         eight_bits_in_words(rows),
     ]
     for task in distinct(rows, "task"):
@@ -211,8 +234,9 @@ def page_text(rows: Sequence[Row], command: str) -> str:
 
 INTRODUCTION = """
 Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
-Tables are means over seeds ± standard deviation; a difference is called noise within two standard
-errors of zero, each seed compared with the same seed of `p3`, which is full precision.
+Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
+which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
+t) holds zero.
 
 - Every worker's gradient goes through the kernels that training uses, with its residual; the mean
   is summed in rank order and encoded once more with the owner's residual; all workers decode the

@@ -34,7 +34,7 @@ from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import RING
+from gradlane.options import ASGD, RING
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -120,6 +120,9 @@ class LabOptions:
             PortShape(round(rate_bps / self.dilation))
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
+            if alone is not None:
+                raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
             raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]

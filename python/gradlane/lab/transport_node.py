@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,7 +257,7 @@ class Exchange:
             received_bytes, sent_bytes = read_port_bytes(descriptor)
         finally:
             os.close(descriptor)
-        metrics = self.session.metrics()
+        metrics: Mapping[str, Any] = self.session.metrics()
         names = ("tx_bytes", "rx_bytes", "tx_frames", "io_cpu_s", "work_cpu_s", "turns")
         return {
             "user_s": usage.ru_utime,

@@ -5,11 +5,14 @@ A name stands once in the legend, and a click on it hides its points and its cur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradlane.report.plots import Plot
+
+_MARGIN_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def curve_plot(
     colors: Mapping[str, int | str],
     x_ticks: Mapping[float, str] | None = None,
     is_log: bool = False,
+    is_from_zero: bool = True,
     stars: Mapping[str, Points] | None = None,
     note: str = "",
 ) -> Plot:
@@ -48,6 +52,7 @@ def curve_plot(
         colors: colour number of each name, or `text` for the colour of text, with square dots.
         x_ticks: values to mark on the horizontal axis, with their texts.
         is_log: whether the horizontal axis is logarithmic.
+        is_from_zero: whether the vertical axis starts at zero.
         stars: points to point out, by name: the first with a star, others with a diamond.
         note: text below the plot.
     """
@@ -69,10 +74,16 @@ def curve_plot(
     layout: dict[str, Any] = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": x_label}, "automargin": True},
-        "yaxis": {"title": {"text": y_label}, "automargin": True, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": y_label}, "automargin": True},
     }
+    if is_from_zero:
+        layout["yaxis"]["rangemode"] = "tozero"
     if is_log:
         layout["xaxis"]["type"] = "log"
+        # Left alone, an axis ends where a curve ends, and hides the last value's name.
+        xs = [math.log10(x) for trace in traces for x in trace["x"]] or [0.0]
+        margin = max(0.02, _MARGIN_SHARE * (max(xs) - min(xs)))
+        layout["xaxis"]["range"] = [min(xs) - margin, max(xs) + margin]
     if x_ticks:
         layout["xaxis"]["tickvals"] = list(x_ticks)
         layout["xaxis"]["ticktext"] = list(x_ticks.values())

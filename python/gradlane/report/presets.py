@@ -36,6 +36,11 @@ def report_from_preset(rows: Sequence[Row], path: str | Path) -> None:
         "utilization": utilization.page_of,
     }
     names = {str(row.get("preset")) for row in rows}
+    if names == {"accuracy"}:
+        from gradlane.accuracy.page import write_page
+
+        write_page(rows, Path(path))
+        return
     if len(names) != 1 or not names <= pages.keys():
         raise ValueError(
             f"rows of one preset make a page, these are of {', '.join(names) or 'none'}"
@@ -46,7 +51,7 @@ def report_from_preset(rows: Sequence[Row], path: str | Path) -> None:
 
 def is_of_preset(rows: Sequence[Row]) -> bool:
     """Whether rows came from a preset, and not from `lab run`."""
-    return bool(rows) and "preset" in rows[0]
+    return bool(rows) and isinstance(rows[0], Mapping) and "preset" in rows[0]
 
 
 def all_rows(rows: Sequence[Row]) -> Section:

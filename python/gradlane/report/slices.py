@@ -116,6 +116,7 @@ def _plot(sweep: Sweep, rows: Sequence[Row]) -> Plot:
         colors={"measured": 0, "simulated": 1},
         x_ticks={float(size): _short(size) for size in sizes},
         is_log=True,
+        is_from_zero=False,
         stars=stars,
         note="The star is the best that was measured, the diamond what the planner chooses.",
     )

@@ -169,7 +169,8 @@ def _port_plot(row: Row) -> Plot:
         f"{row['strategy']}: bytes in and out of a port",
         traces,
         layout,
-        "Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes.",
+        "Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes. An "
+        "interval may be above the goodput where a sample came late.",
         is_low=True,
     )
 

@@ -7,6 +7,7 @@ then memory is bounded: the last spans are kept, and the file says how many were
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from collections import deque
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from gradlane.compiled import is_tracing
 from gradlane.core import Channel
+from gradlane.environment import Place
 from gradlane.forward_order import inside_backward
+from gradlane.options import Options
 from gradlane.timeline.chrome import write_chrome
 from gradlane.timeline.recorded import CoreRow, Mark, rank_path, recorded_timeline
 
@@ -68,6 +71,26 @@ class Recorder:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def wanted_path(path: str | Path | None) -> Path | None:
+    """Return the file that a program asks for, or `GRADLANE_TRACE`; None for no timeline."""
+    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
+    return Path(text) if text else None
+
+
+def make_recorder(options: Options, place: Place) -> Recorder | None:
+    """Return the recorder of a session that is to be recorded."""
+    if options.trace_path is None:
+        return None
+    facts = {
+        "strategy": options.strategy,
+        "workers": place.world_size,
+        "job": place.job,
+        "slice_elems": options.slice_elems,
+        "update": options.update,
+    }
+    return Recorder(options.trace_path, place.rank, facts)
 
 
 class Recording:

@@ -1,9 +1,10 @@
 """What codecs cost a host, and the codecs of a profile's tensors, for simulations.
 
 Costs are seconds a byte of *values* (four an f32 element), on one core: of encoding a contribution,
-residual included where the codec keeps one, and of decoding one and adding it up. `USUAL` was
-measured on 2026-11-21 by `measured_cost` on the project's machine (two virtual cores with AVX-512,
-4 MiB of normally distributed values); `gradlane lab calibrate` measures the same on another one.
+residual included where the codec keeps one, and of decoding one and adding it up. `USUAL` are
+medians of processor time by `measured_cost` on the project's machine on 2026-11-21 (two virtual
+cores with AVX-512, 4 MiB of normally distributed values, other work beside it: three turns lay
+within 30 %); `gradlane lab calibrate` measures the same on another one.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ class CodecCost:
 
 
 USUAL: Mapping[str, CodecCost] = {
-    "bf16": CodecCost(0.10e-9, 0.10e-9),
-    "f16": CodecCost(0.10e-9, 0.10e-9),
-    "int8": CodecCost(0.20e-9, 0.12e-9),
-    "onebit": CodecCost(0.25e-9, 0.12e-9),
-    "qsgd": CodecCost(0.30e-9, 0.12e-9),
-    "topk": CodecCost(0.30e-9, 0.05e-9),
-    "dgc": CodecCost(0.60e-9, 0.05e-9),
+    "bf16": CodecCost(0.08e-9, 0.08e-9),
+    "f16": CodecCost(0.09e-9, 0.08e-9),
+    "int8": CodecCost(0.08e-9, 0.06e-9),
+    "onebit": CodecCost(0.18e-9, 0.07e-9),
+    "qsgd": CodecCost(0.19e-9, 0.08e-9),
+    "topk": CodecCost(0.25e-9, 0.03e-9),
+    "dgc": CodecCost(0.55e-9, 0.04e-9),
 }
 """By the name of the codec, whatever its options."""
 
 
 def measured_cost(codec: str) -> CodecCost:
-    """Measure a codec on this machine, in about a tenth of a second.
+    """Measure a codec on this machine by processor time, in about a tenth of a second.
 
     Raises:
         ValueError: the text names no codec.
@@ -73,12 +74,12 @@ def measured_cost(codec: str) -> CodecCost:
     wire = np.empty(made.wire_bytes_max(_ELEMENTS), dtype=np.uint8)
     encode_s, decode_s = [], []
     for step in range(_REPEATS + 1):
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         kept = residual if made.residual_width else None
         used = made.encode_into(values, wire, residual=kept, step=step + 1)
-        middle_s = time.perf_counter()
+        middle_s = time.thread_time()
         made.decode_add(wire[:used], values)
-        end_s = time.perf_counter()
+        end_s = time.thread_time()
         encode_s.append(middle_s - begin_s)
         decode_s.append(end_s - middle_s)
     # The first time touches the memory.

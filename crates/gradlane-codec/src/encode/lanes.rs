@@ -12,7 +12,6 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-mod one;
 mod wide;
 
 pub(super) use wide::{Mask, Wide, Words, WIDTH};
@@ -92,7 +91,7 @@ pub(super) trait Lanes: Register<Lane = f32> {
 macro_rules! lanes_by {
     ($($name:ident $(<const $bits:ident>)? ( $($argument:ident : $type:ty),* ) $(-> $result:ty)? = $value:expr;)*) => {$(
         #[inline(always)]
-        #[allow(unused_unsafe, reason = "some operations are plain Rust")]
+        #[allow(unused_unsafe, reason = "some intrinsics are safe where they are enabled")]
         unsafe fn $name $(<const $bits: u32>)? ($($argument: $type),*) $(-> $result)? {
             // SAFETY: the caller enables the instructions, promises the memory that pointers are to
             // and the range of what is made an integer.
@@ -126,9 +125,9 @@ pub(super) trait Work {
 pub(super) fn dispatch<W: Work>(variant: Variant, work: W) -> W::Output {
     match variant.instructions() {
         Instructions::Scalar => work.run_plainly(),
-        // SAFETY: a variant exists only where its instructions do; one lane needs none.
+        // Without products and maxima of words, registers of SSE2 gain little.
         #[cfg(target_arch = "x86_64")]
-        Instructions::Sse2 => unsafe { work.run::<f32, 16>() },
+        Instructions::Sse2 => work.run_plainly(),
         // SAFETY: a variant exists only where its instructions do.
         #[cfg(target_arch = "x86_64")]
         Instructions::Avx2 => unsafe { with_avx2(work) },

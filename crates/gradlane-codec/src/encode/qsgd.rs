@@ -5,6 +5,7 @@
 //! stands for the value `(k - h) * (scale / h)`: the paper's sign and magnitude in the first case,
 //! its equal intervals over `[-scale, scale]` in the second.
 
+mod decoding;
 mod kernel;
 mod oracle;
 
@@ -88,6 +89,6 @@ impl Quantizer for Qsgd {
         out: &mut [f32],
     ) {
         // SAFETY: forwarded, the caller's promise covers it.
-        unsafe { kernel::decode::<R, N, ADD>(self, bytes, out) }
+        unsafe { decoding::decode::<R, N, ADD>(self, bytes, out) }
     }
 }

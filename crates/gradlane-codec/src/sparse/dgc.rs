@@ -9,6 +9,7 @@ use super::options::DgcOptions;
 use super::selection::{count_of, select};
 use super::{topk, wire};
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+#[cfg(target_arch = "x86_64")]
 use crate::variant::Instructions;
 use crate::Variant;
 
@@ -82,23 +83,22 @@ impl Codec for Dgc {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
+            let values = values.as_chunks::<1>().0;
             return wire::write(values, &select(self.variant, values, count), out);
         };
         let kept = residual.as_chunks_mut::<KEPT>().0;
-        let mut waiting = vec![0.0; values.len()];
         if place.leg == Place::BROADCAST {
-            for ((kept, value), waiting) in kept.iter_mut().zip(values).zip(&mut waiting) {
+            for (kept, value) in kept.iter_mut().zip(values) {
                 kept[0] += value;
-                *waiting = kept[0];
             }
         } else {
             let factors = Factors { momentum: self.options.momentum, clip: self.clipping(values) };
-            accumulate(self.variant, factors, values, kept, &mut waiting);
+            accumulate(self.variant, factors, values, kept);
         }
-        let chosen = select(self.variant, &waiting, count);
-        let used = wire::write(&waiting, &chosen, out);
+        let chosen = select(self.variant, kept, count);
+        let used = wire::write(kept, &chosen, out);
         // What is not finite was chosen first; if there is more of it, the rest is dropped.
-        if chosen.iter().any(|&at| !waiting[at as usize].is_finite()) {
+        if chosen.iter().any(|&at| !kept[at as usize][0].is_finite()) {
             let spoiled = kept.iter_mut().filter(|kept| !kept[0].is_finite());
             spoiled.for_each(|kept| *kept = [0.0; KEPT]);
         }
@@ -140,37 +140,24 @@ struct Factors {
     clip: f32,
 }
 
-/// Takes a step's gradient into momentum and what waits; each operation is rounded on its own.
-fn accumulate(
-    variant: Variant,
-    factors: Factors,
-    values: &[f32],
-    kept: &mut [[f32; KEPT]],
-    waiting: &mut [f32],
-) {
+/// Takes a step's gradient into momentum and what was not sent; each operation is rounded on its own.
+fn accumulate(variant: Variant, factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
     match variant.instructions() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx2 => unsafe { accumulate_avx2(factors, values, kept, waiting) },
+        Instructions::Avx2 => unsafe { accumulate_avx2(factors, values, kept) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx512 => unsafe { accumulate_avx512(factors, values, kept, waiting) },
-        _ => accumulate_in_lanes(factors, values, kept, waiting),
+        Instructions::Avx512 => unsafe { accumulate_avx512(factors, values, kept) },
+        _ => accumulate_in_lanes(factors, values, kept),
     }
 }
 
 #[inline(always)]
-fn accumulate_in_lanes(
-    factors: Factors,
-    values: &[f32],
-    kept: &mut [[f32; KEPT]],
-    waiting: &mut [f32],
-) {
-    for ((&value, kept), waiting) in values.iter().zip(kept).zip(waiting) {
+fn accumulate_in_lanes(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
+    for (&value, kept) in values.iter().zip(kept) {
         let momentum = factors.momentum * kept[1] + factors.clip * value;
-        let sum = kept[0] + momentum;
-        *kept = [sum, momentum];
-        *waiting = sum;
+        *kept = [kept[0] + momentum, momentum];
     }
 }
 
@@ -179,13 +166,8 @@ fn accumulate_in_lanes(
 /// The machine has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn accumulate_avx2(
-    factors: Factors,
-    values: &[f32],
-    kept: &mut [[f32; KEPT]],
-    waiting: &mut [f32],
-) {
-    accumulate_in_lanes(factors, values, kept, waiting);
+unsafe fn accumulate_avx2(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
+    accumulate_in_lanes(factors, values, kept);
 }
 
 /// # Safety
@@ -193,11 +175,6 @@ unsafe fn accumulate_avx2(
 /// The machine has AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn accumulate_avx512(
-    factors: Factors,
-    values: &[f32],
-    kept: &mut [[f32; KEPT]],
-    waiting: &mut [f32],
-) {
-    accumulate_in_lanes(factors, values, kept, waiting);
+unsafe fn accumulate_avx512(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
+    accumulate_in_lanes(factors, values, kept);
 }

@@ -36,21 +36,27 @@ fn magnitude(value: f32) -> u32 {
 
 /// The positions of the `count` values of largest magnitude, in increasing order.
 ///
+/// A value is the first of `WIDTH` numbers; the others do not count.
+///
 /// Of values with the same magnitude those at smaller positions are chosen.
 ///
 /// # Panics
 ///
 /// If there are fewer than `count` values, or more than positions have bits.
-pub(crate) fn select(variant: Variant, values: &[f32], count: usize) -> Vec<u32> {
+pub(crate) fn select<const WIDTH: usize>(
+    variant: Variant,
+    values: &[[f32; WIDTH]],
+    count: usize,
+) -> Vec<u32> {
     assert!(count <= values.len(), "{count} of {} values were asked for", values.len());
     assert!(u32::try_from(values.len()).is_ok(), "a slice has fewer than 2^32 elements");
     if count == 0 {
         return Vec::new();
     }
     let candidates = if count.saturating_mul(WIDE_RARITY) <= values.len() {
-        reaching_block_bound::<WIDE_BLOCK>(variant, values, count)
+        reaching_block_bound::<WIDE_BLOCK, WIDTH>(variant, values, count)
     } else if count.saturating_mul(NARROW_RARITY) <= values.len() {
-        reaching_block_bound::<NARROW_BLOCK>(variant, values, count)
+        reaching_block_bound::<NARROW_BLOCK, WIDTH>(variant, values, count)
     } else {
         let least = histogram_bound(values, count);
         let mut found = Vec::with_capacity(count.saturating_add(count / 8));
@@ -61,19 +67,23 @@ pub(crate) fn select(variant: Variant, values: &[f32], count: usize) -> Vec<u32>
 }
 
 /// Of candidates in increasing order, which hold the `count` largest values, exactly these.
-fn largest_of(values: &[f32], mut candidates: Vec<u32>, count: usize) -> Vec<u32> {
+fn largest_of<const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    mut candidates: Vec<u32>,
+    count: usize,
+) -> Vec<u32> {
     debug_assert!(candidates.len() >= count, "a bound is one from below");
     if candidates.len() == count {
         return candidates;
     }
     let mut magnitudes: Vec<u32> =
-        candidates.iter().map(|&at| magnitude(values[at as usize])).collect();
+        candidates.iter().map(|&at| magnitude(values[at as usize][0])).collect();
     let (larger, &mut least, _) =
         magnitudes.select_nth_unstable_by(count - 1, |one, other| other.cmp(one));
     // As many of those that are equal to the least as there is room for.
     let mut equal_left = count - larger.iter().filter(|&&one| one > least).count();
     candidates.retain(|&at| {
-        let own = magnitude(values[at as usize]);
+        let own = magnitude(values[at as usize][0]);
         let chosen = own > least || own == least && equal_left > 0;
         if own == least && chosen {
             equal_left -= 1;
@@ -85,13 +95,13 @@ fn largest_of(values: &[f32], mut candidates: Vec<u32>, count: usize) -> Vec<u32
 
 /// Positions of values in blocks that reach the `count`-th largest maximum of a block, and that
 /// reach it themselves.
-fn reaching_block_bound<const BLOCK: usize>(
+fn reaching_block_bound<const BLOCK: usize, const WIDTH: usize>(
     variant: Variant,
-    values: &[f32],
+    values: &[[f32; WIDTH]],
     count: usize,
 ) -> Vec<u32> {
     let mut maxima = vec![0; values.len().div_ceil(BLOCK)];
-    block_maxima::<BLOCK>(variant, values, &mut maxima);
+    block_maxima::<BLOCK, WIDTH>(variant, values, &mut maxima);
     let mut ranked = maxima.clone();
     let (_, &mut least, _) = ranked.select_nth_unstable_by(count - 1, |one, other| other.cmp(one));
     let mut found = Vec::with_capacity(2 * count);
@@ -104,25 +114,30 @@ fn reaching_block_bound<const BLOCK: usize>(
 }
 
 /// Appends the positions of values whose magnitude is at least `least`; the first is at `start`.
-fn keep_reaching(values: &[f32], start: usize, least: u32, found: &mut Vec<u32>) {
-    for (at, &value) in values.iter().enumerate() {
-        if magnitude(value) >= least {
+fn keep_reaching<const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    start: usize,
+    least: u32,
+    found: &mut Vec<u32>,
+) {
+    for (at, value) in values.iter().enumerate() {
+        if magnitude(value[0]) >= least {
             found.push((start + at) as u32);
         }
     }
 }
 
 /// A magnitude that at least `count` values reach, and few more than that.
-fn histogram_bound(values: &[f32], count: usize) -> u32 {
+fn histogram_bound<const WIDTH: usize>(values: &[[f32; WIDTH]], count: usize) -> u32 {
     // Two histograms, since neighbours often fall into one bin and would wait for each other.
     let mut bins = [[0_u32; BINS]; 2];
     let mut pairs = values.chunks_exact(2);
     for pair in &mut pairs {
-        bins[0][(magnitude(pair[0]) >> BIN_SHIFT) as usize] += 1;
-        bins[1][(magnitude(pair[1]) >> BIN_SHIFT) as usize] += 1;
+        bins[0][(magnitude(pair[0][0]) >> BIN_SHIFT) as usize] += 1;
+        bins[1][(magnitude(pair[1][0]) >> BIN_SHIFT) as usize] += 1;
     }
-    for &value in pairs.remainder() {
-        bins[0][(magnitude(value) >> BIN_SHIFT) as usize] += 1;
+    for value in pairs.remainder() {
+        bins[0][(magnitude(value[0]) >> BIN_SHIFT) as usize] += 1;
     }
     let mut above = 0;
     for bin in (1..BINS).rev() {
@@ -135,44 +150,51 @@ fn histogram_bound(values: &[f32], count: usize) -> u32 {
 }
 
 /// Writes the largest magnitude of each block; the last block may be shorter.
-fn block_maxima<const BLOCK: usize>(variant: Variant, values: &[f32], maxima: &mut [u32]) {
+fn block_maxima<const BLOCK: usize, const WIDTH: usize>(
+    variant: Variant,
+    values: &[[f32; WIDTH]],
+    maxima: &mut [u32],
+) {
     match variant.instructions() {
         Instructions::Scalar => {
             for (block, largest) in values.chunks(BLOCK).zip(maxima) {
-                *largest = block.iter().copied().map(magnitude).max().unwrap_or(0);
+                *largest = block.iter().map(|value| magnitude(value[0])).max().unwrap_or(0);
             }
         }
         #[cfg(target_arch = "x86_64")]
-        Instructions::Sse2 => block_maxima_in_lanes::<BLOCK>(values, maxima),
+        Instructions::Sse2 => block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx2 => unsafe { block_maxima_avx2::<BLOCK>(values, maxima) },
+        Instructions::Avx2 => unsafe { block_maxima_avx2::<BLOCK, WIDTH>(values, maxima) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx512 => unsafe { block_maxima_avx512::<BLOCK>(values, maxima) },
+        Instructions::Avx512 => unsafe { block_maxima_avx512::<BLOCK, WIDTH>(values, maxima) },
         #[cfg(target_arch = "aarch64")]
-        Instructions::Neon => block_maxima_in_lanes::<BLOCK>(values, maxima),
+        Instructions::Neon => block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima),
     }
 }
 
 /// The loop that the compiler turns into instructions for as many lanes as the caller allows.
 #[inline(always)]
-fn block_maxima_in_lanes<const BLOCK: usize>(values: &[f32], maxima: &mut [u32]) {
+fn block_maxima_in_lanes<const BLOCK: usize, const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    maxima: &mut [u32],
+) {
     const LANES: usize = 16;
     let mut blocks = values.chunks_exact(BLOCK);
     let mut targets = maxima.iter_mut();
     for (block, target) in (&mut blocks).zip(&mut targets) {
         let mut largest = [0_i32; LANES];
         for lanes in block.chunks_exact(LANES) {
-            for (one, &value) in largest.iter_mut().zip(lanes) {
+            for (one, value) in largest.iter_mut().zip(lanes) {
                 // Magnitudes are positive as signed numbers, whose maximum more machines have.
-                *one = (*one).max(magnitude(value) as i32);
+                *one = (*one).max(magnitude(value[0]) as i32);
             }
         }
         *target = largest.into_iter().fold(0, i32::max) as u32;
     }
     if let Some(target) = targets.next() {
-        *target = blocks.remainder().iter().copied().map(magnitude).max().unwrap_or(0);
+        *target = blocks.remainder().iter().map(|value| magnitude(value[0])).max().unwrap_or(0);
     }
 }
 
@@ -181,8 +203,11 @@ fn block_maxima_in_lanes<const BLOCK: usize>(values: &[f32], maxima: &mut [u32])
 /// The machine has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn block_maxima_avx2<const BLOCK: usize>(values: &[f32], maxima: &mut [u32]) {
-    block_maxima_in_lanes::<BLOCK>(values, maxima);
+unsafe fn block_maxima_avx2<const BLOCK: usize, const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    maxima: &mut [u32],
+) {
+    block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima);
 }
 
 /// # Safety
@@ -190,8 +215,11 @@ unsafe fn block_maxima_avx2<const BLOCK: usize>(values: &[f32], maxima: &mut [u3
 /// The machine has AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn block_maxima_avx512<const BLOCK: usize>(values: &[f32], maxima: &mut [u32]) {
-    block_maxima_in_lanes::<BLOCK>(values, maxima);
+unsafe fn block_maxima_avx512<const BLOCK: usize, const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    maxima: &mut [u32],
+) {
+    block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima);
 }
 
 #[cfg(test)]
@@ -211,7 +239,8 @@ mod tests {
     fn check(values: &[f32], count: usize) {
         let expected = oracle(values, count);
         for variant in Variant::available() {
-            assert_eq!(select(variant, values, count), expected, "{}", variant.name());
+            let found = select(variant, values.as_chunks::<1>().0, count);
+            assert_eq!(found, expected, "{}", variant.name());
         }
     }
 
@@ -230,7 +259,7 @@ mod tests {
         values[999] = f32::NAN;
         values[500] = f32::NEG_INFINITY;
         for variant in Variant::available() {
-            assert_eq!(select(variant, &values, 2), [500, 999]);
+            assert_eq!(select(variant, values.as_chunks::<1>().0, 2), [500, 999]);
         }
         check(&values, 3);
     }

@@ -4,6 +4,7 @@ use super::options::TopkOptions;
 use super::selection::{count_of, select};
 use super::wire;
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+#[cfg(target_arch = "x86_64")]
 use crate::variant::Instructions;
 use crate::Variant;
 
@@ -56,11 +57,12 @@ impl Codec for Topk {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
+            let values = values.as_chunks::<1>().0;
             return wire::write(values, &select(self.variant, values, count), out);
         };
         add(self.variant, residual, values);
-        let chosen = select(self.variant, residual, count);
-        let used = wire::write(residual, &chosen, out);
+        let chosen = select(self.variant, residual.as_chunks::<1>().0, count);
+        let used = wire::write(residual.as_chunks::<1>().0, &chosen, out);
         // What is not finite was chosen first; if there is more of it, the rest is dropped.
         if chosen.iter().any(|&at| !residual[at as usize].is_finite()) {
             residual.iter_mut().filter(|kept| !kept.is_finite()).for_each(|kept| *kept = 0.0);

@@ -79,15 +79,21 @@ pub(crate) fn bytes_max(count: usize, elements: usize) -> usize {
 
 /// Writes the values at these increasing positions and returns how many bytes that took.
 ///
+/// A value is the first of `WIDTH` numbers.
+///
 /// # Panics
 ///
 /// If `bytes` is shorter than [`bytes_max`], or a position is not within the values.
-pub(crate) fn write(values: &[f32], positions: &[u32], bytes: &mut [u8]) -> usize {
+pub(crate) fn write<const WIDTH: usize>(
+    values: &[[f32; WIDTH]],
+    positions: &[u32],
+    bytes: &mut [u8],
+) -> usize {
     bytes[..COUNT_BYTES].copy_from_slice(&(positions.len() as u32).to_le_bytes());
     let (chosen, mut rest) = bytes[COUNT_BYTES..].split_at_mut(positions.len() * VALUE_BYTES);
     let room = rest.len();
     for (target, &at) in chosen.chunks_exact_mut(VALUE_BYTES).zip(positions) {
-        target.copy_from_slice(&values[at as usize].to_le_bytes());
+        target.copy_from_slice(&values[at as usize][0].to_le_bytes());
     }
     let mut next = 0;
     for &at in positions {
@@ -181,7 +187,7 @@ mod tests {
 
     fn spelled(values: &[f32], positions: &[u32]) -> Vec<u8> {
         let mut bytes = vec![0xaa; bytes_max(positions.len(), values.len())];
-        let used = write(values, positions, &mut bytes);
+        let used = write(values.as_chunks::<1>().0, positions, &mut bytes);
         bytes.truncate(used);
         bytes
     }

@@ -151,7 +151,9 @@ def lab_slices(
 
 
 def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], None]) -> None:
+    from gradlane.lab.cells import still_missing
     from gradlane.lab.display import wide_console
+    from gradlane.lab.errors import LabError
     from gradlane.lab.presets.folder import PresetFolder
     from gradlane.lab.presets.preset import run_preset
     from gradlane.lab.privilege import ensure_namespaces
@@ -160,7 +162,10 @@ def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], 
     folder.prepare()
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
-    show(console, run_preset(preset, folder, console))
+    rows = run_preset(preset, folder, console)
+    show(console, rows)
+    if missing := still_missing(preset.cells, rows):
+        raise LabError(f"{missing} runs are no evidence yet: give the same command again")
 
 
 def _parts(text: str) -> list[str]:

@@ -12,6 +12,7 @@ from gradlane.lab.cells import CEILING
 from gradlane.lab.presets.findings import best_baseline, cluster_of, measured
 from gradlane.lab.presets.simulated import bound_of
 from gradlane.lab.workloads import REPLAY_NAMES
+from gradlane.options import ASGD
 
 
 def completed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -35,7 +36,10 @@ def _completed(
     alone: Mapping[tuple[Any, ...], float],
 ) -> dict[str, Any]:
     full = {**row, "compute_s": alone.get(cluster_of(row), row["compute_s"])}
-    if row["workload"] in REPLAY_NAMES:
+    if row["strategy"] == ASGD:
+        # The bound is that of steps which wait for their own gradients.
+        full["bound_step_s"] = full["bound_binding"] = None
+    elif row["workload"] in REPLAY_NAMES:
         bound = bound_of(
             str(row["workload"]),
             float(row["dilation"]),

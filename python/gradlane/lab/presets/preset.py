@@ -20,8 +20,10 @@ from gradlane.lab.cells import (
     still_missing,
 )
 from gradlane.lab.display import runs_progress
+from gradlane.lab.ending import Terminated
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.completed import completed
+from gradlane.lab.presets.findings import measured
 from gradlane.lab.presets.folder import PresetFolder, replace_whole
 from gradlane.lab.presets.simulated import Simulation, simulate_missing
 from gradlane.lab.results import Row
@@ -74,7 +76,8 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[d
         All rows.
 
     Raises:
-        LabError: a run failed, or a file cannot be written; finished runs are kept.
+        LabError: a run failed, none is evidence, or a file cannot be written; finished runs are
+            kept.
         ValueError: the folder holds something else.
     """
     folder.prepare()
@@ -86,6 +89,12 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[d
         _measure(preset, folder, console)
     rows = _simulate(preset, completed(read_rows(folder.results)), folder, console)
     rows = preset.finish(rows)
+    if not measured(rows):
+        save_rows(rows, folder.results)
+        raise LabError(
+            "no run is evidence: over 80 % of this machine's processors were busy in all of them; "
+            "end what else runs here, and give the same command again"
+        )
     write_files(rows, folder)
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
@@ -124,7 +133,7 @@ def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
                 describe=preset.describe,
                 run=preset.run,
             )
-    except (LabError, KeyboardInterrupt):
+    except (LabError, KeyboardInterrupt, Terminated):
         kept = len(read_rows(folder.results))
         if kept:
             console.print(

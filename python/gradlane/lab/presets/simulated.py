@@ -7,9 +7,11 @@ while the host takes its real time for frames and sums. Results are nominal, as 
 from __future__ import annotations
 
 import os
+import queue
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,15 +190,37 @@ def simulate_missing(
         next((row for row in before if simulation.is_row(row)), None) for simulation in simulations
     ]
     missing = [number for number, row in enumerate(found) if row is None]
-    # The compiled core lets other threads run while it simulates.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        runs = {number: pool.submit(simulations[number].run) for number in missing}
-        try:
-            for number, run in runs.items():
-                on_run(simulations[number])
-                found[number] = run.result()
-                keep([*measured, *(row for row in found if row is not None)])
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    runs = _in_threads([simulations[number] for number in missing])
+    for number, run in zip(missing, runs, strict=True):
+        on_run(simulations[number])
+        found[number] = run.result()
+        keep([*measured, *(row for row in found if row is not None)])
     return [*measured, *(row for row in found if row is not None)]
+
+
+def _in_threads(simulations: Sequence[Simulation]) -> list[Future[dict[str, Any]]]:
+    """Run simulations on all processors, since the compiled core lets other threads run.
+
+    The threads are nobody's to wait for: a simulation of a thousand workers takes a minute, and
+    whoever ends the program shall not have to wait for it.
+    """
+    todo: queue.SimpleQueue[tuple[Simulation, Future[dict[str, Any]]]] = queue.SimpleQueue()
+    runs: list[Future[dict[str, Any]]] = []
+    for simulation in simulations:
+        runs.append(Future())
+        todo.put((simulation, runs[-1]))
+
+    def work() -> None:
+        while True:
+            try:
+                simulation, run = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                run.set_result(simulation.run())
+            except BaseException as failure:
+                run.set_exception(failure)
+
+    for _ in range(min(len(runs), os.cpu_count() or 1)):
+        threading.Thread(target=work, name="gradlane-simulate", daemon=True).start()
+    return runs

@@ -49,7 +49,7 @@ const gradlanePage = (() => {
     layout.margin.t = 16 + 22 * rows;
     const traces = plot.traces.map((trace) => colored(trace, palette(), target.clientWidth));
     Plotly.react(target, traces, layout, {
-      responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover",
+      responsive: true, displaylogo: false, displayModeBar: narrow || target.classList.contains("low") ? false : "hover",
     });
   };
 
@@ -78,8 +78,8 @@ const gradlanePage = (() => {
     body.append(...rows);
   };
 
-  for (const heading of document.querySelectorAll("th")) {
-    heading.querySelector("button").addEventListener("click", () => sort(heading));
+  for (const sorter of document.querySelectorAll("th button")) {
+    sorter.addEventListener("click", () => sort(sorter.parentElement));
   }
   const redraws = [];
   const button = document.getElementById("theme");

@@ -1,8 +1,8 @@
-//! QSGD in wide registers: the same operations as the oracle's, sixteen at a time.
+//! Encoding QSGD in wide registers: the same operations as the oracle's, sixteen at a time.
 //!
 //! Whole blocks of the layout are done here; what is left of a bucket is done by the oracle's steps.
 
-use super::oracle::{code_of, grid_of, norm2, pack, scale_or_nothing, unpack, value_of};
+use super::oracle::{code_of, grid_of, norm2, pack, scale_or_nothing, value_of};
 use super::{Draws, Levels, Norm, Qsgd, SCALE_BYTES};
 use crate::encode::draw::{BLOCK, DRAWS};
 use crate::encode::lanes::{Lanes, Wide, Words, WIDTH};
@@ -73,20 +73,39 @@ unsafe fn largest<R: Lanes, const N: usize, const KEEP: bool>(
     }
 }
 
-/// Sixteen draws of a block.
+/// Sixteen draws for each of some blocks.
+///
+/// The rounds of all blocks go on together: a single draw is one long chain of dependent operations.
 #[inline(always)]
-unsafe fn draw<R: Lanes, const N: usize>(draws: Draws, block: usize) -> Words<R, N> {
+unsafe fn draw<R: Lanes, const N: usize, const BLOCKS: usize>(
+    draws: Draws,
+    first: usize,
+) -> [Words<R, N>; BLOCKS] {
     // SAFETY: the caller enables the instructions.
     unsafe {
-        let [before, second, third] = draws.key;
-        let counter = draws.start.wrapping_add((block * DRAWS) as u32);
-        let bits = Words::xor(Words::count_from(counter), Words::same(before));
-        let bits = Words::times(Words::xor(bits, bits.right::<17>()), Words::same(Draws::FIRST));
-        let bits = Words::plus(bits, Words::same(second));
-        let bits = Words::times(Words::xor(bits, bits.right::<11>()), Words::same(Draws::SECOND));
-        let bits = Words::plus(bits, Words::same(third));
-        let bits = Words::times(Words::xor(bits, bits.right::<15>()), Words::same(Draws::THIRD));
-        Words::xor(bits, bits.right::<14>())
+        let [before, second, third] = draws.key.map(|word| Words::same(word));
+        let mut counter = draws.start.wrapping_add((first * DRAWS) as u32);
+        let mut all = [before; BLOCKS];
+        for bits in &mut all {
+            *bits = Words::xor(Words::count_from(counter), before);
+            counter = counter.wrapping_add(DRAWS as u32);
+        }
+        for bits in &mut all {
+            let mixed = Words::xor(*bits, bits.right::<17>());
+            *bits = Words::plus(Words::times(mixed, Words::same(Draws::FIRST)), second);
+        }
+        for bits in &mut all {
+            let mixed = Words::xor(*bits, bits.right::<11>());
+            *bits = Words::plus(Words::times(mixed, Words::same(Draws::SECOND)), third);
+        }
+        for bits in &mut all {
+            let mixed = Words::xor(*bits, bits.right::<15>());
+            *bits = Words::times(mixed, Words::same(Draws::THIRD));
+        }
+        for bits in &mut all {
+            *bits = Words::xor(*bits, bits.right::<14>());
+        }
+        all
     }
 }
 
@@ -96,11 +115,15 @@ unsafe fn uniform<R: Lanes, const N: usize>(bits: Words<R, N>) -> Wide<R, N> {
     // SAFETY: the caller enables the instructions.
     unsafe {
         let bits = Words::and(bits, Words::same(0xffff << 7));
-        // One and a half of the last bit drawn: exact, and so is the difference.
+        // Half of the last bit drawn on top: exact, and so is the difference.
         let above_one = Words::or(bits, Words::same(0x3f80_0040));
         Wide::subtract(Wide::of_words(above_one), Wide::splat(1.0))
     }
 }
+
+/// Codes of more bits are clamped. With fewer, what rounding adds to the largest value (2^-22 of `h`)
+/// is less than what the largest random number lacks to 1 (2^-17): a code is never out of range.
+const CLAMPED_ABOVE: u32 = 4;
 
 /// What quantizing needs in every lane.
 #[derive(Clone, Copy)]
@@ -134,21 +157,28 @@ unsafe fn codes_at<
             let largest = (1 << (BITS - 1)) - 1;
             let sign = Words::and(Wide::words(levels), Words::same(1 << 31));
             let signed = Wide::of_words(Words::or(Wide::words(uniform), sign));
-            let code = Wide::truncated(Wide::add(levels, signed));
-            let code = Words::smaller(code, Words::same(largest));
-            let code = Words::larger(code, Words::same(largest.wrapping_neg()));
+            let mut code = Wide::truncated(Wide::add(levels, signed));
+            if BITS > CLAMPED_ABOVE {
+                code = Words::smaller(code, Words::same(largest));
+                code = Words::larger(code, Words::same(largest.wrapping_neg()));
+            }
             source.keep(at, wanted, Wide::multiply(Wide::of_integers(code), level));
             Words::plus(code, Words::same(largest))
         } else {
-            let code = Wide::truncated(Wide::add(Wide::add(levels, half), uniform));
-            let code = Words::smaller(code, Words::same((1 << BITS) - 1));
-            let code = Words::larger(code, Words::same(0));
+            let mut code = Wide::truncated(Wide::add(Wide::add(levels, half), uniform));
+            if BITS > CLAMPED_ABOVE {
+                code = Words::smaller(code, Words::same((1 << BITS) - 1));
+                code = Words::larger(code, Words::same(0));
+            }
             let steps = Wide::subtract(Wide::of_integers(code), half);
             source.keep(at, wanted, Wide::multiply(steps, level));
             code
         }
     }
 }
+
+/// Blocks whose draws are made together.
+const MANY: usize = 4;
 
 /// A bucket with its scale, as it is sent.
 #[derive(Clone, Copy)]
@@ -185,11 +215,8 @@ impl<const KEEP: bool> Bucket<KEEP> {
         self,
         codes: &mut [u8],
     ) {
-        let Bucket { qsgd, scale, draws, source, elements } = self;
+        let Bucket { qsgd, scale, elements, .. } = self;
         let grid = grid_of(qsgd, scale);
-        let step = BLOCK.max(WIDTH * 8 / BITS as usize);
-        // The next bucket, for its search of the largest magnitude.
-        let ahead = elements.max(AHEAD);
         let mut at = 0;
         // SAFETY: as the caller promises; every block is in range of values and codes.
         unsafe {
@@ -198,125 +225,95 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 level: Wide::splat(grid.level),
                 half: Wide::splat(qsgd.half),
             };
-            let codes_of = |at: usize, drawn: Words<R, N>| {
-                codes_at::<R, N, KEEP, BITS, SIGN>(constants, source, at, uniform(drawn))
-            };
-            while elements - at >= step {
-                for lane in (0..step).step_by(WIDTH) {
-                    source.fetch(at + lane + ahead);
-                }
-                let to = codes.as_mut_ptr().add(at * BITS as usize / 8);
-                let mut packed = Words::same(0);
-                for block in 0..step / BLOCK {
-                    let start = at + block * BLOCK;
-                    let drawn = draw::<R, N>(draws, start / BLOCK);
-                    let low = codes_of(start, drawn.left::<7>());
-                    let high = codes_of(start + WIDTH, drawn.right::<9>());
-                    match BITS {
-                        2 if block == 0 => packed = Words::or(low, high.left::<2>()),
-                        2 => {
-                            let upper = Words::or(low.left::<4>(), high.left::<6>());
-                            packed = Words::or(packed, upper);
-                        }
-                        4 => packed = Words::or(low, high.left::<4>()),
-                        8 => {
-                            low.store_bytes(to);
-                            high.store_bytes(to.add(WIDTH));
-                        }
-                        _ => {
-                            low.store_pairs(to);
-                            high.store_pairs(to.add(2 * WIDTH));
-                        }
-                    }
-                }
-                if BITS < 8 {
-                    packed.store_bytes(to);
-                }
-                at += step;
+            // Uniform levels are the rarer choice, and every body takes its time to compile.
+            while SIGN && elements - at >= MANY * BLOCK {
+                self.blocks::<R, N, BITS, SIGN, MANY>(constants, at, codes);
+                at += MANY * BLOCK;
             }
-            codes[at * BITS as usize / 8..].fill(0);
-            while at < elements {
+            if BITS == 2 {
+                while elements - at >= 2 * BLOCK {
+                    self.blocks::<R, N, BITS, SIGN, 2>(constants, at, codes);
+                    at += 2 * BLOCK;
+                }
+            } else {
+                while elements - at >= BLOCK {
+                    self.blocks::<R, N, BITS, SIGN, 1>(constants, at, codes);
+                    at += BLOCK;
+                }
+            }
+            if at < elements {
+                self.rest(at, codes);
+            }
+        }
+    }
+
+    /// Writes the codes of the values from `at` on, one after another.
+    #[inline(never)]
+    unsafe fn rest(self, at: usize, codes: &mut [u8]) {
+        let Bucket { qsgd, scale, draws, source, elements } = self;
+        let grid = grid_of(qsgd, scale);
+        let bits = qsgd.options.bits;
+        codes[at * bits as usize / 8..].fill(0);
+        for at in at..elements {
+            // SAFETY: as the caller promises.
+            unsafe {
                 let wanted = source.wanted_one(at);
                 let code = code_of(qsgd, grid, wanted, draws.uniform(at));
-                pack(BITS, elements, at, code, codes);
+                pack(bits, elements, at, code, codes);
                 source.keep_one(at, wanted, value_of(qsgd, scale, code));
-                at += 1;
             }
         }
     }
-}
 
-/// Decodes a bucket into `out`, or adds it where `ADD`.
-///
-/// # Safety
-///
-/// Runs where the instructions of `R` are enabled.
-#[inline(always)]
-pub(super) unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
-    qsgd: Qsgd,
-    bytes: &[u8],
-    out: &mut [f32],
-) {
-    assert_eq!(bytes.len(), qsgd.bytes(out.len()), "the length was checked");
-    // SAFETY: as the caller promises.
-    unsafe {
-        match qsgd.options.bits {
-            2 => values::<R, N, ADD, 2>(qsgd, bytes, out),
-            4 => values::<R, N, ADD, 4>(qsgd, bytes, out),
-            8 => values::<R, N, ADD, 8>(qsgd, bytes, out),
-            _ => values::<R, N, ADD, 16>(qsgd, bytes, out),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn values<R: Lanes, const N: usize, const ADD: bool, const BITS: u32>(
-    qsgd: Qsgd,
-    bytes: &[u8],
-    out: &mut [f32],
-) {
-    let (scale, codes) = bytes.split_first_chunk::<SCALE_BYTES>().expect("the length was checked");
-    let scale = f32::from_le_bytes(*scale);
-    let elements = out.len();
-    let per_byte = if BITS < 8 { 8 / BITS as usize } else { 1 };
-    let step = WIDTH * per_byte;
-    let mut at = 0;
-    // SAFETY: as the caller promises; every block is in range of values and codes.
-    unsafe {
-        let level = Wide::<R, N>::splat(scale / qsgd.half);
-        let half = Wide::splat(qsgd.half);
-        let set = |at: usize, code: Words<R, N>, out: &mut [f32]| {
-            let to = out.as_mut_ptr().add(at);
-            let value = Wide::multiply(Wide::subtract(Wide::of_integers(code), half), level);
-            let value = if ADD { Wide::add(Wide::load(to), value) } else { value };
-            value.store(to);
-        };
-        while elements - at >= step {
-            let from = codes.as_ptr().add(at * BITS as usize / 8);
-            if BITS == 16 {
-                set(at, Words::load_pairs(from), out);
-            } else {
-                let packed = Words::load_bytes(from);
-                let lowest = Words::same((1 << BITS) - 1);
+    /// Writes the codes of some blocks from `at` on; of two bits, two blocks share bytes.
+    #[inline(always)]
+    unsafe fn blocks<
+        R: Lanes,
+        const N: usize,
+        const BITS: u32,
+        const SIGN: bool,
+        const BLOCKS: usize,
+    >(
+        self,
+        constants: Constants<R, N>,
+        at: usize,
+        codes: &mut [u8],
+    ) {
+        let Bucket { draws, source, elements, .. } = self;
+        // The next bucket is fetched, for its search of the largest magnitude.
+        let ahead = elements.max(AHEAD);
+        // SAFETY: as the caller promises; the blocks are in range of values and codes.
+        unsafe {
+            let drawn = draw::<R, N, BLOCKS>(draws, at / BLOCK);
+            let mut packed = Words::same(0);
+            for (block, drawn) in drawn.into_iter().enumerate() {
+                let start = at + block * BLOCK;
+                source.fetch(start + ahead);
+                source.fetch(start + ahead + WIDTH);
+                let codes_of = |at: usize, drawn: Words<R, N>| {
+                    codes_at::<R, N, KEEP, BITS, SIGN>(constants, source, at, uniform(drawn))
+                };
+                let low = codes_of(start, drawn.left::<7>());
+                let high = codes_of(start + WIDTH, drawn.right::<9>());
+                let to = codes.as_mut_ptr().add(start * BITS as usize / 8);
                 match BITS {
+                    2 if block % 2 == 0 => packed = Words::or(low, high.left::<2>()),
                     2 => {
-                        set(at, Words::and(packed, lowest), out);
-                        set(at + WIDTH, Words::and(packed.right::<2>(), lowest), out);
-                        set(at + 2 * WIDTH, Words::and(packed.right::<4>(), lowest), out);
-                        set(at + 3 * WIDTH, packed.right::<6>(), out);
+                        let upper = Words::or(low.left::<4>(), high.left::<6>());
+                        // The bytes begin with the block before.
+                        Words::or(packed, upper).store_bytes(to.sub(WIDTH / 2));
                     }
-                    4 => {
-                        set(at, Words::and(packed, lowest), out);
-                        set(at + WIDTH, packed.right::<4>(), out);
+                    4 => Words::or(low, high.left::<4>()).store_bytes(to),
+                    8 => {
+                        low.store_bytes(to);
+                        high.store_bytes(to.add(WIDTH));
                     }
-                    _ => set(at, packed, out),
+                    _ => {
+                        low.store_pairs(to);
+                        high.store_pairs(to.add(2 * WIDTH));
+                    }
                 }
             }
-            at += step;
         }
-    }
-    for (at, slot) in out.iter_mut().enumerate().skip(at) {
-        let value = value_of(qsgd, scale, unpack(BITS, elements, at, codes));
-        *slot = if ADD { *slot + value } else { value };
     }
 }

@@ -1,0 +1,39 @@
+//! How much waits in an engine's queues: for people who look on, not for its decisions.
+
+use crate::engine::Engine;
+use alloc::vec::Vec;
+
+/// What waits for one peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerDepth {
+    /// Messages that are not, or not wholly, handed out.
+    pub messages: u64,
+    /// Bytes of them that are still to be handed out, without headers.
+    pub bytes: u64,
+    /// Bytes handed out and not yet reported as sent, with headers.
+    pub in_flight_bytes: u64,
+}
+
+impl PeerDepth {
+    pub(crate) fn add(&mut self, bytes: u64) {
+        self.messages += 1;
+        self.bytes += bytes;
+    }
+}
+
+/// What waits in all queues.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct QueueDepths {
+    /// By rank; zeros for the engine's own.
+    pub peers: Vec<PeerDepth>,
+    /// Works that the driver has not asked for yet.
+    pub works: u64,
+}
+
+impl Engine {
+    /// What waits now; takes time in proportion to what is there.
+    #[must_use]
+    pub fn queue_depths(&self) -> QueueDepths {
+        QueueDepths { peers: self.scheduler.depths(), works: self.work.waiting() as u64 }
+    }
+}

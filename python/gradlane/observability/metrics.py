@@ -1,0 +1,352 @@
+"""The numbers of `Session.metrics()`: their names, and how they come from the core's counters.
+
+All are plain dictionaries, lists and numbers, so that `json.dumps` takes them. Names carry units:
+`*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counters only grow; what is
+called `queued_*` or `*_in_flight` is a state of this moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+Reading = dict[str, Any]
+"""A channel's counters, as the core says them."""
+
+
+class PeerMetrics(TypedDict):
+    """What went to and came from one rank, and what waits for it; zeros for this rank itself.
+
+    `tx_bytes` and `rx_bytes` are payloads and gradlane's own headers, without those of TCP and IP;
+    a payload's bytes count when its frame is whole. A message is a slice, or word of one.
+    """
+
+    rank: int
+    tx_bytes: int
+    rx_bytes: int
+    tx_payload_bytes: int
+    rx_payload_bytes: int
+    tx_frames: int
+    rx_frames: int
+    queued_messages: int
+    queued_bytes: int
+    in_flight_bytes: int
+
+
+class TensorWait(TypedDict):
+    """How long this rank's program waited for one tensor's result.
+
+    `count`, `wait_s`, `wait_s_mean` and `wait_s_max` are of waits for the tensor itself, as before
+    a module's forward; `max_step` and `last_step` the training steps of the longest and the last of
+    them, 0 for none. `whole_step_s` and `whole_step_count` are of waits for a whole step, as
+    clipping has them, that ended with this tensor. `wait_share` is the share of both in all waits.
+    """
+
+    model: int
+    name: str
+    count: int
+    wait_s: float
+    wait_s_mean: float
+    wait_s_max: float
+    max_step: int
+    last_step: int
+    whole_step_count: int
+    whole_step_s: float
+    wait_share: float
+
+
+class Straggler(TypedDict):
+    """How late one rank's contributions to slices that this rank owns were.
+
+    `last_count` says to how many it was the last rank to contribute, `last_share` to which share of
+    all. `late_s` is how much later that was than the rank before it: what all would have gained,
+    had it been no later than that one. Gradients of other ranks come through the network and those
+    of this rank do not; only the sum over all owners, as the summary has it, is fair to all.
+    """
+
+    rank: int
+    last_count: int
+    last_share: float
+    late_s: float
+    late_s_mean: float
+    late_s_max: float
+    max_step: int
+
+
+class StepTimes(TypedDict):
+    """How long steps take, from first gradient to first gradient.
+
+    Evaluation and saving between two steps are part of the first of them, so that the medians, of
+    the last 128 steps, say more than the means. `wait_share` is the share of all steps' time that
+    this rank's program waited for results of other ranks.
+    """
+
+    count: int
+    last_s: float
+    mean_s: float
+    median_s: float
+    max_s: float
+    wait_last_s: float
+    wait_median_s: float
+    wait_share: float
+
+
+class Metrics(TypedDict):
+    """What `Session.metrics()` returns: sums over all models of the session, on this rank.
+
+    `step` is the number of the current training step, of the model with the most. `codec_ratio`
+    is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
+    codec. `gathered_slices` is how many of this rank's slices all ranks have contributed to, and
+    `together_slices` those of them that nobody was late for. There are no reconnections: a lost
+    connection ends the session. `channels` has the core's own counters, one of each model.
+    """
+
+    rank: int
+    world_size: int
+    step: int
+    tx_bytes: int
+    rx_bytes: int
+    tx_payload_bytes: int
+    rx_payload_bytes: int
+    tx_frames: int
+    rx_frames: int
+    raw_bytes: int
+    encoded_bytes: int
+    codec_ratio: float
+    queued_messages: int
+    queued_bytes: int
+    queued_works: int
+    works_in_flight: int
+    outgoing_frames: int
+    scratch_bytes: int
+    wait_s: float
+    io_cpu_s: float
+    work_cpu_s: float
+    doorman_cpu_s: float
+    turns: int
+    plan_version: int
+    refused_connections: int
+    reconnects: int
+    steps: StepTimes
+    peers: list[PeerMetrics]
+    tensor_waits: list[TensorWait]
+    layer_waits: list[TensorWait]
+    stragglers: list[Straggler]
+    gathered_slices: int
+    together_slices: int
+    channels: list[Reading]
+
+
+_SUMS = (
+    "tx_bytes",
+    "rx_bytes",
+    "tx_payload_bytes",
+    "rx_payload_bytes",
+    "tx_frames",
+    "rx_frames",
+    "raw_bytes",
+    "encoded_bytes",
+    "gathered_slices",
+    "together_slices",
+    "wait_s",
+    "io_cpu_s",
+    "work_cpu_s",
+    "doorman_cpu_s",
+    "turns",
+    "refused_connections",
+)
+_STATES = (
+    "queued_messages",
+    "queued_bytes",
+    "queued_works",
+    "works_in_flight",
+    "outgoing_frames",
+    "scratch_bytes",
+    "in_flight_bytes",
+)
+_MAXIMA = ("plan_version",)
+_PEAKS = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
+"""Largest values, and the step that each was in."""
+
+
+def gone_on(before: Reading, now: Reading) -> Reading:
+    """Join the counters of a model's closed channel with those of the one that it has now."""
+    joined = {**now, **{name: now.get(name, 0) + before.get(name, 0) for name in (*_SUMS, "step")}}
+    joined["peers"] = _row_by_row(before, now, "peers")
+    joined["stragglers"] = _row_by_row(before, now, "stragglers")
+    waits = {row["name"]: row for row in before.get("waits", ())}
+    for row in now.get("waits", ()):
+        waits[row["name"]] = _rows_joined(waits.get(row["name"], {}), row)
+    joined["waits"] = list(waits.values())
+    return joined
+
+
+def metrics_of(
+    rank: int, world_size: int, steps: StepTimes, readings: Sequence[Reading]
+) -> Metrics:
+    """Sum up the counters of all models of a session.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        steps: how long steps take.
+        readings: a model's counters each; whatever a core does not count is 0.
+    """
+
+    def total(name: str) -> Any:
+        return sum(reading.get(name, 0) for reading in readings)
+
+    waits = [
+        tensor_wait(number, row)
+        for number, reading in enumerate(readings, 1)
+        for row in reading.get("waits", ())
+    ]
+    wait_s = float(total("wait_s"))
+    gathered = int(total("gathered_slices"))
+    late_rows = _summed(reading.get("stragglers", ()) for reading in readings)
+    peer_rows = _summed(reading.get("peers", ()) for reading in readings)
+    encoded = total("encoded_bytes")
+    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name != "in_flight_bytes"}
+    metrics.update(
+        rank=rank,
+        world_size=world_size,
+        step=max((reading.get("step", 0) for reading in readings), default=0),
+        codec_ratio=total("raw_bytes") / encoded if encoded else 1.0,
+        plan_version=max((reading.get("plan_version", 0) for reading in readings), default=0),
+        reconnects=0,
+        steps=steps,
+        peers=[{"rank": peer, **row} for peer, row in enumerate(peer_rows)],
+        tensor_waits=_most_first(waits, wait_s),
+        layer_waits=_most_first(by_layer(waits), wait_s),
+        stragglers=[straggler(late, row, gathered) for late, row in enumerate(late_rows)],
+        channels=list(readings),
+    )
+    result: Metrics = metrics
+    return result
+
+
+def tensor_wait(model: int, row: Mapping[str, Any]) -> TensorWait:
+    """Return a core's row of waits by the names of `TensorWait`."""
+    count, wait_s = int(row["count"]), float(row["wait_s"])
+    return {
+        "model": model,
+        "name": str(row["name"]),
+        "count": count,
+        "wait_s": wait_s,
+        "wait_s_mean": wait_s / count if count else 0.0,
+        "wait_s_max": float(row["wait_s_max"]),
+        "max_step": int(row["wait_step_max"]),
+        "last_step": int(row["wait_step_last"]),
+        "whole_step_count": int(row["last_of_step_count"]),
+        "whole_step_s": float(row["last_of_step_wait_s"]),
+        "wait_share": 0.0,
+    }
+
+
+def by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
+    """Add up waits by the module that owns each tensor; what belongs to none stays as it is."""
+    layers: dict[tuple[int, str], TensorWait] = {}
+    for wait in waits:
+        layer = layer_of(wait["name"])
+        before = layers.get((wait["model"], layer))
+        if before is None:
+            layers[(wait["model"], layer)] = {**wait, "name": layer}
+            continue
+        if wait["wait_s_max"] > before["wait_s_max"]:
+            before["wait_s_max"], before["max_step"] = wait["wait_s_max"], wait["max_step"]
+        before["last_step"] = max(before["last_step"], wait["last_step"])
+        before["count"] += wait["count"]
+        before["wait_s"] += wait["wait_s"]
+        before["wait_s_mean"] = before["wait_s"] / before["count"] if before["count"] else 0.0
+        before["whole_step_count"] += wait["whole_step_count"]
+        before["whole_step_s"] += wait["whole_step_s"]
+    return list(layers.values())
+
+
+def layer_of(tensor: str) -> str:
+    """Return the name of the module that a parameter belongs to: `fc` of `fc.weight`.
+
+    A parameter of the model itself, and gradlane's own tensors, keep their name.
+    """
+    layer, dot, _ = tensor.rpartition(".")
+    return layer if dot else tensor
+
+
+def waited_s(wait: TensorWait) -> float:
+    """Return all seconds of waits that ended with a tensor or a layer."""
+    return wait["wait_s"] + wait["whole_step_s"]
+
+
+def straggler(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
+    """Return a core's row of late contributions by the names of `Straggler`."""
+    count, late_s = int(row["last_count"]), float(row["late_s"])
+    return {
+        "rank": rank,
+        "last_count": count,
+        "last_share": count / gathered if gathered else 0.0,
+        "late_s": late_s,
+        "late_s_mean": late_s / count if count else 0.0,
+        "late_s_max": float(row["late_s_max"]),
+        "max_step": int(row["late_step_max"]),
+    }
+
+
+def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
+    """Number steps as the program does: a channel also counts those that were no training."""
+
+    def renumbered(row: Mapping[str, Any]) -> Reading:
+        steps = ("wait_step_max", "wait_step_last", "late_step_max")
+        return {**row, **{name: training_step(row[name]) for name in steps if name in row}}
+
+    rows: Reading = {
+        name: [renumbered(row) for row in reading[name]]
+        for name in ("waits", "stragglers")
+        if name in reading
+    }
+    return {**reading, **rows}
+
+
+_RowType = TypeVar("_RowType", bound=Mapping[str, Any])
+
+
+def _most_first(waits: list[TensorWait], wait_s: float) -> list[TensorWait]:
+    for wait in waits:
+        wait["wait_share"] = waited_s(wait) / wait_s if wait_s else 0.0
+    return sorted(waits, key=waited_s, reverse=True)
+
+
+def _summed(tables: Iterable[Sequence[_RowType]]) -> list[Reading]:
+    total: list[Reading] = []
+    for table in tables:
+        for number, row in enumerate(table):
+            if number == len(total):
+                total.append(dict(row))
+            else:
+                total[number] = _rows_joined(total[number], row, states_add=True)
+    return total
+
+
+def _row_by_row(before: Reading, now: Reading, name: str) -> list[Reading]:
+    rows: list[Reading] = now.get(name, [])
+    earlier: list[Reading] = before.get(name, [])
+    if len(earlier) != len(rows):
+        return rows
+    return [_rows_joined(one, other) for one, other in zip(earlier, rows, strict=True)]
+
+
+def _rows_joined(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, states_add: bool = False
+) -> Reading:
+    joined = dict(now)
+    for name, value in before.items():
+        step_name = _PEAKS.get(name)
+        if step_name is not None:
+            if value > now.get(name, 0.0):
+                joined[name], joined[step_name] = value, before[step_name]
+        elif name in _PEAKS.values() or not isinstance(value, (int, float)):
+            continue
+        elif name == "wait_step_last":
+            joined[name] = max(value, now.get(name, 0)) if states_add else now.get(name, value)
+        elif name not in _STATES or states_add:
+            joined[name] = now.get(name, 0) + value
+    return joined
