@@ -236,7 +236,8 @@ INTRODUCTION = """
 Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
 Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
 which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
-t) holds zero.
+t) holds zero. Of few seeds that interval is wide: a large loss so marked needs more seeds: it is
+not shown to be none.
 
 - Every worker's gradient goes through the kernels that training uses, with its residual; the mean
   is summed in rank order and encoded once more with the owner's residual; all workers decode the
@@ -256,7 +257,7 @@ LIMITS = """
 ## What this does not show
 
 Networks of about 100,000 parameters and few steps: in long trainings, residuals have more time to
-bring everything across, and sparse codecs lose less than here. Differences of tenths of a point
+bring everything across, and sparse codecs may lose less than here. Differences of tenths of a point
 that the papers report need more seeds and more steps than this. One learning rate was used for all
 schemes of a task, the one that suits full precision.
 """
