@@ -294,6 +294,12 @@ class FakeChannel:
         self._check()
         assert self.world.reads.setdefault(self.step, (name, part)) == (name, part)
 
+    def send_raw(self, step: int) -> None:
+        self._check()
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        raise AssertionError("nothing is encoded here, so nothing is kept of it")
+
     def clear_state(self) -> None:
         self._check()
         self.world.state.clear()

@@ -125,7 +125,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn((8, 40), generator=generator)
     loss = (model(inputs) - inputs[:, :3]).square().mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def train(session: Any, steps: range, model: nn.Module, optimizer: Any) -> None:
@@ -185,7 +185,8 @@ def test_a_scaler_skips_steps_that_are_not_finite_and_goes_on() -> None:
         else:
             optimizer.zero_grad()
             model(torch.ones(1, 40)).sum().backward()
-        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        gradients = [parameter.grad for parameter in model.parameters()]
+        finite = all(one is not None and bool(one.isfinite().all()) for one in gradients)
         assert not finite, "it reaches every rank"
         optimizer.zero_grad()
         assert same_bits(snapshot(model), before)
@@ -269,7 +270,8 @@ def test_connecting_anew_keeps_the_residuals_of_what_is_still_trained() -> None:
         model, optimizer = start(session)
         train(session, range(1, 4), model, optimizer)
         (before,) = session.state_dict()["models"]
-        model[2].bias.requires_grad_(False)
+        last: Any = list(model.children())[2]
+        last.bias.requires_grad_(False)
         del optimizer.param_groups[0]["params"][3]
         session.prepare(model, optimizer)
         (after,) = session.state_dict()["models"]
@@ -348,7 +350,6 @@ def test_ranks_with_other_codecs_are_told_so() -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
 
     def one(rank: int) -> None:
-        options = {"codec": ["bf16", "f16"][rank]}
         try:
             with gradlane.init(
                 store=store,
@@ -358,14 +359,16 @@ def test_ranks_with_other_codecs_are_told_so() -> None:
                 core=core,
                 advertise="127.0.0.1",
                 connect_timeout_s=20.0,
-                **options,
+                codec=["bf16", "f16"][rank],
             ) as session:
                 body(session)
         except gradlane.GradlaneError as error:
             results.append(str(error))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     assert len(results) == 2
     assert all("codec" in text for text in results), results
