@@ -14,6 +14,9 @@ use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
+/// Where one rank's block lies, and its bytes.
+pub type Block = (Region, Vec<u8>);
+
 /// One rank: its engine and its memory.
 pub struct Node {
     pub engine: Engine,
@@ -27,7 +30,7 @@ pub struct Node {
     pub applied: Vec<Applied>,
     pub switched: Vec<(u32, Step)>,
     /// Blocks that were gathered, by rank.
-    pub blocks: BTreeMap<(TensorId, Step), Vec<Option<(Region, Vec<u8>)>>>,
+    pub blocks: BTreeMap<(TensorId, Step), Vec<Option<Block>>>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
