@@ -56,7 +56,7 @@ def test_version_prints_what_it_writes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workload", "alexnet"], "alexnet"),
+        (["--workload", "alexnet2"], "alexnet2"),
         (["--workload", "resnet50", "--strategy", "p4"], "p4"),
         (["--workload", "resnet50", "--rate", "fast"], "fast"),
         (["--workload", "resnet50", "--workers", "1"], "workers is 1"),
@@ -80,8 +80,9 @@ def test_wrong_arguments_end_with_two_and_one_sentence(
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--debug` the error itself comes through."""
-    monkeypatch.setattr(sys, "argv", ["gradlane", "--debug", "lab", "run", "--workload", "alexnet"])
-    with pytest.raises(ValueError, match="alexnet"):
+    arguments = ["gradlane", "--debug", "lab", "run", "--workload", "alexnet2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(ValueError, match="alexnet2"):
         cli.main()
 
 

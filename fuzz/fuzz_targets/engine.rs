@@ -90,7 +90,7 @@ fn apply(
             let kinds = FrameKind::ALL;
             let header = FrameHeader {
                 kind: kinds[*kind as usize % kinds.len()],
-                codec: Codec::Raw,
+                codec: if flags & 4 == 0 { Codec::Raw } else { Codec::Encoded },
                 flags: FrameFlags(flags & 3),
                 step: Step(u64::from(*step % 4)),
                 generation: 0,
@@ -101,6 +101,7 @@ fn apply(
                 sender: peer(*from),
                 offset: u64::from(*offset),
                 length: u32::from(*length),
+                hop: u16::from(flags >> 2 & 3),
                 payload_crc: 0,
             };
             receive(engine, peer(*from), &header);

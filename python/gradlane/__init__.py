@@ -7,6 +7,7 @@ the compiled core are loaded by the first use.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradlane.errors import (
@@ -54,4 +55,6 @@ def __getattr__(name: str) -> Any:
         from gradlane.profiler import measure
 
         return measure.profile
+    if name in ("codecs", "torch"):
+        return importlib.import_module(f"gradlane.{name}")
     raise AttributeError(f"module 'gradlane' has no attribute {name!r}")

@@ -49,7 +49,8 @@ def plan_json(
 
     Args:
         tensors_json: a list of `{"name", "numel", "dtype", "role"}`, where dtype is one of `f32`,
-            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`.
+            `f16`, `bf16`, `f64`, `u8` and role is `parameter` or `initial`. Those that are to be
+            encoded also have `"codec"`, and `"sizes"`: of their dimensions in the order of storage.
         strategy: `p3`, `slicing`, `wfbp`, `kvstore`, `deferred-pull` or `asgd`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         seed: places whole tensors on servers where the strategy draws them.
@@ -58,6 +59,21 @@ def plan_json(
 
     Raises:
         ValueError: the arguments make no plan; the message says why.
+    """
+
+def codec_json(text: str, dtype: str, sizes: list[int]) -> str:
+    """Say what a codec does to a tensor, as a JSON object; `null` where it would change nothing.
+
+    Args:
+        text: a codec such as `qsgd:bits=4`.
+        dtype: the tensor's.
+        sizes: of its dimensions in the order of storage.
+
+    Returns:
+        `{"codec", "granule_elems", "fixed_size", "residual_width", "unbiased", "wire_bytes_max"}`.
+
+    Raises:
+        ValueError: the text is no codec; the message says what is wrong.
     """
 
 def simulate(scenario_json: str) -> str:
@@ -96,7 +112,8 @@ class Channel:
                 `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: fitted to
                 the path), `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
                 `work_threads` (0: on the I/O thread), `io_threads` (1), `silence_timeout_s`,
-                `progress_timeout_s`, `connect_timeout_s`, `trace`.
+                `progress_timeout_s`, `connect_timeout_s`, `trace`, `seed` (of codecs),
+                `encoded_ahead`.
             plan_json: what `plan_json` returned, the same on every rank.
             peers: `host:port` (`[v6]:port`) of every rank.
             secret: what all ranks of the job know.
@@ -154,6 +171,22 @@ class Channel:
         Args:
             name: `momentum_buffer`, `exp_avg` or `exp_avg_sq`.
             part: 0 or 1.
+        """
+
+    def send_raw(self, step: int) -> None:
+        """Let this rank's contributions travel as they are in a step that has just begun.
+
+        Every rank has to say so before its first contribution; a session whose ranks do not fails.
+        """
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Copy what this rank's own encoding has lost of a tensor so far, between steps.
+
+        Args:
+            tensor: number in the tensor table.
+            pointer: address of `count` contiguous f32 values in the order of the tensor's storage,
+                to be written during the call.
+            count: the tensor's number of elements times the codec's `residual_width`.
         """
 
     def clear_state(self) -> None:
@@ -252,3 +285,77 @@ class Channel:
 
     def forget_in_child(self) -> None:
         """In a forked child: close all descriptors; the parent's session goes on untouched."""
+
+class Codec:
+    """An encoding of f32 values of one tensor; keeps no state.
+
+    A place is (seed, step, tensor, leg, first element); the leg is a worker's rank, or -1 for what
+    an owner sends. Memory is an address and a number of elements, which the caller keeps alive and
+    untouched during the call; the GIL is released while kernels run.
+    """
+
+    def __init__(self, spec: str, sizes: list[int]) -> None:
+        """Build a codec.
+
+        Args:
+            spec: name and options, such as `qsgd:bits=4`.
+            sizes: of the tensor, in the order of its storage, slowest first.
+
+        Raises:
+            ValueError: the text names no codec.
+        """
+
+    @property
+    def spec(self) -> str:
+        """The canonical text."""
+
+    @property
+    def granule(self) -> int:
+        """Parts of a tensor begin at multiples of so many elements."""
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Whether the length of an encoding depends on the number of elements alone."""
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the expectation of what is decoded is the value."""
+
+    @property
+    def residual_width(self) -> int:
+        """How many f32 numbers a residual has for each value; 0 where none is kept."""
+
+    def max_wire_bytes(self, at: tuple[int, int, int, int, int], elements: int) -> int:
+        """Return the most bytes that so many values take in a place."""
+
+    def encode(
+        self,
+        at: tuple[int, int, int, int, int],
+        source: tuple[int, int],
+        residual: tuple[int, int],
+        wire: tuple[int, int],
+    ) -> int:
+        """Encode f32 values to the front of a buffer.
+
+        Args:
+            at: the place of the values.
+            source: the values.
+            residual: what was not sent before, which becomes what is not sent now; (0, 0) is none.
+            wire: bytes, at least `max_wire_bytes`.
+
+        Returns:
+            How many bytes were written.
+
+        Raises:
+            ValueError: an address, a length or the place makes no sense.
+        """
+
+    def decode(self, wire: tuple[int, int], out: tuple[int, int]) -> None:
+        """Decode bytes into f32 values.
+
+        Raises:
+            ValueError: the bytes are no encoding of so many values.
+        """
+
+    def decode_add(self, wire: tuple[int, int], sum: tuple[int, int]) -> None:
+        """Decode bytes and add them to f32 values; `ValueError` as for `decode`."""

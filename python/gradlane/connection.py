@@ -97,6 +97,7 @@ def _channel_options(around: Surroundings, job: str, rank: int) -> str:
             "world_size": place.world_size,
             "job": job,
             "generation": place.restart,
+            "seed": options.seed,
             "frame_bytes": options.frame_bytes,
             "credit_bytes": options.frame_bytes,
             "low_water_bytes": options.low_water_bytes,

@@ -45,6 +45,12 @@ class Channel(Protocol):
     def read_state(self, name: str, part: int) -> None:
         """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
 
+    def send_raw(self, step: int) -> None:
+        """Let this rank's contributions to a step that has just begun travel without codecs."""
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Copy what this rank's own encoding has lost of a tensor to `count` f32 values."""
+
     def clear_state(self) -> None:
         """Forget all optimizer state on this rank (`update="server"`)."""
 
@@ -89,6 +95,55 @@ class Channel(Protocol):
 
     def forget_in_child(self) -> None:
         """Close descriptors in a forked child."""
+
+
+Place = tuple[int, int, int, int, int]
+"""Seed, step, tensor, leg (a rank, or -1 for the broadcast), first element."""
+Memory = tuple[int, int]
+"""An address and the number of elements there, which nobody else uses during the call."""
+
+
+class Codec(Protocol):
+    """An encoding of f32 values of one tensor."""
+
+    @property
+    def spec(self) -> str:
+        """The canonical text."""
+
+    @property
+    def granule(self) -> int:
+        """Parts of a tensor begin at multiples of so many elements."""
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Whether the length of an encoding depends on the number of elements alone."""
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the expectation of what is decoded is the value."""
+
+    @property
+    def residual_width(self) -> int:
+        """How many f32 numbers a residual has for each value; 0 where none is kept."""
+
+    def max_wire_bytes(self, at: Place, elements: int) -> int:
+        """Return the most bytes that so many values take in a place."""
+
+    def encode(self, at: Place, source: Memory, residual: Memory, wire: Memory) -> int:
+        """Encode f32 values to the front of a buffer; returns the number of bytes."""
+
+    def decode(self, wire: Memory, out: Memory) -> None:
+        """Decode bytes into f32 values."""
+
+    def decode_add(self, wire: Memory, sum: Memory) -> None:
+        """Decode bytes and add them to f32 values."""
+
+
+class CodecType(Protocol):
+    """How a codec is made."""
+
+    def __call__(self, spec: str, sizes: list[int]) -> Codec:
+        """Build the codec of a spec for a tensor of these sizes; `ValueError` if there is none."""
 
 
 class ListenerType(Protocol):
@@ -149,6 +204,26 @@ class CoreModule(Protocol):
     @property
     def plan_json(self) -> PlanBuilder:
         """The builder of plans."""
+
+
+class CodecModule(Protocol):
+    """What `gradlane._core` offers beside sessions: it needs no rank and no channel."""
+
+    @property
+    def Codec(self) -> CodecType:  # noqa: N802
+        """The class of codecs."""
+
+    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+        """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
+
+
+def load_codecs() -> CodecModule:
+    """Load the part of the compiled core that encodes.
+
+    Raises:
+        GradlaneError: it is not there, or was built for another platform.
+    """
+    return cast(CodecModule, load_core())
 
 
 def load_core() -> CoreModule:

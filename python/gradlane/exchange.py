@@ -249,9 +249,12 @@ class Exchange:
         try:
             with PAUSE:
                 self._channel.wait_step(self.step)
+            self.votes()
             self.step += 1
             self._spent_steps += 1
             run(self.step)
+            # Nobody votes in such a step: the last votes stand.
+            self._counted = self.step
         except self._core.ChannelError as error:
             self._raise_failed(error, "reading the optimizer's state")
         except BaseException as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradlane.codec_choice import RAW, CodecRules
+
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
 EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
@@ -22,7 +24,9 @@ class Options:
     Attributes:
         strategy: one of `STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
-        seed: places whole tensors on servers where the strategy draws them.
+        seed: places whole tensors on servers where the strategy draws them, and decides how codecs
+            round.
+        codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         interface: network interface to use, or None.
@@ -43,6 +47,7 @@ class Options:
     strategy: str = "p3"
     slice_elems: int | None = None
     seed: int = 0
+    codec: CodecRules = RAW
     update: str = "worker"
     interface: str | None = None
     advertise: str | None = None
@@ -93,6 +98,11 @@ class Options:
                 'where the parameters are kept for all ranks, so it asks for update="server"; '
                 "otherwise every rank would train a model of its own"
             )
+        if self.codec != RAW:
+            raise ValueError(
+                f'codec={self.codec!r} with strategy="asgd": parameters travel back to each rank '
+                "there, and a codec is for gradients and their means; leave it out"
+            )
         if self.check_every:
             raise ValueError(
                 f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
@@ -106,7 +116,15 @@ class Options:
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
-        names = ("strategy", "slice_elems", "seed", "update", "frame_bytes", "check_every")
+        names = (
+            "strategy",
+            "slice_elems",
+            "seed",
+            "codec",
+            "update",
+            "frame_bytes",
+            "check_every",
+        )
         return {name: getattr(self, name) for name in names}
 
 

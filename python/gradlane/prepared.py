@@ -22,6 +22,7 @@ from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
 from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
@@ -33,6 +34,7 @@ from gradlane.hooks import Installation
 from gradlane.options import Options
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
+from gradlane.residual_state import ResidualState
 from gradlane.server_state import Apart, ServerState, check_taken_over
 from gradlane.shared_storage import Clusters
 from gradlane.steps import Driver, Phase, Steps
@@ -82,7 +84,10 @@ class Prepared:
         self._written: list[Tensor] = []
         self.model = model
         self._extras, self._members = self._make_members()
-        rows = [entry.plan_row() for entry in (*self._entries, *self._extras)]
+        coded = [entry.coded() for entry in self._trained]
+        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded)
+        plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
+        rows = rows_with_codecs(plain, coded, self.codecs)
         self.channel = open_channel(around, meeting, rows, update=around.options.update)
         self._recording: Recording | None = None
         if around.recorder is not None:
@@ -119,6 +124,16 @@ class Prepared:
             # Where nobody waits for other ranks' gradients, there is no circle to be found.
             around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._serves else None
+        self.residuals = ResidualState(
+            channel=self.channel,
+            meeting=meeting,
+            members=self._members,
+            choices=self.codecs,
+            updates_on_servers=self._serves,
+            settle=self.steps.settle,
+            spend_step=self.steps.spend_step,
+            translating=self._translating,
+        )
         if self._gathering is not None:
             # From now on this rank updates what it owns, also before its own first step.
             self.channel.set_optimizer(0, self._server_rows())
@@ -226,7 +241,7 @@ class Prepared:
     def reconnected(self, options: Options, timeout_s: float) -> Prepared:
         """Close, and connect the same model with other options; a collective call between steps.
 
-        The optimizer's state stays, also that on the servers, and so do buffers.
+        The optimizer's state stays, also that on the servers, and so do buffers and residuals.
 
         Args:
             options: in place of the session's.
@@ -239,6 +254,7 @@ class Prepared:
         self.steps.settle()
         if self._server is not None:
             self._server.bring_home()
+        residuals = self.residuals.state_dict()
         self.close(timeout_s)
         # Connecting spreads rank 0's; buffers may be each rank's own.
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -253,6 +269,7 @@ class Prepared:
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+        again.residuals.load_state_dict(residuals)
         return again
 
     def hand_over(self, source: int) -> None:

@@ -22,7 +22,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from gradlane import lifecycle
 from gradlane.buffers import MODES
+from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
 from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
@@ -58,6 +59,7 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
 _CLOSE_TIMEOUT_S = 60.0
+_STATE_VERSION = 1
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
 
@@ -70,6 +72,7 @@ def init(
     strategy: str = Options.strategy,
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
+    codec: CodecArgument = None,
     update: str = Options.update,
     interface: str | None = Options.interface,
     advertise: str | None = Options.advertise,
@@ -102,7 +105,12 @@ def init(
             results; or `asgd`, asynchronous training, which does not: each rank's gradients are
             applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         slice_elems: elements in a slice at most; None: what suits the strategy.
-        seed: places whole tensors where a strategy draws their server.
+        seed: places whole tensors where a strategy draws their server, and decides how codecs
+            round.
+        codec: how gradients travel: None: as they are; a codec such as `"qsgd:bits=8"`: in fewer
+            bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
+            dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
+            of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
@@ -139,6 +147,7 @@ def init(
         strategy=strategy,
         slice_elems=slice_elems,
         seed=seed,
+        codec=codec_rules(codec),
         update=update,
         interface=interface,
         advertise=advertise,
@@ -155,6 +164,8 @@ def init(
         trace_path=_trace_path(trace_path),
     )
     core = core if core is not None else load_core()
+    if options.codec != RAW:
+        check_codecs(options.codec)
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
     if store is None:
         store = open_store(place, os.environ, connect_timeout_s)
@@ -262,8 +273,10 @@ class Session:
                 "results; asynchronous training is none of them"
             )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        residuals = None
         if before is not None:
             try:
+                residuals = before.residuals.state_dict()
                 self._part_with(before)
             except GradlaneError as error:
                 # The others are on their way to the next meeting, and would wait there.
@@ -278,6 +291,8 @@ class Session:
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        if residuals is not None:
+            prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
             self._learn(prepared, links)
@@ -290,6 +305,62 @@ class Session:
                 stacklevel=2,
             )
         return model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the session itself keeps for training; a collective call between steps.
+
+        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`).
+        Without such codecs there is nothing in it, and nothing is sent. A checkpoint holds it
+        beside the model's and the optimizer's. Every rank gets one of its own; that of any one
+        rank is enough to go on with a world of any size.
+
+        Raises:
+            UsageError: a model is in the middle of a step.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        for prepared in self._prepared:
+            prepared.check_between_steps()
+        return {
+            "version": _STATE_VERSION,
+            "models": [prepared.residuals.state_dict() for prepared in self._prepared],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned; a collective call between steps.
+
+        Where every rank loads what it saved itself in a world of the same size, training goes on
+        as it would have. Otherwise all ranks share out what was kept.
+
+        Args:
+            state: what `state_dict` returned; models are matched in the order of `prepare`.
+
+        Raises:
+            ValueError: it is no such state, or of other models.
+            UsageError: a model is in the middle of a step.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        for prepared in self._prepared:
+            prepared.check_between_steps()
+        version, models = state.get("version"), state.get("models")
+        if version != _STATE_VERSION or not isinstance(models, list):
+            raise ValueError(
+                f"this is no state of a session (version {version!r}, expected {_STATE_VERSION}): "
+                "load what session.state_dict() returned"
+            )
+        if len(models) != len(self._prepared):
+            raise ValueError(
+                f"the state is of {len(models)} models, and {len(self._prepared)} are prepared: "
+                "call prepare() for all of them first"
+            )
+        for prepared, one in zip(self._prepared, models, strict=True):
+            prepared.residuals.load_state_dict(one)
+
+    @property
+    def codecs(self) -> list[CodecChoice]:
+        """Which codec each trained tensor of the models travels in, and why."""
+        return [choice for prepared in self._prepared for choice in prepared.codecs]
 
     @property
     def plan(self) -> Plan | None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gradlane.codec_choice import CodedTensor
+
 _TRAINED_DTYPES = {
     torch.float32: "f32",
     torch.float16: "f16",
@@ -72,6 +74,13 @@ class Entry:
                 "role": "parameter",
             }
         return self.bytes_row()
+
+    def coded(self) -> CodedTensor:
+        """Return a trained entry as codecs see it; complex numbers are pairs."""
+        axes = sorted(range(len(self.shape)), key=lambda axis: self.stride[axis], reverse=True)
+        sizes = tuple(self.shape[axis] for axis in axes)
+        pair = (2,) if self.dtype.is_complex else ()
+        return CodedTensor(self.name, _TRAINED_DTYPES[self.dtype], sizes + pair)
 
     def bytes_row(self) -> dict[str, Any]:
         """Return the entry in the plan's terms as plain bytes, which only step 0 spreads."""

@@ -5,87 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.made_rows import Machine
 
-from gradlane.lab.grid import (
-    CELLS,
+from gradlane.lab.cells import (
     STEPS,
-    cells_of,
-    in_grid_order,
+    CellsProgress,
     measure_missing,
     missing_strategies,
     read_rows,
     still_missing,
     with_compute_times,
 )
-from gradlane.lab.results import Row
-from gradlane.lab.run import LabOptions, LabProgress
-
-
-def made_row(options: LabOptions, strategy: str, *, cpu_bound: bool = False) -> Row:
-    """Return the row of a run that took a second a step."""
-    return Row(
-        workload=options.workload,
-        strategy=strategy,
-        workers=options.workers,
-        rate_bps=options.rates_bps[0],
-        dilation=options.dilation,
-        slice_elems=None,
-        codec="raw",
-        steps=options.steps,
-        warmup=options.warmup,
-        repeat=0,
-        seed=0,
-        batch_size=32,
-        samples_per_s=128.0,
-        step_s_median=0.3 if strategy == "none" else 1.0,
-        wall_step_s_median=1.0,
-        step_s=[1.0] * options.steps,
-        compute_s=0.2,
-        bound_step_s=None,
-        bound_binding=None,
-        goodput_bps=1e9,
-        tx_bytes_per_step=0.0,
-        link_utilization=0.0,
-        utilization_over_time={"time_s": [], "transmit": [], "receive": []},
-        cpu_s_per_step=0.0,
-        cpu_share=0.9 if cpu_bound else 0.1,
-        cpu_bound=cpu_bound,
-        wall_lag_s=0.0,
-        loss=[],
-        param_digest="",
-        params_equal=True,
-        verified_tensors=1,
-        evaluation=None,
-        metrics={"tx_bytes": 7, "peers": [1, 2]},
-    )
-
-
-class Machine:
-    """A lab whose runs take as long as they are estimated to, on a clock of its own."""
-
-    def __init__(self, *, fails_after: int = 1000, busy: bool = False) -> None:
-        self.now_s = 0.0
-        self.runs: list[tuple[str, int, str]] = []
-        self._fails_after = fails_after
-        self._busy = busy
-
-    def now(self) -> float:
-        return self.now_s
-
-    def run(self, options: LabOptions, *, progress: LabProgress, on_rows: Any) -> list[Row]:
-        del progress
-        rows: list[Row] = []
-        for strategy in options.strategies:
-            if len(self.runs) == self._fails_after:
-                raise KeyboardInterrupt
-            self.now_s += 25.0
-            self.runs.append((options.workload, options.rates_bps[0], strategy.text))
-            rows.append(made_row(options, strategy.text, cpu_bound=self._busy))
-            on_rows(rows)
-        return rows
+from gradlane.lab.grid import CELLS, cells_of, in_grid_order
 
 
 def measure(machine: Machine, path: Path, budget_s: float) -> int:
@@ -93,7 +26,7 @@ def measure(machine: Machine, path: Path, budget_s: float) -> int:
         cells_of(["resnet50"]),
         path,
         budget_s=budget_s,
-        progress=LabProgress(),
+        progress=CellsProgress(),
         now=machine.now,
         run=machine.run,
     )
@@ -133,7 +66,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
     machine = Machine(fails_after=2)
     with pytest.raises(KeyboardInterrupt):
         measure(machine, path, budget_s=1e9)
-    assert [row["strategy"] for row in read_rows(path)] == ["none", "slicing"]
+    assert [row["strategy"] for row in read_rows(path)] == ["none", "p3"]
     again = Machine()
     measure(again, path, budget_s=1e9)
     assert not set(machine.runs) & set(again.runs)
@@ -167,5 +100,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_slower_ports_and_more_steps_take_longer() -> None:
     cell = cells_of(["vgg19"])[0]
     faster = replace(cell, rate_bps=2 * cell.rate_bps)
-    assert cell.run_estimate_s(3) > cell.run_estimate_s(2)
-    assert cell.run_estimate_s(2) / cell.dilation > faster.run_estimate_s(2) / faster.dilation
+    longer = replace(cell, steps=cell.steps + 1)
+    assert longer.run_estimate_s("p3") > cell.run_estimate_s("p3") > faster.run_estimate_s("p3")
+    assert cell.estimate_s() > sum(map(cell.run_estimate_s, cell.strategies))

@@ -68,7 +68,7 @@ def refusal_of(content: Any) -> str:
         (("tensors",), {}, "tensors: expected a list"),
         (("tensors", 1), 5, "tensors[1]: expected an object"),
         (("tensors", 2, "numel"), -1, "tensors[2].numel: expected an integer"),
-        (("tensors", 2, "scheme"), "sfb", "tensors[2].scheme: unknown 'sfb'; known are ps"),
+        (("tensors", 2, "scheme"), "tree", "tensors[2].scheme: unknown 'tree'; known are "),
         (("tensors", 0, "codec"), "zip", "tensors[0].codec: unknown 'zip'"),
         (("tensors", 1, "name"), "layer0.weight", "tensors: 'layer0.weight' occurs twice"),
     ],

@@ -209,6 +209,30 @@ def test_the_command_prints_each_choice_and_writes_the_plan(
     assert {(row["scheme"], row["codec"]) for row in content["tensors"]} == {("ps", "raw")}
 
 
+def test_constants_of_a_machine_reach_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A file as `gradlane lab calibrate` writes it, of a host that needs 0.2 s between steps."""
+    profile, costs = tmp_path / "profile.json", tmp_path / "costs.json"
+    write_profile(SMALL, profile)
+    costs.write_text(
+        json.dumps(
+            {
+                "format": "gradlane-costs",
+                "version": 1,
+                "constants": {"between_steps_s": {"value": 0.2}},
+            }
+        )
+    )
+    steps_s = []
+    for more in ((), ("--costs", str(costs))):
+        made = tmp_path / "plan.json"
+        arguments = (str(profile), "--workers", "4", "--rate", "1gbit", "--json", str(made), *more)
+        assert run_command(monkeypatch, capsys, *arguments)[0] == 0
+        steps_s.append(json.loads(made.read_text())["prediction"]["step_s"])
+    assert steps_s[1] > steps_s[0] + 0.1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,7 +241,9 @@ def test_the_command_prints_each_choice_and_writes_the_plan(
         (("resnet50", "--workers", "4", "--rate", "1gbit", "--latency-s", "nan"), "latency_s"),
         (("resnet50", "--workers", "4", "--rate", "1gbit", "--budget-s", "nan"), "budget-s"),
         (("resnet50", "--workers", "4", "--rate", "1gbit", "--update", "x"), "unknown update"),
-        (("alexnet", "--workers", "4", "--rate", "1gbit"), "alexnet"),
+        (("alexnet2", "--workers", "4", "--rate", "1gbit"), "alexnet2"),
+        (("resnet50", "--workers", "4", "--rate", "1gbit", "--plan", "x"), "unknown rule 'x'"),
+        (("resnet50", "--workers", "4", "--rate", "1gbit", "--costs", "no"), "cannot read costs"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.grid import in_grid_order, read_rows, with_compute_times
+from gradlane.lab.cells import read_rows, with_compute_times
+from gradlane.lab.grid import in_grid_order
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.prediction import (
     can_predict,
@@ -125,9 +126,10 @@ def test_the_fit_finds_the_spread_that_made_the_rows() -> None:
 
 def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
     rows = [
-        {**row(strategy=name), "warmup": 2, "steps": 2, "cpu_share": 0.2}
+        {**row(strategy=name, slice_elems=elems, dilation=6.7), "warmup": 2, "steps": 2}
         | {"machine": {"processors": 2}, "versions": {"kernel": "6", "torch": "2"}}
-        for name in ("p3", "ddp-gloo:25")
+        | {"cpu_share": 0.2}
+        for name, elems in (("p3", 50_000), ("ddp-gloo:25", None))
     ]
     page = page_of([predict(row())], rows)
     assert "| resnet50 (fitted) | 1 |" in page

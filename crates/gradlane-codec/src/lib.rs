@@ -21,15 +21,16 @@
 //! [`Dtype`] names what the bytes are; [`Variant`] names the instruction set, chosen once at run
 //! time. [`reduce_mean`], [`reduce_sgd`] and [`reduce_adam`] are the kernels: one generic loop,
 //! instantiated for each register type, beside a scalar oracle that shares none of it. A further
-//! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Lossy encodings get a
-//! module of their own, `encode`, with a trait of encode and decode-and-add over the same [`Dtype`]
-//! and [`Variant`].
+//! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Encodings are [`Codec`]s,
+//! built from a [`CodecSpec`] for the same [`Variant`]s; they have oracles of their own.
 
 mod adam;
 mod dtype;
 mod element;
+mod encode;
 mod reduce;
 mod sgd;
+mod sparse;
 mod variant;
 
 pub use adam::{
@@ -37,9 +38,14 @@ pub use adam::{
     AdamSlices, AdamStep,
 };
 pub use dtype::Dtype;
+pub use encode::{
+    build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
+    Levels, Method, Norm, Place, QsgdOptions, TensorShape,
+};
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,
     SgdStep,
 };
+pub use sparse::{DgcOptions, SparseError, TopkOptions};
 pub use variant::{Variant, VariantError};

@@ -19,10 +19,10 @@ pub(crate) enum Instructions {
     /// 4 f32 lanes; f16 is converted lane by lane.
     #[cfg(target_arch = "x86_64")]
     Sse2,
-    /// 8 f32 lanes, with F16C.
+    /// 8 f32 lanes, with F16C and POPCNT.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// 16 f32 lanes (AVX-512F).
+    /// 16 f32 lanes (AVX-512F), with POPCNT.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// 4 f32 lanes; f16 is converted lane by lane.
@@ -65,10 +65,14 @@ impl Instructions {
             Instructions::Sse2 => true,
             #[cfg(target_arch = "x86_64")]
             Instructions::Avx2 => {
-                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("f16c")
+                    && is_x86_feature_detected!("popcnt")
             }
             #[cfg(target_arch = "x86_64")]
-            Instructions::Avx512 => is_x86_feature_detected!("avx512f"),
+            Instructions::Avx512 => {
+                is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("popcnt")
+            }
             #[cfg(target_arch = "aarch64")]
             Instructions::Neon => std::arch::is_aarch64_feature_detected!("neon"),
         }

@@ -11,7 +11,7 @@ use crate::work::{Pending, Running};
 use crate::worker::Phase;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameKind};
 
 impl Engine {
     /// A rank's contribution to an owned slice is whole.
@@ -21,9 +21,24 @@ impl Engine {
             self.add_push(slice, rank, part, priority);
             return;
         }
+        let form = match part {
+            Part::Own | Part::Buffer(_) => Some(Codec::Raw),
+            Part::Encoded(_) => Some(Codec::Encoded),
+            Part::Absent => None,
+        };
+        let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
         owned.parts.insert(rank, part);
         owned.priority = priority;
         let step = owned.step;
+        if mixed {
+            let name = &self.plan.tensor(self.plan.slice(slice).tensor).spec.name;
+            let reason = alloc::format!(
+                "some ranks sent {name:?} encoded in {step} and others as it is: all ranks have to \
+                 do the same"
+            );
+            self.abort(&reason);
+            return;
+        }
         if owned.parts.len() < self.contributors(step) as usize {
             return;
         }
@@ -33,10 +48,10 @@ impl Engine {
         owned.reducing = true;
         let parts = owned.take_parts();
         if parts.iter().all(|&(_, part)| part == Part::Absent) {
-            self.deliver(slice, step, None, false);
+            self.deliver(slice, step, None, Codec::Raw, false);
         } else if self.plan.world_size == 1 && !self.needs_result(step) {
             // The mean over one rank is its gradient, which is in place already.
-            self.deliver(slice, step, None, true);
+            self.deliver(slice, step, None, Codec::Raw, true);
         } else {
             let key = self.slice_key(step, priority, slice);
             self.work.push(key, Pending::Reduce { slice, step, parts });
@@ -45,12 +60,20 @@ impl Engine {
 
     /// The next piece of work for the driver's threads, most urgent first.
     pub fn poll_work(&mut self) -> Option<Work> {
-        if self.lifecycle.has_ended() {
+        if self.lifecycle.has_ended() || self.work.is_full() {
             return None;
+        }
+        let encode = self.encodes.first();
+        if encode.is_some_and(|key| self.work.first().is_none_or(|other| key < other)) {
+            let (key, waiting) = self.encodes.pop()?;
+            return Some(self.start_encode(key, waiting));
         }
         match self.work.pop()? {
             Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
             Pending::Apply { slice, push } => Some(self.start_apply(slice, push)),
+            Pending::AddRound { slice, step, received } => {
+                Some(self.start_round(slice, step, received))
+            }
             Pending::Install { slice, step, buffer } => {
                 Some(self.start_install(slice, step, buffer))
             }
@@ -58,6 +81,9 @@ impl Engine {
     }
 
     fn start_reduce(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Part)]) -> Work {
+        if parts.iter().any(|&(_, part)| matches!(part, Part::Encoded(_))) {
+            return self.start_recode(slice, step, parts);
+        }
         let bytes = self.plan.slice_bytes(slice);
         let mut buffers = parts.iter().filter_map(|&(_, part)| match part {
             Part::Buffer(buffer) => Some(buffer),
@@ -68,7 +94,7 @@ impl Engine {
         let output = reused.unwrap_or_else(|| self.buffers.acquire(bytes));
         let inputs = parts.iter().filter_map(|&(_, part)| match part {
             Part::Own => Some(self.gradient_region(slice)),
-            Part::Buffer(buffer) => Some(whole(buffer)),
+            Part::Buffer(buffer) | Part::Encoded(buffer) => Some(buffer.whole()),
             Part::Absent => None,
         });
         let inputs: Vec<Region> = inputs.collect();
@@ -78,20 +104,55 @@ impl Engine {
         let apply = self.updates_on_server(step);
         let copy_to = if apply { None } else { self.open_region(slice) };
         let in_place = copy_to.is_some();
-        let output_region = whole(output);
+        let output_region = output.whole();
         let operation = if apply {
             let parameters = self.region(Memory::Parameter(tensor), slice);
             Operation::ReduceApply { inputs, absent, divisor, parameters, output: output_region }
         } else {
             Operation::Reduce { inputs, absent, divisor, output: output_region, copy_to }
         };
-        let running = Running::Reduce { slice, step, output, spent, in_place };
+        let running = Running::Reduce { slice, step, output, spent, in_place, encoded: false };
+        self.hand_out(slice, step, operation, running)
+    }
+
+    /// Encoded contributions are decoded and added up; the mean is encoded, or applied.
+    fn start_recode(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Part)]) -> Work {
+        let spent: Vec<BufferRef> = parts
+            .iter()
+            .filter_map(|&(_, part)| match part {
+                Part::Encoded(buffer) => Some(buffer),
+                _ => None,
+            })
+            .collect();
+        let inputs: Vec<Region> = spent.iter().map(|buffer| buffer.whole()).collect();
+        let absent = inputs.len() < parts.len();
+        let divisor = self.contributors(step);
+        let (operation, output, in_place, encoded);
+        if self.updates_on_server(step) {
+            let tensor = self.plan.slice(slice).tensor;
+            let parameters = self.region(Memory::Parameter(tensor), slice);
+            output = self.buffers.acquire(self.plan.slice_bytes(slice));
+            (in_place, encoded) = (false, false);
+            let output = output.whole();
+            operation = Operation::DecodeApply { inputs, absent, divisor, parameters, output };
+        } else {
+            let copy_to = self.open_region(slice);
+            output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+            (in_place, encoded) = (copy_to.is_some(), true);
+            let output = output.whole();
+            operation = Operation::Recode { inputs, absent, divisor, output, copy_to };
+        }
+        let running = Running::Reduce { slice, step, output, spent, in_place, encoded };
         self.hand_out(slice, step, operation, running)
     }
 
     fn start_install(&mut self, slice: SliceId, step: Step, buffer: BufferRef) -> Work {
         let to = self.open_region(slice).expect("memory that was opened stays open in its step");
-        let operation = Operation::Copy { from: whole(buffer), to };
+        let from = buffer.whole();
+        let operation = match self.worker.slice(slice).form {
+            Codec::Raw => Operation::Copy { from, to },
+            Codec::Encoded => Operation::Decode { from, to },
+        };
         self.hand_out(slice, step, operation, Running::Install { slice, buffer })
     }
 
@@ -117,19 +178,42 @@ impl Engine {
     /// # Panics
     /// When the work was never handed out or is reported twice.
     pub fn handle_work_done(&mut self, id: WorkId) {
+        self.finish_work(id, None);
+    }
+
+    /// The driver has done a piece of work whose output is an encoding of so many bytes. Where all
+    /// are equally long, [`Engine::handle_work_done`] says the same.
+    ///
+    /// # Panics
+    /// As [`Engine::handle_work_done`]; when there is no room for so many bytes.
+    pub fn handle_encoded(&mut self, id: WorkId, bytes: u64) {
+        self.finish_work(id, Some(bytes));
+    }
+
+    fn finish_work(&mut self, id: WorkId, bytes: Option<u64>) {
         let running = self.work.finish(id).expect("work is reported once, after it was handed out");
         if self.lifecycle.has_ended() {
             return;
         }
         self.lifecycle.progressed();
+        let fitted = |output: BufferRef| {
+            let bytes = bytes.unwrap_or(output.bytes);
+            assert!(bytes <= output.bytes, "{bytes} encoded bytes in {}", output.bytes);
+            BufferRef { bytes, ..output }
+        };
         match running {
-            Running::Reduce { slice, step, output, spent, in_place } => {
+            Running::Encode { waiting, key, output } => {
+                self.encoded(waiting, key, fitted(output));
+            }
+            Running::Reduce { slice, step, output, spent, in_place, encoded } => {
                 for buffer in spent {
                     self.buffers.release(buffer, &mut self.events);
                 }
-                self.deliver(slice, step, Some(output), in_place);
+                let form = if encoded { Codec::Encoded } else { Codec::Raw };
+                self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
             Running::Apply { slice, push, output } => self.applied(slice, push, output),
+            Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);
                 self.slice_done(slice, true);
@@ -140,7 +224,14 @@ impl Engine {
 
     /// The result of an owned slice is there: give it to this rank's worker and to the others.
     /// Without a buffer it is either in place (`in_place`) or absent everywhere.
-    fn deliver(&mut self, slice: SliceId, step: Step, buffer: Option<BufferRef>, in_place: bool) {
+    fn deliver(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+        form: Codec,
+        in_place: bool,
+    ) {
         let owned = self.server.owned.get_mut(&slice).expect("only the owner delivers a slice");
         let priority = owned.priority;
         let early_pulls = core::mem::take(&mut owned.early_pulls);
@@ -148,14 +239,16 @@ impl Engine {
         if step.0 == 0 {
             self.keep_initial(slice, buffer);
         }
-        self.offer(slice, step, buffer, priority);
+        self.offer(slice, step, buffer, form, priority);
         for rank in early_pulls {
             self.answer_pull(slice, step, rank);
         }
         match buffer {
             Some(buffer) if !in_place => {
                 self.buffers.retain(buffer);
-                self.worker.slice_mut(slice).phase = Phase::Buffered(buffer);
+                let state = self.worker.slice_mut(slice);
+                state.phase = Phase::Buffered(buffer);
+                state.form = form;
                 self.install_if_open(slice);
             }
             _ => self.slice_done(slice, in_place),
@@ -169,7 +262,14 @@ impl Engine {
     }
 
     /// Keeps a result for the ranks that are owed it and sends it, or a notice of it.
-    fn offer(&mut self, slice: SliceId, step: Step, buffer: Option<BufferRef>, priority: Priority) {
+    fn offer(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+        form: Codec,
+        priority: Priority,
+    ) {
         let others = RankSet::all_but(self.plan.world_size, self.rank());
         if others.is_empty() {
             return;
@@ -182,9 +282,9 @@ impl Engine {
         let unasked = pull == PullRule::Broadcast || step.0 == 0;
         let to_pull = if unasked { RankSet::empty(self.plan.world_size) } else { others.clone() };
         let to_send = others.clone();
-        self.server.owed.insert((slice, step), Owed { buffer, to_pull, to_send, priority });
+        self.server.owed.insert((slice, step), Owed { buffer, form, to_pull, to_send, priority });
         if unasked {
-            let message = self.result_message(slice, step, buffer, priority);
+            let message = self.result_message(slice, step, (buffer, form), priority);
             let key = self.slice_key(step, priority, slice);
             self.scheduler.push_shared(others, key, message);
         } else if pull == PullRule::AfterNotice {
@@ -198,12 +298,13 @@ impl Engine {
         &self,
         slice: SliceId,
         step: Step,
-        buffer: Option<BufferRef>,
+        (buffer, form): (Option<BufferRef>, Codec),
         priority: Priority,
     ) -> Message {
         let mut header = self.slice_header(FrameKind::Broadcast, step, slice, priority);
+        header.codec = form;
         let body = match buffer {
-            Some(buffer) => Body::Region(whole(buffer)),
+            Some(buffer) => Body::Region(buffer.whole()),
             None => {
                 header.flags = FrameFlags::ABSENT;
                 Body::Empty
@@ -218,8 +319,8 @@ impl Engine {
             return;
         };
         owed.to_pull.remove(rank);
-        let (buffer, priority) = (owed.buffer, owed.priority);
-        let message = self.result_message(slice, step, buffer, priority);
+        let (buffer, form, priority) = (owed.buffer, owed.form, owed.priority);
+        let message = self.result_message(slice, step, (buffer, form), priority);
         let key = self.slice_key(step, priority, slice);
         self.scheduler.push(rank, key, message);
     }
@@ -284,9 +385,4 @@ impl Engine {
         let absent = !self.worker.tensor(tensor).has_value;
         self.events.push_back(Event::TensorReady { tensor, step: self.worker.step, absent });
     }
-}
-
-/// All of a buffer.
-fn whole(buffer: BufferRef) -> Region {
-    Region { memory: Memory::Buffer(buffer), offset: 0, length: buffer.bytes }
 }

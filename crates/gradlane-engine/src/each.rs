@@ -22,6 +22,7 @@ use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;
 use alloc::string::String;
 use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_wire::Codec;
 
 /// Where one rank is, for one slice.
 #[derive(Clone, Copy, Debug)]
@@ -271,7 +272,7 @@ impl Engine {
             return;
         }
         self.each.answers.insert((slice, rank), state);
-        let message = self.result_message(slice, step, state, priority);
+        let message = self.result_message(slice, step, (state, Codec::Raw), priority);
         debug_assert!(!matches!(message.body, Body::Inline(_)), "a state lies in a buffer");
         let key = self.slice_key(step, priority, slice);
         self.scheduler.push(rank, key, message);

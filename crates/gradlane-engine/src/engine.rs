@@ -4,13 +4,16 @@
 
 use crate::buffers::BufferTable;
 use crate::each::Each;
+use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
 use crate::io::{Event, Memory, Region, Transmit};
 use crate::lifecycle::Lifecycle;
 use crate::plan::{Plan, Update};
 use crate::priority::{PendingSwitch, PriorityTable};
 use crate::rank_set::RankSet;
+use crate::ring::Ring;
 use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
+use crate::scheme::Scheme;
 use crate::server::{Part, Server};
 use crate::strategy::{PullRule, ReadyRule};
 use crate::work::WorkQueue;
@@ -35,6 +38,8 @@ pub struct EngineOptions {
     pub credit_bytes: u64,
     /// Pieces of work handed out at once.
     pub work_depth: usize,
+    /// Slices towards one owner that are encoded ahead of sending.
+    pub encoded_ahead: usize,
     /// How long to wait for ranks that are alive but do not take part.
     pub progress_timeout: Duration,
     /// Membership generation.
@@ -42,7 +47,8 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, 30 minutes.
+    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, four slices
+    /// encoded ahead for each peer, 30 minutes.
     #[must_use]
     pub fn new(rank: Rank) -> EngineOptions {
         EngineOptions {
@@ -50,6 +56,7 @@ impl EngineOptions {
             frame_bytes: 64 << 10,
             credit_bytes: 64 << 10,
             work_depth: 2,
+            encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),
             generation: 0,
         }
@@ -68,7 +75,9 @@ pub struct Engine {
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) each: Each,
+    pub(crate) ring: Ring,
     pub(crate) work: WorkQueue,
+    pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
     pub(crate) events: VecDeque<Event>,
     pub(crate) lifecycle: Lifecycle,
@@ -97,7 +106,9 @@ impl Engine {
             worker: Worker::new(&plan),
             server: Server::new(&plan, rank),
             each: Each::default(),
+            ring: Ring::new(&plan),
             work: WorkQueue::new(options.work_depth.max(1)),
+            encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
             events: VecDeque::new(),
             lifecycle: Lifecycle::new(plan.world_size),
@@ -235,15 +246,23 @@ impl Engine {
 
     /// Queues the pushes of a tensor, or hands its own slices to the server.
     pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
+        if self.plan.tensor(tensor).scheme == Scheme::Ring {
+            return self.contribute_round(tensor);
+        }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
         let contributes = self.contributes(self.rank(), step);
         let priority = self.priorities.priority(step, tensor);
         for slice in self.plan.slices_of(tensor) {
+            let owner = self.plan.slice(slice).owner;
+            let encoded = contributes && !absent && self.own_form(slice) == Codec::Encoded;
             if !contributes {
                 self.worker.slice_mut(slice).push_sent = true;
                 self.install_if_open(slice);
-            } else if self.plan.slice(slice).owner == self.rank() {
+            } else if encoded {
+                let key = self.keys.slice(step, priority, tensor, slice);
+                self.encodes.push(owner, key, Waiting { slice, step });
+            } else if owner == self.rank() {
                 self.worker.slice_mut(slice).push_sent = true;
                 let part = if absent { Part::Absent } else { Part::Own };
                 self.add_part(slice, self.rank(), part, priority);
@@ -256,7 +275,6 @@ impl Engine {
                 } else {
                     Body::Region(self.gradient_region(slice))
                 };
-                let owner = self.plan.slice(slice).owner;
                 self.scheduler.push(owner, key, Message { header, body });
             }
         }
@@ -311,15 +329,19 @@ impl Engine {
     /// # Errors
     /// For another step than the current one, or an ended session.
     pub fn step_end(&mut self, step: Step) -> Result<(), UsageError> {
-        self.lifecycle.check_open()?;
-        if !self.worker.begun || step != self.worker.step {
-            let current = self.worker.step;
-            return Err(UsageError::WrongStep { call: "step_end", step, current });
-        }
+        self.check_step("step_end", step)?;
         if !core::mem::replace(&mut self.worker.ended, true) {
             for slice in (0..self.plan.slices.len() as u32).map(SliceId) {
                 self.install_if_open(slice);
             }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_step(&self, call: &'static str, step: Step) -> Result<(), UsageError> {
+        self.lifecycle.check_open()?;
+        if !self.worker.begun || step != self.worker.step {
+            return Err(UsageError::WrongStep { call, step, current: self.worker.step });
         }
         Ok(())
     }
@@ -404,13 +426,11 @@ impl Engine {
         let header = &transmit.header;
         if header.flags.contains(FrameFlags::LAST) && !self.lifecycle.has_ended() {
             match header.kind {
-                FrameKind::Push => {
-                    self.worker.slice_mut(header.slice).push_sent = true;
-                    self.install_if_open(header.slice);
-                }
+                FrameKind::Push => self.contribution_sent(header.slice, header.step),
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
+                FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
                 _ => {}
             }
         }
@@ -499,6 +519,7 @@ impl Engine {
             sender: self.rank(),
             offset: 0,
             length: 0,
+            hop: 0,
             payload_crc: 0,
         }
     }

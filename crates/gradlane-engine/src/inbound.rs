@@ -4,9 +4,10 @@
 
 use crate::engine::Engine;
 use crate::error::ProtocolError;
-use crate::io::{Landing, Memory, Region};
+use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
+use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
 use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
@@ -14,12 +15,12 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// Longest reason in an abort frame.
 const ABORT_TEXT_BYTES_MAX: u32 = 4096;
 
-type Checked<T> = Result<T, String>;
+pub(crate) type Checked<T> = Result<T, String>;
 
 impl Engine {
     /// A verified header has arrived from a peer: where does its payload go?
@@ -37,6 +38,8 @@ impl Engine {
                 FrameKind::Broadcast => self.land_broadcast(from, header),
                 FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
+                FrameKind::RingReduce => self.land_round(header),
+                FrameKind::RingGather => self.land_result_round(header),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
@@ -60,6 +63,8 @@ impl Engine {
             FrameKind::Broadcast => self.take_broadcast(header),
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
+            FrameKind::RingReduce => self.take_round(header),
+            FrameKind::RingGather => self.take_result_round(header),
             _ => {
                 let what = format!("{:?} is a control frame", header.kind);
                 return Err(ProtocolError { peer: from, what });
@@ -151,20 +156,22 @@ impl Engine {
                 header.plan_version
             ));
         }
-        let owner = match header.kind {
-            FrameKind::Push | FrameKind::Pull => self.rank(),
-            _ => from,
-        };
-        if slice.owner != owner {
-            return Err(format!("{}, but {} owns it", self.describe(header), slice.owner));
-        }
-        let bytes = self.plan.slice_bytes(header.slice);
-        let has_body = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast)
+        self.check_route(from, header)?;
+        let encoded = header.codec == Codec::Encoded;
+        let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
-        let bytes = if has_body { bytes } else { 0 };
+        let may_be_encoded =
+            has_body && self.plan.may_be_encoded(header.kind, header.slice, header.step);
+        if encoded && !may_be_encoded {
+            return Err(format!("{} as encoded bytes", self.describe(header)));
+        }
+        let bytes = if has_body { self.plan.bytes_as(header.slice, header.codec) } else { 0 };
+        // Where encodings differ in length, the last frame says how long this one is.
+        let varies =
+            encoded && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
-        let fits = end.is_some_and(|end| end <= bytes && last == (end == bytes));
+        let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
         let moves = header.length > 0 || last;
         if fits && moves {
             return Ok(());
@@ -177,10 +184,32 @@ impl Engine {
         ))
     }
 
+    /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
+    fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let is_round = self.plan.tensor(header.tensor).scheme == Scheme::Ring;
+        if is_round != header.kind.goes_round() {
+            let scheme = if is_round { "goes round a ring" } else { "has servers" };
+            return Err(format!("{}, a tensor that {scheme}", self.describe(header)));
+        }
+        if is_round {
+            return self.check_round(from, header);
+        }
+        let owner = match header.kind {
+            FrameKind::Push | FrameKind::Pull => self.rank(),
+            _ => from,
+        };
+        let right = self.plan.slice(header.slice).owner;
+        if right != owner {
+            return Err(format!("{}, but {right} owns it", self.describe(header)));
+        }
+        Ok(())
+    }
+
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
         let contributes = self.contributes(from, header.step);
         let collected = self.collected_step(from, header)?;
-        let bytes = self.plan.slice_bytes(header.slice);
+        let bytes = self.plan.bytes_as(header.slice, header.codec);
+        let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
@@ -191,6 +220,9 @@ impl Engine {
         let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
         if owned.parts.contains_key(&from) || arrived != header.offset {
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
+        }
+        if has_body && *owned.form.get_or_insert(header.codec) != header.codec {
+            return Err(format!("{} as {:?}, unlike other contributions", what(), header.codec));
         }
         if header.length == 0 {
             return Ok(Landing::Nothing);
@@ -228,7 +260,13 @@ impl Engine {
             return;
         }
         let part = match owned.arriving.remove(&from) {
-            Some(arriving) => Part::Buffer(arriving.buffer),
+            Some(arriving) => {
+                let buffer = BufferRef { bytes: arriving.received_bytes, ..arriving.buffer };
+                match header.codec {
+                    Codec::Raw => Part::Buffer(buffer),
+                    Codec::Encoded => Part::Encoded(buffer),
+                }
+            }
             None => Part::Absent,
         };
         self.add_part(header.slice, from, part, header.priority);
@@ -254,6 +292,9 @@ impl Engine {
             let arrived = state.received_bytes;
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
+        if arriving && state.form != header.codec {
+            return Err(format!("{} as {:?} after {:?}", what(), header.codec, state.form));
+        }
         if header.length == 0 {
             return Ok(Landing::Nothing);
         }
@@ -261,15 +302,17 @@ impl Engine {
     }
 
     /// Where the bytes of a broadcast frame go: the choice is made with the slice's first frame.
-    fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
+    pub(crate) fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
         let slice = header.slice;
         if self.worker.slice(slice).phase == Phase::Waiting {
-            let phase = if self.open_region(slice).is_some() {
+            let form = header.codec;
+            let phase = if form == Codec::Raw && self.open_region(slice).is_some() {
                 Phase::Landing
             } else {
-                Phase::Buffering(self.buffers.acquire(self.plan.slice_bytes(slice)))
+                Phase::Buffering(self.buffers.acquire(self.plan.bytes_as(slice, form)))
             };
-            self.worker.slice_mut(slice).phase = phase;
+            let state = self.worker.slice_mut(slice);
+            (state.phase, state.form) = (phase, form);
         }
         match (self.worker.slice(slice).phase, self.open_region(slice)) {
             (Phase::Buffering(buffer), _) => {
@@ -288,7 +331,8 @@ impl Engine {
         }
         match slice.phase {
             Phase::Buffering(buffer) => {
-                slice.phase = Phase::Buffered(buffer);
+                let bytes = slice.received_bytes;
+                slice.phase = Phase::Buffered(BufferRef { bytes, ..buffer });
                 self.install_if_open(header.slice);
             }
             Phase::Landing => self.slice_done(header.slice, true),
@@ -391,7 +435,7 @@ impl Engine {
     }
 
     /// "Push of slice 7 of "fc.weight" in step 3".
-    fn describe(&self, header: &FrameHeader) -> String {
+    pub(crate) fn describe(&self, header: &FrameHeader) -> String {
         describe(&self.plan, header)
     }
 }
@@ -403,6 +447,6 @@ fn describe(plan: &Plan, header: &FrameHeader) -> String {
     format!("{:?} of slice {slice} of {name:?} in {}", header.kind, header.step)
 }
 
-fn range(memory: Memory, offset: u64, length: u32) -> Region {
+pub(crate) fn range(memory: Memory, offset: u64, length: u32) -> Region {
     Region { memory, offset, length: u64::from(length) }
 }

@@ -11,8 +11,15 @@ use gradlane_wire::FrameHeader;
 pub struct BufferRef {
     /// Number, small and dense.
     pub id: u32,
-    /// Size.
+    /// Size. Of an encoded slice: what is used of it, once that is known.
     pub bytes: u64,
+}
+
+impl BufferRef {
+    /// All of its bytes.
+    pub(crate) fn whole(self) -> Region {
+        Region { memory: Memory::Buffer(self), offset: 0, length: self.bytes }
+    }
 }
 
 /// Memory that the driver knows the address of.
@@ -91,7 +98,8 @@ pub struct Work {
     pub operation: Operation,
 }
 
-/// What is computed. All regions of one operation are equally long.
+/// What is computed. All regions of one operation are equally long, but for encoded ones: these are as
+/// long as their encoding, and an output at most.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// `output = (inputs[0] + inputs[1] + …) / divisor`, inputs in rank order. `output` may be one
@@ -120,6 +128,48 @@ pub enum Operation {
         parameters: Region,
         /// Where the parameters after the update go.
         output: Region,
+    },
+    /// `output = encode(input)`, this rank's contribution; with error feedback of `input` and what
+    /// was lost before. To be reported with the length of the encoding.
+    Encode {
+        /// The gradient.
+        input: Region,
+        /// Room for its encoding.
+        output: Region,
+    },
+    /// `output = encode((decode(inputs[0]) + …) / divisor)`; with error feedback of the mean and what
+    /// was lost before. To be reported with the length of the encoding.
+    Recode {
+        /// Encoded contributions in rank order.
+        inputs: Vec<Region>,
+        /// Whether a rank contributed nothing, which counts as zeros.
+        absent: bool,
+        /// Number of ranks that the mean is over.
+        divisor: u32,
+        /// Room for the encoded mean.
+        output: Region,
+        /// Where what `output` decodes to goes, in the same pass.
+        copy_to: Option<Region>,
+    },
+    /// As [`Operation::ReduceApply`], of encoded contributions.
+    DecodeApply {
+        /// Encoded contributions in rank order.
+        inputs: Vec<Region>,
+        /// Whether a rank contributed nothing, which counts as zeros.
+        absent: bool,
+        /// Number of ranks that the mean is over.
+        divisor: u32,
+        /// The parameters before the update. Not written.
+        parameters: Region,
+        /// Where the parameters after the update go.
+        output: Region,
+    },
+    /// `to = decode(from)`.
+    Decode {
+        /// An encoded slice.
+        from: Region,
+        /// Where its values go.
+        to: Region,
     },
     /// `to = from`.
     Copy {

@@ -24,6 +24,7 @@ pub enum Input {
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
     TensorNeeded(TensorId, Step),
+    SendRaw(Step),
     StepEnd(Step),
     SwitchPriorities(Vec<Priority>),
     Writable(Rank, bool),
@@ -32,6 +33,7 @@ pub enum Input {
     Frame(Rank, FrameHeader),
     Control(Rank, FrameHeader, Vec<u8>),
     WorkDone(WorkId),
+    Encoded(WorkId, u64),
     Now(Time),
     PeerLost(Rank, String),
     RejectPeer(Rank, String),
@@ -125,6 +127,7 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
         Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
         Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
+        Input::SendRaw(step) => usage_of(&engine.send_raw(*step)),
         Input::StepEnd(step) => usage_of(&engine.step_end(*step)),
         Input::SwitchPriorities(vector) => usage_of(&engine.switch_priorities(vector.clone())),
         Input::Header(from, header) => landing_of(&engine.handle_header(*from, header)),
@@ -148,6 +151,7 @@ fn note(engine: &mut Engine, input: &Input) {
         Input::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
         Input::Sent(transmit) => engine.handle_sent(transmit),
         Input::WorkDone(id) => engine.handle_work_done(*id),
+        Input::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
         Input::Now(now) => engine.handle_time(*now),
         Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
         Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
@@ -247,6 +251,7 @@ impl JournaledEngine {
             Input::TensorAbsent(tensor, step), usage_of;
         tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::TensorNeeded(tensor, step), usage_of;
+        send_raw(step: Step) -> Result<(), UsageError>, Input::SendRaw(step), usage_of;
         step_end(step: Step) -> Result<(), UsageError>, Input::StepEnd(step), usage_of;
         switch_priorities(priorities: Vec<Priority>) -> Result<(), UsageError>,
             Input::SwitchPriorities(priorities.clone()), usage_of;
@@ -261,6 +266,7 @@ impl JournaledEngine {
             -> Result<(), ProtocolError>,
             Input::Control(from, *header, payload.to_vec()), protocol_of;
         handle_work_done(id: WorkId), Input::WorkDone(id), |&()| Decision::Done;
+        handle_encoded(id: WorkId, bytes: u64), Input::Encoded(id, bytes), |&()| Decision::Done;
         handle_time(now: Time), Input::Now(now), |&()| Decision::Done;
         handle_peer_lost(peer: Rank, reason: &str),
             Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;

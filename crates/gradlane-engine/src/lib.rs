@@ -18,6 +18,7 @@ extern crate std;
 mod aggregate;
 mod buffers;
 mod each;
+mod encoding;
 mod engine;
 mod error;
 mod inbound;
@@ -28,20 +29,26 @@ mod plan;
 mod priority;
 mod queue;
 mod rank_set;
+mod ring;
 mod scheduler;
+mod scheme;
 mod server;
 mod staleness;
 mod strategy;
 mod work;
 mod worker;
 
+pub use encoding::{Coding, Encoding};
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use plan::{check_ready_rule, Plan, Role, Scheme, Slice, TensorPlan, TensorSpec, Update};
+pub use plan::{
+    check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
+};
+pub use scheme::{Scheme, RING_BLOCK_ELEMS};
 pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,

@@ -7,6 +7,7 @@ use crate::error::{Failure, Outstanding, UsageError};
 use crate::io::Event;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
+use crate::scheme::Scheme;
 use crate::strategy::ReadyRule;
 use crate::worker::Phase;
 use alloc::collections::BTreeMap;
@@ -148,7 +149,10 @@ impl Engine {
             return;
         }
         let complete = !self.worker.begun || self.worker.incomplete == 0;
-        let idle = self.scheduler.is_idle() && self.work.is_idle() && self.server.owed.is_empty();
+        let idle = self.scheduler.is_idle()
+            && self.work.is_idle()
+            && self.encodes.is_idle()
+            && self.server.owed.is_empty();
         // Under `Each` a goodbye says that this rank pushes no more; it serves the others until
         // they have said the same.
         if !complete || !(idle || self.serves_to_the_end()) {
@@ -223,6 +227,7 @@ impl Engine {
         self.lifecycle.ended = Some(reason.to_string());
         self.scheduler.clear();
         self.work.clear();
+        self.encodes.clear();
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
         let serves = self.serves_to_the_end();
         let departed = self.lifecycle.departed.keys().copied().filter(|_| !serves);
@@ -268,15 +273,20 @@ impl Engine {
             for slice in self.plan.slices_of(id) {
                 let state = self.worker.slice(slice);
                 if state.phase != Phase::Done {
-                    let bytes = self.plan.slice_bytes(slice);
+                    let bytes = self.plan.bytes_as(slice, self.result_form(slice));
                     outstanding.bytes += bytes.saturating_sub(state.received_bytes);
-                    owners.insert(self.plan.slice(slice).owner);
+                    if tensor.scheme == Scheme::Ps {
+                        owners.insert(self.plan.slice(slice).owner);
+                    }
                 }
             }
         }
         owners.remove(self.rank());
         let missing = self.missing_contributors();
-        let ranks = if missing.is_empty() { owners } else { missing };
+        let mut ranks = if missing.is_empty() { owners } else { missing };
+        for rank in self.suspects_round() {
+            ranks.insert(rank);
+        }
         outstanding.ranks = ranks.iter().collect();
         outstanding
     }

@@ -3,8 +3,11 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
+use crate::encoding::{Coding, Encoding};
 use crate::error::PlanError;
+use crate::scheme::{RingPlacer, Scheme};
 use crate::strategy::{Granularity, Placement, PullRule, ReadyRule, Strategy};
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -20,15 +23,6 @@ pub enum Role {
     Parameter,
     /// Spread from rank 0 at step 0 only: buffers, frozen parameters.
     Initial,
-}
-
-/// How one tensor is aggregated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scheme {
-    /// Sharded parameter servers.
-    #[default]
-    Ps,
 }
 
 /// Where the optimizer runs.
@@ -63,6 +57,9 @@ pub struct TensorPlan {
     pub spec: TensorSpec,
     /// How it is aggregated.
     pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
     /// Its slices are `slices.start .. slices.end` of the plan's.
     pub slices: Range<u32>,
 }
@@ -76,8 +73,24 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it.
+    /// The server that aggregates it; of a ring, the rank on which its sum ends.
     pub owner: Rank,
+}
+
+impl Slice {
+    fn of(tensor: TensorId, piece: &Range<u64>, owner: Rank) -> Slice {
+        Slice { tensor, start: piece.start, length: piece.end - piece.start, owner }
+    }
+}
+
+/// A tensor, and how it is to be aggregated.
+pub struct TensorSetting {
+    /// The tensor as the user has it.
+    pub spec: TensorSpec,
+    /// How it is aggregated.
+    pub scheme: Scheme,
+    /// How its slices travel after step 0; none: as they are.
+    pub coding: Option<Box<dyn Coding>>,
 }
 
 /// Everything that the ranks must agree on before the first frame.
@@ -107,30 +120,102 @@ impl Plan {
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
+        let scheme = strategy.scheme;
+        let plain = |spec| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
+    }
+
+    /// The same with a scheme for each tensor.
+    ///
+    /// # Errors
+    /// As [`Plan::build_from`].
+    pub fn build_mixed(
+        tensors: Vec<(TensorSpec, Scheme)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let plain = |(spec, scheme)| TensorSetting { spec, scheme, coding: None };
+        let tensors = tensors.into_iter().map(plain).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
+    }
+
+    /// The same with the codec of each tensor that has one.
+    ///
+    /// # Errors
+    /// As [`Plan::build_from`].
+    pub fn build_encoded(
+        tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        let scheme = strategy.scheme;
+        let coded = |(spec, coding)| TensorSetting { spec, scheme, coding };
+        let tensors = tensors.into_iter().map(coded).collect();
+        Plan::build_from(tensors, strategy, update, world_size)
+    }
+
+    /// The same with a scheme and, where wanted, a codec for each tensor. The slices of servers are
+    /// placed as if there were no others. A world of one sends nothing, and encodes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::build`]; when a scheme does not go with the other rules, or a codec is given for a
+    /// tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    pub fn build_from(
+        tensors: Vec<TensorSetting>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
         check_ready_rule(&strategy, update)?;
         let mut placer = Placer::new(strategy.placement, world_size);
+        let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, spec) in tensors.into_iter().enumerate() {
+        for (index, TensorSetting { spec, scheme, coding }) in tensors.into_iter().enumerate() {
             check_tensor(&spec, update)?;
+            scheme.check(&spec, &plan.strategy, update, world_size)?;
+            if let Some(coding) = &coding {
+                check_coding(&spec, scheme, coding.as_ref())?;
+                if plan.strategy.ready == ReadyRule::Each {
+                    return Err(PlanError::new(format!(
+                        "tensor {:?} is to be encoded: strategy {:?} sends parameters back, not \
+                         means, and a codec is for gradients",
+                        spec.name, plan.strategy.name
+                    )));
+                }
+            }
+            let coding = coding.filter(|_| world_size > 1);
+            let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let pieces = plan.strategy.granularity.cut(spec.numel, world_size);
-            let whole = pieces.len() == 1;
-            for (part, piece) in pieces.into_iter().enumerate() {
-                let owner = placer.place(part, whole);
-                plan.slices.push(Slice {
-                    tensor,
-                    start: piece.start,
-                    length: piece.end - piece.start,
-                    owner,
-                });
+            let blocks = ring.deal(&spec);
+            let mut encoding = None;
+            match scheme {
+                Scheme::Ps => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
+                    let whole = pieces.len() == 1;
+                    encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
+                    for (part, piece) in pieces.into_iter().enumerate() {
+                        let owner = placer.place(part, whole);
+                        plan.slices.push(Slice::of(tensor, &piece, owner));
+                    }
+                }
+                Scheme::Ring => {
+                    for (block, owner) in blocks {
+                        let pieces = plan.strategy.granularity.cut_block(&block);
+                        let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
+                        plan.slices.extend(slices);
+                    }
+                }
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme: Scheme::Ps, slices });
+            plan.tensors.push(TensorPlan { spec, scheme, encoding, slices });
         }
         Ok(plan)
     }
@@ -180,17 +265,23 @@ impl Plan {
 }
 
 impl Granularity {
-    /// Element ranges that a tensor of `numel` elements is cut into. An empty tensor has one
-    /// empty piece, so that it is accounted for like every other.
-    fn cut(self, numel: u64, world_size: u32) -> Vec<Range<u64>> {
+    /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
+    /// empty tensor has one empty piece, so that it is accounted for like every other.
+    fn cut(self, numel: u64, world_size: u32, granule: u64) -> Vec<Range<u64>> {
+        let granule = granule.max(1);
         match self {
             Granularity::Slices { elems } => {
+                let elems = (elems / granule * granule).max(granule);
                 let count = numel.div_ceil(elems).max(1);
                 (0..count).map(|i| i * elems..((i + 1) * elems).min(numel)).collect()
             }
             Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
-                let parts = u64::from(world_size).min(numel);
-                let bound = |i: u64| (u128::from(numel) * u128::from(i) / u128::from(parts)) as u64;
+                let granules = numel.div_ceil(granule);
+                let parts = u64::from(world_size).min(granules);
+                let bound = |i: u64| {
+                    let at = (u128::from(granules) * u128::from(i) / u128::from(parts)) as u64;
+                    at.saturating_mul(granule).min(numel)
+                };
                 (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
             }
             Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
@@ -265,6 +356,39 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
         return Err(PlanError::new(format!("tensor {:?} is larger than 2^64 bytes", spec.name)));
     }
     Ok(())
+}
+
+/// A codec for a tensor that cannot have one.
+fn check_coding(spec: &TensorSpec, scheme: Scheme, coding: &dyn Coding) -> Result<(), PlanError> {
+    let (name, codec) = (&spec.name, coding.name());
+    if scheme != Scheme::Ps {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has scheme ring and codec {codec:?}: sums that go round a ring cannot be \
+             encoded; use scheme ps, or no codec"
+        )));
+    }
+    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if spec.role == Role::Parameter && short {
+        return Ok(());
+    }
+    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
+    Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
+}
+
+/// What the engine needs to know of a codec for these slices.
+fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
+    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();
+    Encoding {
+        codec: coding.name(),
+        sizes: coding.sizes(),
+        granule_elems: coding.granule_elems(),
+        fixed: coding.is_fixed(),
+        residual_width: coding.residual_width(),
+        bytes,
+    }
 }
 
 fn narrow(count: usize) -> Result<u32, PlanError> {

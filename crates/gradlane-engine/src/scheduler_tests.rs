@@ -21,6 +21,7 @@ fn header(slice: u32) -> FrameHeader {
         sender: Rank(0),
         offset: 0,
         length: 0,
+        hop: 0,
         payload_crc: 0,
     }
 }

@@ -5,11 +5,13 @@
 //! step before having the result of the one before.
 
 use crate::io::BufferRef;
-use crate::plan::Plan;
+use crate::plan::{Plan, Slice};
 use crate::rank_set::RankSet;
+use crate::scheme::Scheme;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_wire::Codec;
 
 /// What one rank contributed to a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +20,8 @@ pub(crate) enum Part {
     Own,
     /// A whole slice in scratch.
     Buffer(BufferRef),
+    /// A whole slice in scratch, encoded.
+    Encoded(BufferRef),
     /// Nothing: counts as zeros.
     Absent,
 }
@@ -39,6 +43,8 @@ pub(crate) struct OwnedSlice {
     pub(crate) arriving: BTreeMap<Rank, Arriving>,
     /// Whether the reduction is queued or under way.
     pub(crate) reducing: bool,
+    /// In which form the step's contributions come, once one has.
+    pub(crate) form: Option<Codec>,
     /// Urgency: what the last header said, or the own vector for own contributions.
     pub(crate) priority: Priority,
     /// Ranks that asked before the result was there.
@@ -50,6 +56,8 @@ pub(crate) struct OwnedSlice {
 pub(crate) struct Owed {
     /// The result; none when no rank had a gradient.
     pub(crate) buffer: Option<BufferRef>,
+    /// Its form.
+    pub(crate) form: Codec,
     /// Ranks that must still ask (pull rules).
     pub(crate) to_pull: RankSet,
     /// Ranks whose last frame is not yet with the kernel.
@@ -71,11 +79,13 @@ impl Server {
             parts: BTreeMap::new(),
             arriving: BTreeMap::new(),
             reducing: false,
+            form: None,
             priority: Priority(0),
             early_pulls: Vec::new(),
         };
         let slices = plan.slices.iter().enumerate();
-        let mine = slices.filter(|(_, slice)| slice.owner == rank);
+        let served = |slice: &Slice| plan.tensor(slice.tensor).scheme == Scheme::Ps;
+        let mine = slices.filter(|(_, slice)| slice.owner == rank && served(slice));
         let owned = mine.map(|(index, _)| (SliceId(index as u32), fresh())).collect();
         Server { owned, owed: BTreeMap::new() }
     }
@@ -96,6 +106,7 @@ impl OwnedSlice {
     pub(crate) fn advance(&mut self) {
         self.step = self.step.next();
         self.reducing = false;
+        self.form = None;
         self.early_pulls.clear();
     }
 }

@@ -2,6 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
+use crate::scheme::Scheme;
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -79,7 +80,7 @@ pub enum Release {
     Step,
 }
 
-/// Granularity, order, placement, pull rule, ready rule and release rule.
+/// Granularity, order, placement, pull rule, ready rule, release rule and scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Strategy {
     /// Name for tables and messages.
@@ -96,6 +97,9 @@ pub struct Strategy {
     pub ready: ReadyRule,
     /// When tensors are given to their waiters.
     pub release: Release,
+    /// How tensors are aggregated whose plan says nothing else.
+    #[serde(default)]
+    pub scheme: Scheme,
 }
 
 /// Elements in a slice by default: the best value in the P3 paper (section 5.7).
@@ -107,16 +111,17 @@ pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
 
 impl Strategy {
     /// The names that [`Strategy::named`] knows.
-    pub const NAMES: [&'static str; 6] =
-        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "asgd"];
+    pub const NAMES: [&'static str; 7] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "ring", "asgd"];
     /// Those of them that give all ranks the same mean in each step.
-    pub const SYNCHRONOUS: [&'static str; 5] =
-        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull"];
+    pub const SYNCHRONOUS: [&'static str; 6] =
+        ["p3", "slicing", "wfbp", "kvstore", "deferred-pull", "ring"];
 
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
-    /// `deferred-pull` (R4), `asgd` (R5; everything but the ready rule is P3's). `slice_elems`
-    /// replaces the slice size of the first three and of `asgd` (`None`: 50,000, and 2 MB for
-    /// `wfbp`); `seed` places whole tensors in `kvstore` and `deferred-pull`.
+    /// `deferred-pull` (R4), `ring`: p3's slices and order round a ring (R7), and `asgd` (R5), p3
+    /// but for the ready rule. `slice_elems` replaces the slice size of `p3`, `slicing`, `wfbp`,
+    /// `ring` and `asgd` (`None`: 50,000, and 2 MB for `wfbp`; a ring's slices are at most
+    /// [`crate::RING_BLOCK_ELEMS`] long); `seed` places whole tensors in the other two.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -133,6 +138,7 @@ impl Strategy {
             pull: PullRule::Broadcast,
             ready: ReadyRule::All,
             release: Release::Tensor,
+            scheme: Scheme::Ps,
         };
         let kvstore = Strategy {
             granularity: Granularity::SplitAbove { elems: KVSTORE_SPLIT_ELEMS },
@@ -151,6 +157,7 @@ impl Strategy {
                 ..base
             }),
             "kvstore" => Ok(kvstore),
+            "ring" => Ok(Strategy { scheme: Scheme::Ring, ..base }),
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
             "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
             _ => Err(PlanError::new(format!(

@@ -2,6 +2,7 @@
 //! as late as possible: when the driver asks.
 
 use crate::each::Push;
+use crate::encoding::Waiting;
 use crate::io::{BufferRef, WorkId};
 use crate::scheduler::Key;
 use crate::server::Part;
@@ -16,6 +17,8 @@ pub(crate) enum Pending {
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
     /// Apply one rank's push to an owned slice (ready rule `Each`).
     Apply { slice: SliceId, push: Push },
+    /// Add this rank's contribution to what came round the ring.
+    AddRound { slice: SliceId, step: Step, received: Part },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
@@ -32,6 +35,19 @@ pub(crate) enum Running {
         spent: Vec<BufferRef>,
         /// Whether the result went into the tensor's memory in the same pass.
         in_place: bool,
+        /// Whether the result is encoded.
+        encoded: bool,
+    },
+    Encode {
+        waiting: Waiting,
+        key: Key,
+        output: BufferRef,
+    },
+    AddRound {
+        slice: SliceId,
+        step: Step,
+        /// Buffer with the sum.
+        output: BufferRef,
     },
     Apply {
         slice: SliceId,
@@ -62,11 +78,18 @@ impl WorkQueue {
         self.pending.insert(key, work);
     }
 
-    /// The most urgent work, unless the driver has enough.
+    /// Whether the driver has enough.
+    pub(crate) fn is_full(&self) -> bool {
+        self.running.len() >= self.depth
+    }
+
+    /// The key of the most urgent work.
+    pub(crate) fn first(&self) -> Option<Key> {
+        self.pending.first_key_value().map(|(&key, _)| key)
+    }
+
+    /// The most urgent work.
     pub(crate) fn pop(&mut self) -> Option<Pending> {
-        if self.running.len() >= self.depth {
-            return None;
-        }
         self.pending.pop_first().map(|(_, work)| work)
     }
 

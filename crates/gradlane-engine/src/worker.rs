@@ -6,6 +6,7 @@ use crate::io::BufferRef;
 use crate::plan::Plan;
 use alloc::vec::Vec;
 use gradlane_units::{SliceId, Step, TensorId};
+use gradlane_wire::Codec;
 
 /// What this rank has put into the current step for a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,8 +54,10 @@ pub(crate) struct SliceState {
     pub(crate) phase: Phase,
     /// Bytes of the result that have arrived.
     pub(crate) received_bytes: u64,
-    /// Whether this rank's own push, if it owes one, is with the kernel.
+    /// Whether this rank's own push, if it owes one, is with the kernel or encoded.
     pub(crate) push_sent: bool,
+    /// The form of the result.
+    pub(crate) form: Codec,
 }
 
 #[derive(Debug)]
@@ -65,6 +68,8 @@ pub(crate) struct Worker {
     pub(crate) begun: bool,
     /// Whether the application has ended that step (`step_end`).
     pub(crate) ended: bool,
+    /// Whether contributions to this step travel as they are, whatever the plan says.
+    pub(crate) raw: bool,
     pub(crate) tensors: Vec<TensorState>,
     pub(crate) slices: Vec<SliceState>,
     /// Tensors of the step without a contribution of this rank.
@@ -81,6 +86,7 @@ impl Worker {
             step: Step(0),
             begun: false,
             ended: false,
+            raw: false,
             tensors: Vec::new(),
             slices: Vec::new(),
             uncontributed: 0,
@@ -96,6 +102,7 @@ impl Worker {
         self.step = step;
         self.begun = false;
         self.ended = false;
+        self.raw = false;
         let tensors = plan.tensors.iter().map(|tensor| TensorState {
             contribution: Contribution::Missing,
             pending: tensor.slices.len() as u32,
@@ -105,7 +112,12 @@ impl Worker {
         });
         self.tensors.clear();
         self.tensors.extend(tensors);
-        let fresh = SliceState { phase: Phase::Waiting, received_bytes: 0, push_sent: false };
+        let fresh = SliceState {
+            phase: Phase::Waiting,
+            received_bytes: 0,
+            push_sent: false,
+            form: Codec::Raw,
+        };
         self.slices.clear();
         self.slices.resize(plan.slices.len(), fresh);
         let all = (0..plan.tensors.len() as u32).map(TensorId);
@@ -127,6 +139,11 @@ impl Worker {
 
     pub(crate) fn slice_mut(&mut self, slice: SliceId) -> &mut SliceState {
         &mut self.slices[slice.index()]
+    }
+
+    /// Whether some tensor has a contribution in this step.
+    pub(crate) fn has_contributed(&self) -> bool {
+        self.tensors.iter().any(|tensor| tensor.contribution != Contribution::Missing)
     }
 
     /// Whether every tensor of the step has its result.

@@ -19,13 +19,14 @@ struct Hostile {
 fn hostile() -> impl Strategy<Value = Hostile> {
     let kind = proptest::sample::select(FrameKind::ALL);
     let ids = (0..4_u32, 0..9_u32, 0..3_u64, 0..2_u32, 0..2_u32);
-    let rest = (0..4_u8, 1..3_u32, any::<bool>(), 0..500_u64, any::<u32>(), 0..300_usize);
-    (kind, ids, rest).prop_map(|(kind, ids, rest)| {
+    let rest = (0..4_u8, 1..3_u32, any::<bool>(), 0..500_u64, any::<u32>(), 0..300_usize, 1..4_u16);
+    let codec = proptest::sample::select(Codec::ALL);
+    (kind, ids, rest, codec).prop_map(|(kind, ids, rest, codec)| {
         let (tensor, slice, step, generation, plan_version) = ids;
-        let (flags, from, honest, offset, priority, length) = rest;
+        let (flags, from, honest, offset, priority, length, hop) = rest;
         let header = FrameHeader {
             kind,
-            codec: Codec::Raw,
+            codec,
             flags: FrameFlags(flags),
             step: Step(step),
             generation: generation / 2,
@@ -36,6 +37,7 @@ fn hostile() -> impl Strategy<Value = Hostile> {
             sender: Rank(if honest { from } else { from - 1 }),
             offset: if offset < 250 { 0 } else { offset },
             length: length as u32,
+            hop: if kind.goes_round() { hop } else { 0 },
             payload_crc: 0,
         };
         Hostile { from, header, payload: vec![0xA5; length] }
@@ -109,6 +111,7 @@ fn errors_name_peer_tensor_step_and_bytes() {
         sender: Rank(1),
         offset: 199,
         length: 64,
+        hop: 0,
         payload_crc: 0,
     };
     let error = cluster.nodes[0].engine.handle_header(Rank(1), &header).unwrap_err().to_string();

@@ -230,8 +230,48 @@ impl Channel {
     /// As [`Channel::step_begin`].
     pub fn read_state(&self, read: StateRead) -> Result<(), ChannelError> {
         self.check()?;
-        self.shared.command(Command::ReadState(read));
+        let ledger = lock(&self.ledger);
+        self.shared.command(Command::ReadState(read, ledger.current()));
         Ok(())
+    }
+
+    /// In the step that has just begun, this rank's contributions travel as they are, whatever codec
+    /// the plan has. Every rank has to ask for the same, before its first contribution.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for another step than the current one. That it comes too late is
+    /// raised at the next call.
+    pub fn send_raw(&self, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let ledger = lock(&self.ledger);
+        ledger.check_step("send_raw", step)?;
+        self.shared.command(Command::SendRaw(step));
+        Ok(())
+    }
+
+    /// What encoding this rank's contributions to a tensor has lost so far (error feedback), in the
+    /// order of its storage; between steps. `interrupt` is asked every 50 ms.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor, [`ChannelError::Interrupted`] when asked.
+    pub fn worker_residual(
+        &self,
+        tensor: TensorId,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<f32>, ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.shared.command(Command::WorkerResidual(tensor, reply));
+        loop {
+            if let Ok(values) = answer.recv_timeout(INTERRUPT_EVERY) {
+                return Ok(values);
+            }
+            self.check()?;
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+        }
     }
 
     /// Forgets all optimizer state on this rank; between steps.
@@ -245,7 +285,8 @@ impl Channel {
     }
 
     /// Puts a tensor's optimizer state in place, between steps: `values` are those of the whole
-    /// tensor in the order of its storage, of which this rank keeps what it owns.
+    /// tensor in the order of its storage, of which this rank keeps what it owns; of its own residual
+    /// it keeps all.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or another number of values.
@@ -258,23 +299,29 @@ impl Channel {
         self.check()?;
         Ledger::check_tensor(&self.plan, tensor)?;
         let spec = &self.plan.tensor(tensor).spec;
-        if values.len() as u64 != spec.numel {
+        let width = match kind {
+            StateKind::WorkerResidual => self.plan.residual_width(tensor),
+            _ => 1,
+        };
+        if values.len() as u64 != spec.numel * width as u64 {
             return Err(ChannelError::Usage(UsageError::Argument(format!(
                 "{} of tensor {:?} has {} elements, the tensor {}",
                 kind.name(),
                 spec.name,
                 values.len(),
-                spec.numel
+                spec.numel * width as u64
             ))));
         }
         let owned: Vec<(SliceId, Vec<f32>)> = self
             .plan
             .slices_of(tensor)
-            .filter(|&slice| self.plan.slice(slice).owner == self.rank)
+            .filter(|&slice| {
+                kind == StateKind::WorkerResidual || self.plan.slice(slice).owner == self.rank
+            })
             .map(|id| {
                 let slice = self.plan.slice(id);
-                let start = slice.start as usize;
-                (id, values[start..start + slice.length as usize].to_vec())
+                let start = slice.start as usize * width;
+                (id, values[start..start + slice.length as usize * width].to_vec())
             })
             .collect();
         self.shared.command(Command::LoadState(kind, owned));
@@ -583,6 +630,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
         )));
     }
     check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
+    plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
     let mut next_slice = 0;
     for (index, tensor) in plan.tensors.iter().enumerate() {
         let name = &tensor.spec.name;
@@ -608,5 +656,6 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
     if next_slice as usize != plan.slices.len() {
         return Err(refuse("there are slices of no tensor".to_owned()));
     }
+    crate::codecs::of_plan(&plan).map_err(refuse)?;
     Ok(Arc::new(plan))
 }

@@ -90,11 +90,12 @@ impl Driver {
             frame_bytes: options.frame_bytes,
             credit_bytes: options.credit_bytes,
             work_depth: options.work_depth,
+            encoded_ahead: options.encoded_ahead,
             progress_timeout: options.progress_timeout(),
             generation: options.generation,
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
-        let peers = streams.iter().flatten().count();
+        let peers = plan.peers_sent_to() as usize;
         let mut links = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
             links.push(match stream {
@@ -119,11 +120,13 @@ impl Driver {
             });
         }
         let executor = Executor::start(&shared, options.work_threads)?;
+        let works = Works::new(executor, plan, Rank(options.rank), options.seed)
+            .map_err(io::Error::other)?;
         Ok(Driver {
             engine,
             links,
             memory: MemoryTable::new(plan.tensors.len()),
-            works: Works::new(executor, plan),
+            works,
             shared,
             options,
             origin: Instant::now(),
@@ -186,7 +189,11 @@ impl Driver {
         let mut commands = std::mem::take(&mut self.commands);
         for command in commands.drain(..) {
             let result = match command {
-                Command::StepBegin(step) => self.engine.step_begin(step),
+                Command::StepBegin(step) => {
+                    self.works.begin_step();
+                    self.engine.step_begin(step)
+                }
+                Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
                     self.engine.gradient_ready(tensor, step)
@@ -204,9 +211,20 @@ impl Driver {
                     self.engine.updates_ready();
                     Ok(())
                 }
-                Command::ReadState(read) => {
+                Command::ReadState(read, step) => {
                     self.works.read_state(read);
                     self.engine.updates_paused();
+                    if self.engine.plan().strategy.ready == ReadyRule::Each {
+                        // It is asked for between steps there, and nothing is ever encoded.
+                        Ok(())
+                    } else {
+                        // State is exact: owners broadcast it as it is.
+                        self.engine.send_raw(step)
+                    }
+                }
+                Command::WorkerResidual(tensor, reply) => {
+                    // Who asked may have been interrupted.
+                    let _ = reply.send(self.works.worker_residual(tensor));
                     Ok(())
                 }
                 Command::ClearState => {
@@ -522,6 +540,7 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         sender: Rank(options.rank),
         offset: 0,
         length: 0,
+        hop: 0,
         payload_crc: 0,
     }
 }

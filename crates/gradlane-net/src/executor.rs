@@ -47,7 +47,8 @@ impl Executor {
 
     /// Hands a job to the threads, or runs it when that is quicker.
     pub(crate) fn give(&self, job: Job) -> Option<Done> {
-        if self.threads.is_empty() || job.bytes() <= INLINE_BYTES {
+        let quick = job.bytes() <= INLINE_BYTES && !job.encodes();
+        if self.threads.is_empty() || quick {
             return Some(run_guarded(job, &self.shared.trace));
         }
         lock(&self.queue.jobs).0.push_back(job);

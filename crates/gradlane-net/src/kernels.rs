@@ -3,6 +3,7 @@
 //! A job owns everything that it needs: checked spans, settings, the optimizer state of its slice. It can
 //! run on any thread, and runs once.
 
+use crate::encoded::{self, Coder, EncodedParts};
 use crate::memory::Span;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
 use crate::trace::WorkKind;
@@ -43,7 +44,36 @@ pub(crate) enum Kernel {
         read: StateRead,
         dtype: Dtype,
         output: Span,
+        copy_to: Option<Span>,
         state: SliceState,
+    },
+    Encode {
+        coder: Coder,
+        from: Span,
+        output: Span,
+        feedback: bool,
+        state: SliceState,
+    },
+    Recode {
+        coder: Coder,
+        from: EncodedParts,
+        output: Span,
+        copy_to: Option<Span>,
+        state: SliceState,
+    },
+    DecodeApply {
+        coder: Coder,
+        from: EncodedParts,
+        dtype: Dtype,
+        parameters: Span,
+        output: Span,
+        rule: Rule,
+        state: SliceState,
+    },
+    Decode {
+        coder: Coder,
+        from: Span,
+        to: Span,
     },
     Copy {
         from: Span,
@@ -66,7 +96,8 @@ pub(crate) struct Done {
     pub(crate) id: WorkId,
     pub(crate) slice: SliceId,
     pub(crate) state: Option<SliceState>,
-    pub(crate) result: Result<(), String>,
+    /// The length of an encoding, of works that make one.
+    pub(crate) result: Result<Option<u64>, String>,
 }
 
 impl Job {
@@ -74,9 +105,17 @@ impl Job {
     pub(crate) fn kind(&self) -> WorkKind {
         match &self.kernel {
             Kernel::Reduce { .. } => WorkKind::Reduce,
-            Kernel::Apply { .. } => WorkKind::Update,
+            Kernel::Apply { .. } | Kernel::DecodeApply { .. } => WorkKind::Update,
             Kernel::Copy { .. } | Kernel::ReadState { .. } => WorkKind::Copy,
+            Kernel::Encode { .. } => WorkKind::Encode,
+            Kernel::Recode { .. } => WorkKind::Recode,
+            Kernel::Decode { .. } => WorkKind::Decode,
         }
+    }
+
+    /// Whether the job is never done on the I/O thread, however small it is.
+    pub(crate) fn encodes(&self) -> bool {
+        matches!(self.kernel, Kernel::Encode { .. } | Kernel::Recode { .. })
     }
 
     /// Bytes that the job reads and writes: a measure of how long it takes.
@@ -86,6 +125,10 @@ impl Job {
             Kernel::Apply { from, output, .. } => (from.inputs.len() + 3) * output.length(),
             Kernel::ReadState { output, .. } => 3 * output.length(),
             Kernel::Copy { from, .. } => 2 * from.length(),
+            Kernel::Encode { from, .. } => 2 * from.length(),
+            Kernel::Recode { coder, from, .. } => (from.inputs.len() + 1) * 4 * coder.elements,
+            Kernel::DecodeApply { from, output, .. } => (from.inputs.len() + 3) * output.length(),
+            Kernel::Decode { to, .. } => 2 * to.length(),
         }
     }
 
@@ -95,16 +138,37 @@ impl Job {
         let (result, state) = match kernel {
             Kernel::Copy { from, to } => {
                 from.copy_to(to);
-                (Ok(()), None)
+                (Ok(None), None)
             }
-            Kernel::Reduce { from, output, copy_to } => (reduce(&from, output, copy_to), None),
+            Kernel::Reduce { from, output, copy_to } => {
+                (reduce(&from, output, copy_to).map(|()| None), None)
+            }
             Kernel::Apply { from, parameters, output, rule, mut state } => {
                 let result = apply(&from, parameters, output, rule, &mut state);
-                (result, Some(state))
+                (result.map(|()| None), Some(state))
             }
-            Kernel::ReadState { read, dtype, output, mut state } => {
-                let result = read_state(read, dtype, output, &mut state);
-                (result, Some(state))
+            Kernel::ReadState { read, dtype, output, copy_to, mut state } => {
+                let result = read_state(read, dtype, output, copy_to, &mut state);
+                (result.map(|()| None), Some(state))
+            }
+            Kernel::Encode { coder, from, output, feedback, mut state } => {
+                let residual = feedback.then(|| state.values(StateKind::WorkerResidual));
+                let result = encoded::encode(&coder, from, residual, output);
+                (result.map(Some), Some(state))
+            }
+            Kernel::Recode { coder, from, output, copy_to, mut state } => {
+                let keeps = coder.codec.keeps_residual();
+                let residual = keeps.then(|| state.values(StateKind::OwnerResidual));
+                let result = encoded::recode(&coder, &from, residual, output, copy_to);
+                (result.map(Some), Some(state))
+            }
+            Kernel::DecodeApply { coder, from, dtype, parameters, output, rule, mut state } => {
+                let memory = (parameters, output);
+                let result = decode_apply(&coder, &from, memory, dtype, rule, &mut state);
+                (result.map(|()| None), Some(state))
+            }
+            Kernel::Decode { coder, from, to } => {
+                (encoded::decode(&coder, from, to).map(|()| None), None)
             }
         };
         Done { id, slice, state, result }
@@ -218,12 +282,32 @@ fn read_state(
     read: StateRead,
     dtype: Dtype,
     output: Span,
+    copy_to: Option<Span>,
     state: &mut SliceState,
 ) -> Result<(), String> {
     let element_bytes = dtype.bytes() as usize;
     let bytes = state.bytes(read, element_bytes, output.length() / element_bytes)?;
     output.write(&bytes);
+    if let Some(copy) = copy_to {
+        same_length(core::iter::once(copy.length()), output.length())?;
+        copy.write(&bytes);
+    }
     Ok(())
+}
+
+/// The mean of encoded contributions is applied like the gradient of a single rank.
+fn decode_apply(
+    coder: &Coder,
+    from: &EncodedParts,
+    (parameters, output): (Span, Span),
+    dtype: Dtype,
+    rule: Rule,
+    state: &mut SliceState,
+) -> Result<(), String> {
+    let mut mean = encoded::decoded_mean(coder, from)?;
+    let inputs = vec![Span::over(&mut mean)];
+    let from = Contributions { inputs, absent: false, divisor: 1, dtype };
+    apply(&from, parameters, output, rule, state)
 }
 
 fn pointers(from: &Contributions) -> Vec<*const u8> {
@@ -231,15 +315,20 @@ fn pointers(from: &Contributions) -> Vec<*const u8> {
 }
 
 fn mean_of(from: &Contributions) -> Result<Mean, String> {
-    let dtype = match from.dtype {
-        Dtype::F32 => gradlane_codec::Dtype::F32,
-        Dtype::F16 => gradlane_codec::Dtype::F16,
-        Dtype::Bf16 => gradlane_codec::Dtype::Bf16,
-        Dtype::F64 => gradlane_codec::Dtype::F64,
-        Dtype::U8 => return Err("plain bytes cannot be averaged".to_owned()),
-    };
+    let dtype = codec_dtype(from.dtype).ok_or("plain bytes cannot be averaged")?;
     let divisor = NonZeroU32::new(from.divisor).ok_or("a mean over no ranks")?;
     Ok(Mean { dtype, divisor, add_zero: from.absent })
+}
+
+/// A dtype as the kernels name it; none for plain bytes.
+pub(crate) fn codec_dtype(dtype: Dtype) -> Option<gradlane_codec::Dtype> {
+    match dtype {
+        Dtype::F32 => Some(gradlane_codec::Dtype::F32),
+        Dtype::F16 => Some(gradlane_codec::Dtype::F16),
+        Dtype::Bf16 => Some(gradlane_codec::Dtype::Bf16),
+        Dtype::F64 => Some(gradlane_codec::Dtype::F64),
+        Dtype::U8 => None,
+    }
 }
 
 fn same_length(lengths: impl Iterator<Item = usize>, expected: usize) -> Result<(), String> {

@@ -13,16 +13,18 @@
 //! # Structure
 //!
 //! [`Listener`] and `mesh` (with `handshake` and `doorman`) make connections; `driver` (with
-//! `connection`, `inbound`, `ending`) is the I/O thread; `works`, `executor` and `kernels` compute;
+//! `connection`, `inbound`, `ending`) is the I/O thread; `works`, `executor`, `kernels` and `encoded` compute;
 //! `memory` knows addresses; `ready` tells waiters. One I/O thread drives all connections: the
 //! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
-//! `memory`, `kernels` and `syscall` only. The crate needs Linux (epoll, eventfd).
+//! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod channel;
+mod codecs;
 mod connection;
 mod descriptors;
 mod doorman;
 mod driver;
+mod encoded;
 mod ending;
 mod error;
 mod executor;
@@ -45,6 +47,7 @@ mod trace;
 mod works;
 
 pub use channel::Channel;
+pub use codecs::{CodecSpecError, TensorCodec};
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, SgdOptions};
 pub use listener::Listener;

@@ -24,6 +24,11 @@ impl Span {
     /// No bytes.
     pub(crate) const EMPTY: Span = Span { pointer: std::ptr::dangling_mut(), length: 0 };
 
+    /// Bytes of this crate's own, for as long as they live.
+    pub(crate) fn over(bytes: &mut [u8]) -> Span {
+        Span { pointer: bytes.as_mut_ptr(), length: bytes.len() }
+    }
+
     /// The first byte.
     pub(crate) fn pointer(self) -> *mut u8 {
         self.pointer
@@ -50,6 +55,24 @@ impl Span {
         // SAFETY: the bytes are registered and initialized, and nobody writes to what the engine
         // lets this thread send or has let it receive.
         checksum.update(unsafe { std::slice::from_raw_parts(self.pointer, self.length) });
+    }
+
+    /// The bytes themselves.
+    ///
+    /// # Safety
+    /// Nobody writes to them while the result is in use.
+    pub(crate) unsafe fn bytes<'a>(self) -> &'a [u8] {
+        // SAFETY: the bytes are registered and initialized; the caller knows that nobody writes.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.length) }
+    }
+
+    /// The bytes themselves, to be written.
+    ///
+    /// # Safety
+    /// Nobody else touches them while the result is in use.
+    pub(crate) unsafe fn bytes_mut<'a>(self) -> &'a mut [u8] {
+        // SAFETY: the bytes are registered and initialized; the caller has them for itself.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.length) }
     }
 
     /// Writes `bytes` to the front.

@@ -1,8 +1,10 @@
-//! Optimizers on the servers: the rule that a tensor is updated by, and the state that a slice keeps.
+//! Optimizers on the servers: the rule that a tensor is updated by; and the state that a slice keeps,
+//! which are also the residuals of codecs.
 //!
 //! State is f32, one value an element of the slice, and stays on the rank that owns the slice. It
 //! comes in from tensors that lie whole on every rank, and goes out through a step in which the
-//! owners broadcast it in place of parameters.
+//! owners broadcast it in place of parameters. The residual of a rank's own contributions is of all
+//! slices, and is another one on every rank.
 
 use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
 
@@ -54,6 +56,10 @@ pub enum StateKind {
     ExpAvg,
     /// `exp_avg_sq` of Adam.
     ExpAvgSq,
+    /// What encoding this rank's contributions has lost so far.
+    WorkerResidual,
+    /// What encoding the results of owned slices has lost so far.
+    OwnerResidual,
 }
 
 impl StateKind {
@@ -64,18 +70,28 @@ impl StateKind {
             "momentum_buffer" => Some(StateKind::MomentumBuffer),
             "exp_avg" => Some(StateKind::ExpAvg),
             "exp_avg_sq" => Some(StateKind::ExpAvgSq),
+            "worker_residual" => Some(StateKind::WorkerResidual),
+            "owner_residual" => Some(StateKind::OwnerResidual),
             _ => None,
         }
     }
 
-    /// Torch's name.
+    /// Torch's name; residuals have names of our own.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             StateKind::MomentumBuffer => "momentum_buffer",
             StateKind::ExpAvg => "exp_avg",
             StateKind::ExpAvgSq => "exp_avg_sq",
+            StateKind::WorkerResidual => "worker_residual",
+            StateKind::OwnerResidual => "owner_residual",
         }
+    }
+
+    /// Whether it is what a codec has lost, and not an optimizer's.
+    #[must_use]
+    pub fn is_residual(self) -> bool {
+        matches!(self, StateKind::WorkerResidual | StateKind::OwnerResidual)
     }
 }
 
@@ -99,6 +115,8 @@ pub(crate) struct SliceState {
     exp_avg_sq: Vec<f32>,
     /// Steps that were counted here.
     counted: u64,
+    worker_residual: Vec<f32>,
+    owner_residual: Vec<f32>,
 }
 
 impl SliceState {
@@ -118,6 +136,15 @@ impl SliceState {
             StateKind::MomentumBuffer => &mut self.momentum_buffer,
             StateKind::ExpAvg => &mut self.exp_avg,
             StateKind::ExpAvgSq => &mut self.exp_avg_sq,
+            StateKind::WorkerResidual => &mut self.worker_residual,
+            StateKind::OwnerResidual => &mut self.owner_residual,
+        }
+    }
+
+    /// Forgets what an optimizer keeps.
+    pub(crate) fn clear_optimizer(&mut self) {
+        for kind in [StateKind::MomentumBuffer, StateKind::ExpAvg, StateKind::ExpAvgSq] {
+            self.values(kind).clear();
         }
     }
 
@@ -132,6 +159,17 @@ impl SliceState {
         elements: usize,
     ) -> Result<Vec<u8>, String> {
         let values = self.values(read.kind);
+        if read.kind.is_residual() && values.is_empty() {
+            // Nothing was lost so far.
+            values.resize(elements, 0.0);
+        }
+        if read.kind == StateKind::OwnerResidual && values.len() > elements && elements > 0 {
+            // Of what an owner keeps only the first number of each value is not zero.
+            let width = values.len() / elements;
+            let mut first = SliceState::default();
+            first.owner_residual.extend(values.iter().step_by(width));
+            return first.bytes(read, element_bytes, elements);
+        }
         if values.len() != elements {
             let (found, name) = (values.len(), read.kind.name());
             return Err(format!("{name} of {found} elements is asked for as {elements}"));
@@ -175,7 +213,9 @@ mod tests {
 
     #[test]
     fn names_are_torchs() {
-        for name in ["momentum_buffer", "exp_avg", "exp_avg_sq"] {
+        for name in
+            ["momentum_buffer", "exp_avg", "exp_avg_sq", "worker_residual", "owner_residual"]
+        {
             assert_eq!(StateKind::from_name(name).map(StateKind::name), Some(name));
         }
         assert_eq!(StateKind::from_name("max_exp_avg_sq"), None);

@@ -41,6 +41,12 @@ pub struct ChannelOptions {
     /// Works (reductions, copies) handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
+    /// Slices towards one owner that are encoded ahead of sending: each holds a buffer.
+    #[serde(default = "default_encoded_ahead")]
+    pub encoded_ahead: usize,
+    /// Of all random draws of codecs; the same on every rank.
+    #[serde(default)]
+    pub seed: u64,
     /// Threads that execute works; 0 executes them on the I/O thread.
     #[serde(default = "one")]
     pub work_threads: usize,
@@ -79,6 +85,9 @@ fn default_low_water_bytes() -> u32 {
 fn default_work_depth() -> usize {
     2
 }
+fn default_encoded_ahead() -> usize {
+    4
+}
 fn one() -> usize {
     1
 }
@@ -110,6 +119,8 @@ impl ChannelOptions {
             send_buffer_bytes: 0,
             receive_buffer_bytes: 0,
             work_depth: default_work_depth(),
+            encoded_ahead: default_encoded_ahead(),
+            seed: 0,
             work_threads: one(),
             io_threads: one(),
             silence_timeout_s: default_silence_timeout_s(),
@@ -151,6 +162,9 @@ impl ChannelOptions {
         }
         if self.work_depth == 0 {
             return refuse("work_depth is 0: at least one work must be allowed at once".into());
+        }
+        if self.encoded_ahead == 0 || self.encoded_ahead > 65_536 {
+            return refuse(format!("encoded_ahead is {}: use 1 to 65536", self.encoded_ahead));
         }
         if self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 0 to 256", self.work_threads));

@@ -10,6 +10,7 @@ use crate::trace::Trace;
 use gradlane_engine::{Journal, UsageError};
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use std::any::Any;
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// What application threads tell the I/O thread.
@@ -20,7 +21,9 @@ pub(crate) enum Command {
     TensorAbsent(TensorId, Step, UserMemory),
     SetParameter(TensorId, UserMemory),
     SetOptimizer(Vec<(TensorId, Rule)>),
-    ReadState(StateRead),
+    SendRaw(Step),
+    ReadState(StateRead, Step),
+    WorkerResidual(TensorId, Sender<Vec<f32>>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
     StepEnd(Step),

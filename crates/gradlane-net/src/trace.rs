@@ -54,6 +54,12 @@ pub enum WorkKind {
     Update,
     /// Copied a result to its place.
     Copy,
+    /// Encoded a contribution.
+    Encode,
+    /// Added encoded contributions up and encoded their mean.
+    Recode,
+    /// Decoded a result to its place.
+    Decode,
 }
 
 /// One work as it ran.

@@ -1,12 +1,15 @@
 //! Works between the engine and the kernels: regions become checked spans, slices keep their
 //! optimizer state, tensors their optimizer settings.
 
+use crate::codecs;
+use crate::encoded::{Coder, EncodedParts};
 use crate::executor::Executor;
-use crate::kernels::{Contributions, Done, Job, Kernel};
+use crate::kernels::{codec_dtype, Contributions, Done, Job, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
+use gradlane_codec::{Codec, Place};
 use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
-use gradlane_units::{SliceId, TensorId};
+use gradlane_units::{Rank, SliceId, TensorId};
 use std::sync::Arc;
 
 /// Works in flight and what lives between them.
@@ -16,11 +19,16 @@ pub(crate) struct Works {
     plan: Arc<Plan>,
     /// Whether each push is a step of the optimizer, which then only the owner can count.
     applies_each: bool,
+    rank: Rank,
+    /// Of all draws of codecs.
+    seed: u64,
+    /// Per tensor: its codec.
+    codecs: Vec<Option<Arc<dyn Codec>>>,
     /// Per tensor: settings in force from the last `set_optimizer` on.
     rules: Vec<Option<Rule>>,
     /// Set in steps that broadcast state in place of parameters.
     reading: Option<StateRead>,
-    /// Per slice: optimizer state of the slices that this rank updates.
+    /// Per slice: optimizer state of the slices that this rank updates, and what codecs have lost.
     states: Vec<Option<SliceState>>,
     done: Vec<Done>,
     in_flight: u64,
@@ -28,16 +36,35 @@ pub(crate) struct Works {
 
 impl Works {
     /// No works, no settings.
-    pub(crate) fn new(executor: Executor, plan: &Arc<Plan>) -> Works {
-        Works {
+    ///
+    /// # Errors
+    /// When the plan has a codec that its tensor cannot have.
+    pub(crate) fn new(
+        executor: Executor,
+        plan: &Arc<Plan>,
+        rank: Rank,
+        seed: u64,
+    ) -> Result<Works, String> {
+        Ok(Works {
             executor,
             plan: Arc::clone(plan),
             applies_each: plan.strategy.ready == ReadyRule::Each,
+            rank,
+            seed,
+            codecs: codecs::of_plan(plan)?,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
             done: Vec::new(),
             in_flight: 0,
+        })
+    }
+
+    /// A step begins: its slices are not read until that is asked for. Where each push is applied
+    /// alone, this rank's steps say nothing about the others': there settings end a reading.
+    pub(crate) fn begin_step(&mut self) {
+        if !self.applies_each {
+            self.reading = None;
         }
     }
 
@@ -56,12 +83,34 @@ impl Works {
 
     /// Forgets all optimizer state.
     pub(crate) fn clear_state(&mut self) {
-        self.states.fill_with(|| None);
+        self.states.iter_mut().flatten().for_each(SliceState::clear_optimizer);
     }
 
-    /// Puts optimizer state of slices that this rank owns in place.
+    /// What encoding this rank's contributions to a tensor has lost so far, in the order of its
+    /// storage; between steps.
+    pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<f32> {
+        let mut values = Vec::new();
+        let width = self.plan.residual_width(tensor);
+        for slice in self.plan.slices_of(tensor) {
+            let length = self.plan.slice(slice).length as usize * width;
+            let state = self.states[slice.index()].get_or_insert_default();
+            let own = state.values(StateKind::WorkerResidual);
+            values.extend_from_slice(own);
+            values.resize(values.len() + length - own.len().min(length), 0.0);
+        }
+        values
+    }
+
+    /// Puts optimizer state of slices that this rank owns in place, or its own residuals.
     pub(crate) fn load_state(&mut self, kind: StateKind, slices: Vec<(SliceId, Vec<f32>)>) {
-        for (slice, values) in slices {
+        for (slice, mut values) in slices {
+            let width = self.plan.residual_width(self.plan.slice(slice).tensor);
+            if kind == StateKind::OwnerResidual && width > 1 {
+                // Of what an owner keeps only the first number of each value is not zero.
+                let mut wide = vec![0.0; values.len() * width];
+                wide.iter_mut().step_by(width).zip(&values).for_each(|(wide, it)| *wide = *it);
+                values = wide;
+            }
             let state = self.states[slice.index()].get_or_insert_default();
             *state.values(kind) = values;
         }
@@ -111,12 +160,15 @@ impl Works {
         if done.state.is_some() {
             self.states[done.slice.index()] = done.state;
         }
-        if let Err(reason) = done.result {
-            let tensor = self.plan.slice(done.slice).tensor;
-            let name = &self.plan.tensor(tensor).spec.name;
-            return Err(format!("work on tensor {name:?}, {}: {reason}", done.slice));
+        match done.result {
+            Ok(Some(bytes)) => engine.handle_encoded(done.id, bytes),
+            Ok(None) => engine.handle_work_done(done.id),
+            Err(reason) => {
+                let tensor = self.plan.slice(done.slice).tensor;
+                let name = &self.plan.tensor(tensor).spec.name;
+                return Err(format!("work on tensor {name:?}, {}: {reason}", done.slice));
+            }
         }
-        engine.handle_work_done(done.id);
         Ok(())
     }
 
@@ -130,20 +182,30 @@ impl Works {
                 }
                 Kernel::Copy { from: locate(from)?, to: locate(to)? }
             }
-            (Operation::Reduce { inputs, absent, divisor, output, copy_to }, _) => Kernel::Reduce {
-                from: Contributions {
-                    inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                    dtype,
-                },
+            (Operation::Reduce { output, copy_to, .. }, Some(read)) => Kernel::ReadState {
+                read,
+                dtype,
                 output: locate(output)?,
                 copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                state: self.states[work.slice.index()].take().unwrap_or_default(),
             },
+            (Operation::Reduce { inputs, absent, divisor, output, copy_to }, None) => {
+                Kernel::Reduce {
+                    from: Contributions {
+                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
+                        absent: *absent,
+                        divisor: *divisor,
+                        dtype,
+                    },
+                    output: locate(output)?,
+                    copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                }
+            }
             (Operation::ReduceApply { output, .. }, Some(read)) => Kernel::ReadState {
                 read,
                 dtype,
                 output: locate(output)?,
+                copy_to: None,
                 state: self.states[work.slice.index()].take().unwrap_or_default(),
             },
             (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
@@ -164,8 +226,70 @@ impl Works {
                     state,
                 }
             }
+            (Operation::Encode { input, output }, reading) => {
+                let coder = self.coder(work, self.rank.0)?;
+                Kernel::Encode {
+                    // What nobody looks at leaves no residual.
+                    feedback: coder.codec.keeps_residual() && reading.is_none(),
+                    coder,
+                    from: locate(input)?,
+                    output: locate(output)?,
+                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                }
+            }
+            (Operation::Recode { inputs, absent, divisor, output, copy_to }, _) => Kernel::Recode {
+                coder: self.coder(work, Place::BROADCAST)?,
+                from: EncodedParts {
+                    inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
+                    absent: *absent,
+                    divisor: *divisor,
+                },
+                output: locate(output)?,
+                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                state: self.states[work.slice.index()].take().unwrap_or_default(),
+            },
+            (Operation::DecodeApply { inputs, absent, divisor, parameters, output }, _) => {
+                Kernel::DecodeApply {
+                    coder: self.coder(work, Place::BROADCAST)?,
+                    from: EncodedParts {
+                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
+                        absent: *absent,
+                        divisor: *divisor,
+                    },
+                    dtype,
+                    parameters: locate(parameters)?,
+                    output: locate(output)?,
+                    rule: self.rules[work.tensor.index()]
+                        .ok_or("no optimizer settings: call set_optimizer before gradients")?,
+                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                }
+            }
+            (Operation::Decode { from, to }, _) => Kernel::Decode {
+                coder: self.coder(work, Place::BROADCAST)?,
+                from: locate(from)?,
+                to: locate(to)?,
+            },
         };
         Ok(Job { id: work.id, step: work.step, slice: work.slice, kernel })
+    }
+
+    /// The codec of a slice, for a push of a rank or a broadcast.
+    fn coder(&self, work: &Work, leg: u32) -> Result<Coder, String> {
+        let codec = self.codecs[work.tensor.index()].as_ref();
+        let slice = self.plan.slice(work.slice);
+        let dtype = self.plan.tensor(work.tensor).spec.dtype;
+        Ok(Coder {
+            codec: Arc::clone(codec.ok_or("the plan has no codec for it")?),
+            place: Place {
+                seed: self.seed,
+                step: work.step.0,
+                tensor: work.tensor.0,
+                leg,
+                first_element: slice.start,
+            },
+            elements: slice.length as usize,
+            dtype: codec_dtype(dtype).ok_or("plain bytes cannot be encoded")?,
+        })
     }
 
     /// Waits for running works and starts no others: no work touches memory afterwards.

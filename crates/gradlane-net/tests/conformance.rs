@@ -2,13 +2,16 @@
 //! loopback, told to a new engine, gives the same landings, frames, works and events.
 
 mod support;
+#[path = "support/encoded.rs"]
+mod support_encoded;
 
-use gradlane_engine::{Decision, Input, Journal};
+use gradlane_engine::{Decision, Input, Journal, Update};
 use gradlane_units::{Dtype, Priority, Step};
 use support::{
-    check_means, contribute, deadline, each_rank, never, plan, run_step, specs, tensor, world_with,
-    PATIENCE,
+    check_means, check_ring_means, contribute, deadline, each_rank, never, plan, run_step, specs,
+    tensor, world_with, PATIENCE,
 };
+use support_encoded::plan_encoded;
 
 const WORLD: u32 = 3;
 
@@ -24,14 +27,18 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
         options.frame_bytes = 7_000;
         options.credit_bytes = 7_000;
     });
-    each_rank(channels, |channel| {
+    each_rank(channels, move |channel| {
         for step in 0..5 {
             if step == 2 && channel.rank().0 == 0 {
                 let order = vec![Priority(-2), Priority(0), Priority(-1)];
                 channel.switch_priorities(order).expect("a switch");
             }
             let tensors = run_step(&channel, step).expect("a step");
-            check_means(WORLD, step, &specs(&channel), &tensors);
+            if strategy == "ring" {
+                check_ring_means(channel.plan(), step, &tensors);
+            } else {
+                check_means(WORLD, step, &specs(&channel), &tensors);
+            }
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
@@ -70,6 +77,37 @@ fn a_replay_of_kvstore_decides_the_same() {
 #[test]
 fn a_replay_of_deferred_pull_decides_the_same() {
     conforms("deferred-pull");
+}
+
+#[test]
+fn a_replay_of_ring_decides_the_same() {
+    conforms("ring");
+}
+
+#[test]
+fn a_replay_of_encoded_tensors_decides_the_same() {
+    let tensors = vec![tensor("first", 40_000, Dtype::F32), tensor("last", 90_000, Dtype::F32)];
+    let codec = "qsgd:bits=4,residual=on";
+    let plan = plan_encoded(tensors, codec, "p3", 10_000, WORLD, Update::Worker);
+    let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
+        options.journal = true;
+        options.frame_bytes = 2_000;
+        options.credit_bytes = 2_000;
+        options.encoded_ahead = 1;
+    });
+    let journals = each_rank(channels, |channel| {
+        for step in 0..4 {
+            run_step(&channel, step).expect("a step");
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.take_journal().expect("it was asked for")
+    });
+    for journal in journals {
+        let encoded = journal.entries().iter().filter(|it| matches!(it.0, Input::Encoded(..)));
+        // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
+        assert_eq!(encoded.count(), 3 * (15 + 5));
+        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+    }
 }
 
 #[test]

@@ -215,6 +215,37 @@ impl Channel {
         self.channel.read_state(read).map_err(translate)
     }
 
+    /// Let this rank's contributions to the step that has just begun travel as they are.
+    fn send_raw(&self, step: u64) -> PyResult<()> {
+        self.channel.send_raw(Step(step)).map_err(translate)
+    }
+
+    /// Copy what encoding this rank's contributions to a tensor has lost to an address with room for
+    /// `count` f32 values.
+    fn copy_worker_residual(
+        &self,
+        py: Python<'_>,
+        tensor: u32,
+        pointer: usize,
+        count: usize,
+    ) -> PyResult<()> {
+        let values = self.waiting(py, move |channel, interrupt| {
+            channel.worker_residual(TensorId(tensor), interrupt)
+        })?;
+        let aligned = pointer != 0 && pointer.is_multiple_of(align_of::<f32>());
+        if values.len() != count || !aligned {
+            let found = values.len();
+            return Err(PyValueError::new_err(format!(
+                "{pointer:#x} has room for {count} f32 values, tensor {tensor} has {found}"
+            )));
+        }
+        let room = std::ptr::with_exposed_provenance_mut::<f32>(pointer);
+        // SAFETY: the adapter holds a contiguous f32 tensor of that many elements during the call;
+        // this is what the stub file asks of callers. The address is aligned and not null.
+        unsafe { room.copy_from_nonoverlapping(values.as_ptr(), count) };
+        Ok(())
+    }
+
     /// Forget all optimizer state.
     fn clear_state(&self) -> PyResult<()> {
         self.channel.clear_state().map_err(translate)
@@ -302,7 +333,7 @@ impl Channel {
         let plan = self.channel.plan();
         let frames = self.channel.take_trace().into_iter().map(|entry| {
             let (way, bytes, header) = (way(entry.direction), entry.bytes(), entry.header);
-            let kind = format!("{:?}", header.kind).to_lowercase();
+            let kind = header.kind.name().to_owned();
             let place = (header.tensor.0, header.slice.0, header.offset);
             let times = (entry.begin_ns, entry.time_ns);
             (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)

@@ -5,6 +5,7 @@
 //! while one waits.
 
 mod channel;
+mod codec;
 mod errors;
 mod listener;
 mod plan;
@@ -16,11 +17,13 @@ mod _core {
     #[pymodule_export]
     use crate::channel::Channel;
     #[pymodule_export]
+    use crate::codec::Codec;
+    #[pymodule_export]
     use crate::errors::{ChannelError, ChannelTimeout};
     #[pymodule_export]
     use crate::listener::Listener;
     #[pymodule_export]
-    use crate::plan::plan_json;
+    use crate::plan::{codec_json, plan_json};
     #[pymodule_export]
     use crate::simulate::simulate;
 }

@@ -1,12 +1,34 @@
-//! `plan_json`: the plan of a model from its tensor table.
+//! `plan_json`: the plan of a model from its tensor table; `codec_json`: what a codec does to a
+//! tensor.
 
-use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
+use gradlane_engine::{Coding, Plan, Strategy, TensorSpec, Update};
+use gradlane_net::TensorCodec;
+use gradlane_units::Dtype;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use serde::Deserialize;
+
+/// A row of the tensor table.
+#[derive(Deserialize)]
+struct Row {
+    #[serde(flatten)]
+    spec: TensorSpec,
+    /// How it is encoded; none: as it is.
+    #[serde(default)]
+    codec: Option<String>,
+    /// Sizes of its dimensions in the order of its storage, for the codec.
+    #[serde(default)]
+    sizes: Vec<u64>,
+}
+
+fn refuse(text: impl ToString) -> PyErr {
+    PyValueError::new_err(text.to_string())
+}
 
 /// Build a plan and return it as JSON, the same text for the same arguments.
 ///
-/// tensors_json is a list of {"name", "numel", "dtype", "role"}; update is "worker" or "server".
+/// tensors_json is a list of {"name", "numel", "dtype", "role"}, and {"codec", "sizes"} of those that
+/// are to be encoded; update is "worker" or "server".
 #[pyfunction]
 #[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size))]
 pub(crate) fn plan_json(
@@ -17,15 +39,48 @@ pub(crate) fn plan_json(
     update: &str,
     world_size: u32,
 ) -> PyResult<String> {
-    let refuse = |text: String| PyValueError::new_err(text);
-    let tensors: Vec<TensorSpec> = serde_json::from_str(tensors_json)
+    let rows: Vec<Row> = serde_json::from_str(tensors_json)
         .map_err(|error| refuse(format!("tensor table: {error}")))?;
     let update: Update = serde_json::from_value(update.into()).map_err(|_| {
         refuse(format!("unknown update {update:?}; known are \"worker\" and \"server\""))
     })?;
-    let strategy =
-        Strategy::named(strategy, slice_elems, seed).map_err(|error| refuse(error.to_string()))?;
-    let plan = Plan::build(tensors, strategy, update, world_size)
-        .map_err(|error| refuse(error.to_string()))?;
-    serde_json::to_string(&plan).map_err(|error| refuse(error.to_string()))
+    let strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
+    let mut tensors = Vec::with_capacity(rows.len());
+    for Row { spec, codec, sizes } in rows {
+        let coding = match codec {
+            Some(text) => TensorCodec::parse(&text, spec.dtype, &sizes)
+                .map_err(|error| refuse(format!("tensor {:?}: {error}", spec.name)))?,
+            None => None,
+        };
+        let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
+        tensors.push((spec, coding));
+    }
+    let plan = Plan::build_encoded(tensors, strategy, update, world_size).map_err(refuse)?;
+    serde_json::to_string(&plan).map_err(refuse)
+}
+
+/// Say what a codec does to a tensor, as a JSON object, or "null" where it would change nothing.
+///
+/// sizes are those of the tensor's dimensions in the order of its storage. "codec" is the canonical
+/// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size"; slices
+/// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
+/// feedback). ValueError names what is wrong with the text.
+#[pyfunction]
+pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<String> {
+    let dtype: Dtype = serde_json::from_value(dtype.into())
+        .map_err(|_| refuse(format!("unknown dtype {dtype:?}")))?;
+    let elements = sizes.iter().try_fold(1_u64, |all, &size| all.checked_mul(size));
+    let elements = elements.ok_or_else(|| refuse("more than 2^64 elements"))?;
+    let Some(codec) = TensorCodec::parse(text, dtype, &sizes).map_err(refuse)? else {
+        return Ok("null".to_owned());
+    };
+    let facts = serde_json::json!({
+        "codec": codec.name(),
+        "granule_elems": codec.granule_elems(),
+        "fixed_size": codec.is_fixed(),
+        "residual_width": codec.residual_width(),
+        "unbiased": codec.is_unbiased(),
+        "wire_bytes_max": codec.bytes_max(elements),
+    });
+    Ok(facts.to_string())
 }

@@ -56,6 +56,10 @@ pub struct Costs {
     pub work_s: f64,
     /// Reading one byte of one contribution, and its share of writing the result.
     pub reduce_byte_s: f64,
+    /// Encoding a byte of values, with a codec.
+    pub encode_byte_s: f64,
+    /// Decoding a byte of values and adding it up.
+    pub decode_byte_s: f64,
     /// A command of the application reaching the I/O thread.
     pub command_s: f64,
     /// A finished tensor reaching the application's thread, its update included.
@@ -79,6 +83,8 @@ impl Costs {
         receive_byte_s: 0.0,
         work_s: 0.0,
         reduce_byte_s: 0.0,
+        encode_byte_s: 0.0,
+        decode_byte_s: 0.0,
         command_s: 0.0,
         wake_s: 0.0,
         between_steps_s: 0.0,
@@ -93,6 +99,8 @@ impl Costs {
         receive_byte_s: 0.30e-9,
         work_s: 54e-6,
         reduce_byte_s: 0.041e-9,
+        encode_byte_s: 0.25e-9,
+        decode_byte_s: 0.15e-9,
         command_s: 81e-6,
         wake_s: 13e-6,
         between_steps_s: 0.0,
@@ -110,6 +118,8 @@ impl Costs {
             ("receive_byte_s", self.receive_byte_s),
             ("work_s", self.work_s),
             ("reduce_byte_s", self.reduce_byte_s),
+            ("encode_byte_s", self.encode_byte_s),
+            ("decode_byte_s", self.decode_byte_s),
             ("command_s", self.command_s),
             ("wake_s", self.wake_s),
             ("between_steps_s", self.between_steps_s),

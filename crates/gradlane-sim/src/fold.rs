@@ -7,7 +7,7 @@
 //! it is nothing where each stands for itself.
 
 use crate::error::SimError;
-use gradlane_engine::{Granularity, Placement, Plan, ReadyRule};
+use gradlane_engine::{Granularity, Placement, Plan, ReadyRule, Scheme};
 
 /// How many real ranks each simulated rank stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,8 +25,14 @@ impl Fold {
     /// folded where that is not fewer.
     ///
     /// # Errors
-    /// When the strategy's placement depends on the number of ranks.
+    /// When the strategy's placement depends on the number of ranks, or tensors go round a ring, in
+    /// which every rank has a place of its own.
     pub(crate) fn of(plan: &Plan, representatives: u32) -> Result<Fold, SimError> {
+        if plan.tensors.iter().any(|tensor| tensor.scheme == Scheme::Ring) {
+            return Err(SimError::Argument(format!(
+                "representatives is {representatives}, but every rank has its place in a ring: use 0"
+            )));
+        }
         let strategy = &plan.strategy;
         let stays = matches!(strategy.placement, Placement::RoundRobin)
             && matches!(strategy.granularity, Granularity::Slices { .. });

@@ -140,14 +140,7 @@ impl Run {
 
     fn start_work(&mut self, rank: u32, work: &Work, time: u64) {
         let copies = f64::from(self.workers) / self.nodes.len() as f64;
-        let bytes = match &work.operation {
-            Operation::Copy { from, .. } => from.length as f64,
-            Operation::Reduce { inputs, output, .. }
-            | Operation::ReduceApply { inputs, output, .. } => {
-                inputs.len() as f64 * copies * output.length as f64
-            }
-        };
-        let cost = (self.charges.work + self.charges.reduce_byte * bytes) as u64;
+        let cost = self.work_ns(work, copies) as u64;
         let node = &mut self.nodes[rank as usize];
         let thread = node.work_until.iter_mut().min().expect("there is a work thread");
         let begin = time.max(*thread);
@@ -160,6 +153,31 @@ impl Run {
         let (slice, priority) = (work.slice, Priority(0));
         let subject = Subject::Slice { kind: None, slice, peer: rank, bytes, priority };
         self.span(rank, Lane::Reduce, work.step, subject, begin, end);
+    }
+
+    /// How long a work takes, where so many ranks stand for one.
+    fn work_ns(&self, work: &Work, copies: f64) -> f64 {
+        let charges = &self.charges;
+        // Codecs cost by the values' bytes, whatever the encoding's length.
+        let raw = self.plan.slice_bytes(work.slice) as f64;
+        let (encode, decode) = (charges.encode_byte * raw, charges.decode_byte * raw);
+        let ns = match &work.operation {
+            Operation::Copy { from, .. } => charges.reduce_byte * from.length as f64,
+            Operation::Reduce { inputs, output, .. }
+            | Operation::ReduceApply { inputs, output, .. } => {
+                charges.reduce_byte * inputs.len() as f64 * copies * output.length as f64
+            }
+            Operation::Encode { .. } => encode,
+            Operation::Decode { .. } => decode,
+            Operation::Recode { inputs, copy_to, .. } => {
+                let own = if copy_to.is_some() { decode } else { 0.0 };
+                inputs.len() as f64 * copies * decode + encode + own
+            }
+            Operation::DecodeApply { inputs, .. } => {
+                inputs.len() as f64 * copies * decode + charges.reduce_byte * raw
+            }
+        };
+        charges.work + ns
     }
 
     pub(crate) fn worked(&mut self, rank: u32) {

@@ -10,6 +10,7 @@
 
 mod accelerator;
 mod calendar;
+mod codecs;
 mod costs;
 mod error;
 mod fold;
@@ -28,6 +29,7 @@ mod shares;
 mod simulation;
 mod trace;
 
+pub use codecs::CodedTensor;
 pub use costs::{Costs, GOODPUT_SHARE};
 pub use error::SimError;
 pub use profile::{Profile, ProfiledTensor, TENSORS_MAX};

@@ -4,6 +4,8 @@ use crate::node::Node;
 use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
+use gradlane_units::{SliceId, Step};
+use gradlane_wire::{Codec, FrameKind};
 
 impl Run {
     fn staleness_figures(&self) -> Option<StalenessFigures> {
@@ -15,6 +17,19 @@ impl Run {
             mean: sum as f64 / pushes as f64,
             max: tallies.iter().map(|tally| tally.max).max().unwrap_or_default(),
         })
+    }
+
+    /// Bytes of all contributions of a rank and of all results, as they travel.
+    fn round_trip_bytes(&self) -> f64 {
+        let slices = (0..self.plan.slices.len() as u32).map(SliceId);
+        let bytes = slices.map(|slice| {
+            let travels = |kind| {
+                let encoded = self.plan.may_be_encoded(kind, slice, Step(1));
+                self.plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
+            };
+            travels(FrameKind::Push) + travels(FrameKind::Broadcast)
+        });
+        bytes.sum::<u64>() as f64
     }
 
     /// Adds up a run that has finished.
@@ -42,7 +57,7 @@ impl Run {
         let step_s = median(&steps_s);
         let workers = f64::from(scenario.workers);
         let goodput_bps = scenario.network.goodput_bps();
-        let port_bytes = 2.0 * (workers - 1.0) / workers * scenario.profile.bytes() as f64;
+        let port_bytes = (workers - 1.0) / workers * self.round_trip_bytes();
         let compute_s = scenario.profile.compute_s;
         let all: f64 = steps_s.iter().sum();
         let per_step = |bytes: &u64| *bytes as f64 / steps as f64;

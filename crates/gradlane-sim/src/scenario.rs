@@ -1,12 +1,14 @@
 //! A scenario: a profile, a cluster and a strategy. All that a simulation depends on is in here; the
 //! same scenario gives the same report to the byte.
 
+use crate::codecs::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::profile::{nanos, Profile};
 use gradlane_engine::{Plan, Strategy, Update};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// A strategy by name, or with all its rules.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -200,6 +202,9 @@ pub struct Scenario {
     /// Where the optimizer runs.
     #[serde(default)]
     pub update: Update,
+    /// Codecs of tensors, by name; the others travel as they are.
+    #[serde(default)]
+    pub codecs: BTreeMap<String, CodedTensor>,
     /// A plan for the profile's tensors instead of the one that the strategy makes.
     #[serde(default)]
     pub plan: Option<Plan>,
@@ -264,6 +269,7 @@ impl Scenario {
             strategy: StrategyChoice::Named(strategy.to_string()),
             slice_elems: None,
             update: Update::Worker,
+            codecs: BTreeMap::new(),
             plan: None,
             network,
             costs: Costs::default(),
@@ -306,6 +312,9 @@ impl Scenario {
         if self.work_threads == 0 || self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));
         }
+        if self.plan.is_some() && !self.codecs.is_empty() {
+            return refuse("codecs cannot be used with a given plan, which has its own".into());
+        }
         if self.plan.is_some() && self.representatives > 0 {
             return refuse("representatives cannot be used with a given plan: use 0".into());
         }
@@ -343,10 +352,12 @@ impl Scenario {
     pub(crate) fn plan(&self, workers: u32) -> Result<Plan, SimError> {
         let specs = self.profile.specs();
         let Some(plan) = &self.plan else {
-            return Plan::build(specs, self.strategy()?, self.update, workers)
+            let rows = codecs::rows(specs, &self.codecs)?;
+            return Plan::build_encoded(rows, self.strategy()?, self.update, workers)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));
+        plan.check_schemes().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
         if plan.world_size != workers {
             return refuse(format!("plan is for {} ranks, not for {workers}", plan.world_size));
         }

@@ -15,9 +15,10 @@ pub(crate) struct Shares {
 }
 
 impl Shares {
-    pub(crate) fn new(network: &Network, workers: u32) -> Shares {
+    /// The connections of a rank that sends to so many peers.
+    pub(crate) fn new(network: &Network, peers: u32) -> Shares {
         Shares {
-            middle_bytes: network.window_bytes(workers.saturating_sub(1)) as f64,
+            middle_bytes: network.window_bytes(peers) as f64,
             spread: network.share_spread,
             rng: Rng::new(network.share_seed),
         }

@@ -52,6 +52,8 @@ pub(crate) struct Charges {
     pub(crate) receive_byte: f64,
     pub(crate) work: f64,
     pub(crate) reduce_byte: f64,
+    pub(crate) encode_byte: f64,
+    pub(crate) decode_byte: f64,
     pub(crate) command: u64,
     pub(crate) wake: u64,
     pub(crate) between_steps: u64,
@@ -111,6 +113,7 @@ pub(crate) struct Meters {
 impl Run {
     fn new(scenario: &Scenario) -> Result<Run, SimError> {
         let mut plan = scenario.plan(scenario.workers)?;
+        let peers = plan.peers_sent_to();
         let fold = match scenario.representatives {
             0 => Fold::none(scenario.workers),
             count => Fold::of(&plan, count)?,
@@ -134,7 +137,7 @@ impl Run {
             .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
-        let mut shares = Shares::new(network, scenario.workers);
+        let mut shares = Shares::new(network, peers);
         nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
         let ns_per_byte = 8e9 / network.goodput_bps();
         let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {
@@ -311,6 +314,8 @@ impl Charges {
             receive_byte: costs.receive_byte_s * 1e9,
             work: costs.work_s * 1e9,
             reduce_byte: costs.reduce_byte_s * 1e9,
+            encode_byte: costs.encode_byte_s * 1e9,
+            decode_byte: costs.decode_byte_s * 1e9,
             command: nanos(costs.command_s),
             wake: nanos(costs.wake_s),
             between_steps: nanos(costs.between_steps_s),

@@ -20,7 +20,7 @@ pub enum Lane {
     Backward,
     /// Forward waits for a tensor.
     Wait,
-    /// Gradients leave.
+    /// Gradients leave, or sums of them.
     Push,
     /// Results leave.
     Broadcast,
@@ -49,8 +49,8 @@ impl Lane {
     #[must_use]
     pub const fn of(kind: FrameKind) -> Lane {
         match kind {
-            FrameKind::Push => Lane::Push,
-            FrameKind::Broadcast => Lane::Broadcast,
+            FrameKind::Push | FrameKind::RingReduce => Lane::Push,
+            FrameKind::Broadcast | FrameKind::RingGather => Lane::Broadcast,
             _ => Lane::Control,
         }
     }
@@ -167,7 +167,7 @@ fn row(span: &Span, plan: &Plan) -> Value {
         }
         Subject::Slice { kind, slice, peer, bytes, priority } => {
             let tensor = plan.slice(slice).tensor.0;
-            let kind = kind.map(|kind| format!("{kind:?}").to_lowercase());
+            let kind = kind.map(FrameKind::name);
             json!([
                 rank, lane, begin_ns, end_ns, step, tensor, slice.0, kind, peer, bytes, priority.0
             ])

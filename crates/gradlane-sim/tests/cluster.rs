@@ -1,7 +1,7 @@
 //! Clusters in virtual time: the papers' examples, cases worked out by hand, and what must hold for
 //! every scenario.
 
-use gradlane_engine::{Granularity, Plan, Strategy, Update};
+use gradlane_engine::{Granularity, Order, Plan, Strategy, Update, RING_BLOCK_ELEMS};
 use gradlane_sim::{
     simulate, Costs, Lane, Network, Outputs, Profile, ProfiledTensor, Report, Scenario,
     StrategyChoice, Subject,
@@ -388,7 +388,7 @@ fn nonsense_is_refused_by_name_and_place() {
 fn any_scenario() -> impl Generator<Value = Scenario> {
     let numbers = (1..60_000_u64, 0.0..1.0_f64, 0.0..1.0_f64);
     let profile = (proptest::collection::vec(numbers, 1..12), 0.001..0.05_f64, 0.001..0.1_f64);
-    let cluster = (1..7_u32, 0..5_usize, 50e6..5e9_f64, 0.0..0.002_f64);
+    let cluster = (1..7_u32, 0..Strategy::NAMES.len(), 50e6..5e9_f64, 0.0..0.002_f64);
     let knobs = (1_000..70_000_u32, 0..3_u64, 0.0..0.3_f64, 500..60_000_u64, any::<u64>());
     (profile, cluster, knobs).prop_map(|(profile, cluster, knobs)| {
         let (tensors, forward_s, backward_s) = profile;
@@ -401,7 +401,8 @@ fn any_scenario() -> impl Generator<Value = Scenario> {
         let profile =
             Profile { tensors: tensors.collect(), forward_s, compute_s: forward_s + backward_s };
         let network = Network { latency_s, piece_bytes: pieces * 7_000, ..Network::new(rate_bps) };
-        let mut scenario = Scenario::new(profile, workers, Strategy::SYNCHRONOUS[strategy], network);
+        let mut scenario =
+            Scenario::new(profile, workers, Strategy::SYNCHRONOUS[strategy], network);
         scenario.frame_bytes = frame_bytes;
         scenario.compute_jitter = jitter;
         scenario.slice_elems = Some(slice_elems);
@@ -485,4 +486,65 @@ fn ranks_that_train_asynchronously_do_not_wait_for_a_slow_one() {
     let folded = Scenario { representatives: 2, ..scenario("asgd", 8) };
     let refused = simulate(&folded).expect_err("none can stand for another");
     assert!(refused.to_string().contains("none can stand for another"), "{refused}");
+}
+
+/// One tensor of so many slices, all ready at the end.
+fn one_tensor(slices: u64, slice_elems: u64, workers: u32) -> Scenario {
+    let mut scenario = free(layers(&[slices * slice_elems]), workers, "ring", ideal(1e9));
+    scenario.slice_elems = Some(slice_elems);
+    scenario.frame_bytes = 1 << 20;
+    scenario
+}
+
+#[test]
+fn one_slice_goes_round_the_ring_twice() {
+    // 16,384 elements are one slice: 2 (N - 1) hops, one after the other.
+    let scenario = one_tensor(1, RING_BLOCK_ELEMS, 4);
+    let hop_s = (RING_BLOCK_ELEMS * 4 + HEADER_BYTES as u64) as f64 * 8.0 / 1e9;
+    let slowest = run(&scenario).waits[0].wait_s;
+    // The last rank to get the mean waits for six hops; the mean over ranks is less.
+    assert!(slowest <= 6.0 * hop_s && slowest >= 3.0 * hop_s, "{slowest} and {hop_s}");
+    near(run(&scenario).steps_s[0], 2.0 * UNIT_S + 6.0 * hop_s, 3.1 * hop_s);
+}
+
+#[test]
+fn many_slices_keep_every_port_of_a_ring_busy() {
+    for workers in [2, 3, 5] {
+        let slices = 40 * u64::from(workers);
+        let report = run(&one_tensor(slices, RING_BLOCK_ELEMS, workers));
+        let share = 2.0 * f64::from(workers - 1) / f64::from(workers);
+        let bytes = share * (slices * RING_BLOCK_ELEMS * 4) as f64;
+        near(report.tx_bytes_per_step_max / bytes, 1.0, 0.01);
+        let wire_s = bytes * 8.0 / 1e9;
+        // What comes beside it: the first slice fills the ring, the last one empties it.
+        near((report.step_s - 2.0 * UNIT_S) / wire_s, 1.0, 0.1);
+    }
+}
+
+#[test]
+fn an_urgent_slice_passes_the_others_on_a_ring_too() {
+    let profile = Profile {
+        tensors: vec![tensor("first", 1_000, 0.0, 0.21), tensor("last", 6_250_000, 0.1, 0.2)],
+        forward_s: 0.11,
+        compute_s: 0.21,
+    };
+    let wait = |order: Order| {
+        let mut scenario = free(profile.clone(), 3, "ring", ideal(1e9));
+        let ring = Strategy::named("ring", None, 0).expect("ring");
+        scenario.strategy = StrategyChoice::Rules(Strategy { order, ..ring });
+        run(&scenario).waits[0].wait_s
+    };
+    let (urgent, in_turn) = (wait(Order::Priority), wait(Order::Arrival));
+    // Four hops, each behind what its port has taken: a frame or two.
+    let frame_s = 65_600.0 * 8.0 / 1e9;
+    assert!(urgent <= 4.0 * 3.0 * frame_s, "{urgent} s, frames take {frame_s} s");
+    assert!(in_turn > 0.1, "{in_turn}");
+}
+
+#[test]
+fn a_ring_is_not_folded() {
+    let mut scenario = one_tensor(10, 1_000, 40);
+    scenario.representatives = 4;
+    let error = simulate(&scenario).expect_err("refused").to_string();
+    assert!(error.contains("representatives") && error.contains("ring"), "{error}");
 }

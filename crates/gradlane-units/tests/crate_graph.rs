@@ -12,8 +12,11 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("gradlane-codec", &["gradlane-units"]),
     ("gradlane-engine", &["gradlane-units", "gradlane-wire"]),
     ("gradlane-net", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
-    ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-engine"]),
-    ("gradlane-py", &["gradlane-units", "gradlane-engine", "gradlane-net", "gradlane-sim"]),
+    ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
+    (
+        "gradlane-py",
+        &["gradlane-units", "gradlane-codec", "gradlane-engine", "gradlane-net", "gradlane-sim"],
+    ),
 ];
 /// Crates without std and without a host.
 const PURE: &[&str] = &["gradlane-units", "gradlane-wire", "gradlane-engine"];

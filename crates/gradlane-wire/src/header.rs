@@ -16,7 +16,8 @@
 //! | 36 | 4 | sender's rank |
 //! | 40 | 8 | offset of the payload in the encoded slice, in bytes |
 //! | 48 | 4 | payload length in bytes, at most `MAX_FRAME_BYTES` |
-//! | 52 | 4 | reserved, zero |
+//! | 52 | 2 | hop round the ring, from 1; zero in frames of other kinds |
+//! | 54 | 2 | reserved, zero |
 //! | 56 | 4 | CRC-32 of the payload (IEEE; of the empty string: 0) |
 //! | 60 | 4 | CRC-32 of bytes 0 to 59 |
 //!
@@ -60,6 +61,8 @@ pub struct FrameHeader {
     pub offset: u64,
     /// Payload length in bytes.
     pub length: u32,
+    /// Which hop round the ring this is, from 1; 0 in frames of other kinds.
+    pub hop: u16,
     /// CRC-32 of the payload.
     pub payload_crc: u32,
 }
@@ -100,12 +103,20 @@ pub enum HeaderError {
         found: u8,
     },
     /// A flag or a reserved field that this version does not know.
-    #[error("unknown flags or reserved field: flags {flags:#04x}, reserved {reserved:#010x}")]
+    #[error("unknown flags or reserved field: flags {flags:#04x}, reserved {reserved:#06x}")]
     Reserved {
         /// The flags.
         flags: u8,
         /// The reserved field.
-        reserved: u32,
+        reserved: u16,
+    },
+    /// A hop of a kind that does not go round a ring, or none of one that does.
+    #[error("hop {found} in a frame of kind {kind:?}")]
+    Hop {
+        /// The kind.
+        kind: FrameKind,
+        /// The hop.
+        found: u16,
     },
     /// A payload longer than any frame may be.
     #[error("payload of {found} bytes, at most {} are allowed", MAX_FRAME_BYTES)]
@@ -134,13 +145,14 @@ impl FrameHeader {
         bytes[36..40].copy_from_slice(&self.sender.0.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.offset.to_le_bytes());
         bytes[48..52].copy_from_slice(&self.length.to_le_bytes());
+        bytes[52..54].copy_from_slice(&self.hop.to_le_bytes());
         bytes[56..60].copy_from_slice(&self.payload_crc.to_le_bytes());
         let crc = crc32fast::hash(&bytes[..60]);
         bytes[60..64].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
-    /// Reads a header, verifying magic, checksum, version, kind, codec, flags and length.
+    /// Reads a header, verifying magic, checksum, version, kind, codec, flags, length and hop.
     ///
     /// # Errors
     /// A [`HeaderError`] that says what was wrong. Nothing of a refused header is returned.
@@ -159,13 +171,17 @@ impl FrameHeader {
         let kind = FrameKind::from_code(bytes[5]).ok_or(HeaderError::Kind { found: bytes[5] })?;
         let codec = Codec::from_code(bytes[6]).ok_or(HeaderError::Codec { found: bytes[6] })?;
         let flags = FrameFlags(bytes[7]);
-        let reserved = u32::from_le_bytes(array(bytes, 52));
+        let reserved = u16::from_le_bytes(array(bytes, 54));
         if flags.has_unknown() || reserved != 0 {
             return Err(HeaderError::Reserved { flags: flags.0, reserved });
         }
         let length = u32::from_le_bytes(array(bytes, 48));
         if length > MAX_FRAME_BYTES {
             return Err(HeaderError::Length { found: length });
+        }
+        let hop = u16::from_le_bytes(array(bytes, 52));
+        if kind.goes_round() != (hop > 0) {
+            return Err(HeaderError::Hop { kind, found: hop });
         }
         Ok(FrameHeader {
             kind,
@@ -180,6 +196,7 @@ impl FrameHeader {
             sender: Rank(u32::from_le_bytes(array(bytes, 36))),
             offset: u64::from_le_bytes(array(bytes, 40)),
             length,
+            hop,
             payload_crc: u32::from_le_bytes(array(bytes, 56)),
         })
     }
@@ -214,6 +231,7 @@ mod tests {
             sender: Rank(b.1),
             offset: b.2,
             length: b.3,
+            hop: if kind.goes_round() { (b.4 as u16).max(1) } else { 0 },
             payload_crc: b.4,
         })
     }
@@ -255,6 +273,7 @@ mod tests {
             sender: Rank(0),
             offset: 0,
             length: 0,
+            hop: 0,
             payload_crc: 0,
         }
         .encode();
@@ -271,7 +290,10 @@ mod tests {
         assert_eq!(decode(5, 0), Err(HeaderError::Kind { found: 0 }));
         assert_eq!(decode(6, 77), Err(HeaderError::Codec { found: 77 }));
         assert_eq!(decode(7, 0x80), Err(HeaderError::Reserved { flags: 0x80, reserved: 0 }));
-        assert_eq!(decode(52, 1), Err(HeaderError::Reserved { flags: 0, reserved: 1 }));
+        assert_eq!(decode(54, 1), Err(HeaderError::Reserved { flags: 0, reserved: 1 }));
+        assert_eq!(decode(52, 1), Err(HeaderError::Hop { kind: FrameKind::Push, found: 1 }));
+        let kind = FrameKind::RingReduce;
+        assert_eq!(decode(5, kind.code()), Err(HeaderError::Hop { kind, found: 0 }));
         assert_eq!(decode(51, 0xff), Err(HeaderError::Length { found: 0xff00_0000 }));
     }
 }

@@ -45,6 +45,38 @@ wire_enum! {
         Goodbye = 8,
         /// The sender gives up. Payload: the reason in UTF-8.
         Abort = 9,
+        /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
+        /// contributions in it.
+        RingReduce = 16,
+        /// Piece of a slice's mean, from a rank to the next one of the ring. `hop` counts the
+        /// ranks that it has reached with this one.
+        RingGather = 17,
+    }
+}
+
+impl FrameKind {
+    /// The name in timelines.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            FrameKind::Push => "push",
+            FrameKind::Broadcast => "broadcast",
+            FrameKind::Notify => "notify",
+            FrameKind::Pull => "pull",
+            FrameKind::PlanSwitch => "planswitch",
+            FrameKind::PlanSwitchAck => "planswitchack",
+            FrameKind::Heartbeat => "heartbeat",
+            FrameKind::Goodbye => "goodbye",
+            FrameKind::Abort => "abort",
+            FrameKind::RingReduce => "ring-reduce",
+            FrameKind::RingGather => "ring-gather",
+        }
+    }
+
+    /// Whether frames of this kind go round a ring, and count their hops.
+    #[must_use]
+    pub const fn goes_round(self) -> bool {
+        matches!(self, FrameKind::RingReduce | FrameKind::RingGather)
     }
 }
 
@@ -53,6 +85,8 @@ wire_enum! {
     Codec {
         /// The bytes of the elements themselves, in the tensor's dtype.
         Raw = 0,
+        /// In the codec that the plan has for the tensor.
+        Encoded = 1,
     }
 }
 

@@ -63,6 +63,7 @@ def bound_step_s(
     compute_s: float,
     scheme: str = "ps",
     codec_ratio: float = 1.0,
+    wire_bytes: Sequence[float] | None = None,
 ) -> Bound:
     """Compute the perfect-overlap bound on the time of a step.
 
@@ -78,23 +79,27 @@ def bound_step_s(
         compute_s: nominal seconds of forward and backward, best measured without communication.
         scheme: `ps` (a server on every worker) or `ring`.
         codec_ratio: bytes of a gradient over bytes that travel for it; 1 without a codec.
+        wire_bytes: what travels for each gradient, where codecs differ; in place of the ratio.
 
     Returns:
         The bound, its parts, and which of them binds.
 
     Raises:
-        ValueError: if a rate or ratio is not positive, or the scheme is unknown.
+        ValueError: if a rate or ratio is not positive, the scheme is unknown, or there are not as
+            many `wire_bytes` as tensors.
     """
     if not goodput_bps > 0.0:
         raise ValueError(f"goodput must be positive, got {goodput_bps} bit/s")
     if not codec_ratio > 0.0:
         raise ValueError(f"codec ratio must be positive, got {codec_ratio}")
+    if wire_bytes is None:
+        wire_bytes = [timing.size_bytes / codec_ratio for timing in timings]
+    if len(wire_bytes) != len(timings):
+        raise ValueError(f"wire bytes of {len(wire_bytes)} tensors for {len(timings)}")
     travel_s = np.array(
         [
-            port_bytes(timing.size_bytes / codec_ratio, workers=workers, scheme=scheme)
-            * 8.0
-            / goodput_bps
-            for timing in timings
+            port_bytes(size_bytes, workers=workers, scheme=scheme) * 8.0 / goodput_bps
+            for size_bytes in wire_bytes
         ],
         dtype=np.float64,
     )

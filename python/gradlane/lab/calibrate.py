@@ -24,6 +24,7 @@ import numpy as np
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
+from gradlane.whatif.codec_costs import CALIBRATED_CODECS, measured_cost
 
 FORMAT = "gradlane-costs"
 VERSION = 1
@@ -171,12 +172,15 @@ def run_calibration(
         on_phase: told what is being done.
 
     Returns:
-        The contents of a costs file: `constants`, each with `value` and `how`, and `measured`.
+        The contents of a costs file: `constants`, each with `value` and `how`, `codecs`, and
+        `measured`.
 
     Raises:
         LabError: the cluster could not be built, or a rank failed.
     """
     start_s = time.monotonic()
+    on_phase("encoding and decoding")
+    codecs = {codec: asdict(measured_cost(codec)) for codec in CALIBRATED_CODECS}
     on_phase("building the cluster")
     with (
         Cluster(WORKERS, options.rate_bps) as cluster,
@@ -206,6 +210,7 @@ def run_calibration(
             name: {key: value for key, value in asdict(it).items() if value is not None}
             for name, it in constants.items()
         },
+        "codecs": codecs,
     }
 
 

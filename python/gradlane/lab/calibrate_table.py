@@ -26,6 +26,11 @@ def print_constants(console: Console, content: dict[str, Any]) -> None:
             "-" if spread is None else f"{spread:.2f}",
             entry["how"],
         )
+    for codec, cost in content["codecs"].items():
+        for name, value in cost.items():
+            table.add_row(
+                f"{codec.partition(',')[0]} {name}", _with_unit(name, value), "-", "4 MiB of values"
+            )
     console.print(table)
     measured = content["measured"]
     if measured["cpu_share"] > CPU_BOUND_SHARE:

@@ -36,6 +36,7 @@ class Place:
         slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
+        codec: how gradients travel (gradlane only); `raw` is none.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Place:
     slice_elems: int | None
     job: str
     trace_path: str | None = None
+    codec: str = "raw"
 
 
 class Communication(Protocol):
@@ -60,6 +62,9 @@ class Communication(Protocol):
 
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
 
     def close(self) -> None:
         """Disconnect; a later run may connect anew."""
@@ -86,6 +91,10 @@ class Silence:
     def metrics(self) -> dict[str, Any]:
         """Return nothing."""
         return {}
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
 
     def close(self) -> None:
         """Nothing is open."""
@@ -136,6 +145,10 @@ class DistributedDataParallel:
             group = dist.group.WORLD
             assert group is not None
             wrapped.register_comm_hook(group, _mean_in_rank_order)
+        elif self._strategy.hook:
+            from gradlane.lab.ddp_hooks import register_hook
+
+            register_hook(wrapped, self._strategy.hook)
         return wrapped, optimizer
 
     def settle(self) -> None:
@@ -144,6 +157,10 @@ class DistributedDataParallel:
     def metrics(self) -> dict[str, Any]:
         """Return nothing: DDP counts no bytes."""
         return {}
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded."""
+        return []
 
     def close(self) -> None:
         """Leave the process group."""
@@ -166,6 +183,7 @@ class Gradlane:
             world_size=place.world_size,
             strategy=Options.strategy if strategy.is_planned else strategy.setting,
             slice_elems=place.slice_elems,
+            codec=place.codec,
             update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,
@@ -196,6 +214,13 @@ class Gradlane:
             del plan["tensors"]
             counters["plan"] = plan
         return counters
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return what the session has chosen."""
+        return [
+            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
+            for choice in self._session.codecs
+        ]
 
     def close(self) -> None:
         """Close the session."""

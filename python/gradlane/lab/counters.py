@@ -7,6 +7,8 @@ what is measured never has to wait for the one who measures. Times are `time.mon
 from __future__ import annotations
 
 import bisect
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -47,6 +49,15 @@ def read_processor_ticks() -> tuple[int, int]:
     return total - idle, total
 
 
+def read_process_cpu_ns(process: int) -> int:
+    """Return the processor time of a process and all its threads since it started.
+
+    The kernel keeps a clock for every process: `clock_getcpuclockid(3)` says how it is numbered.
+    """
+    per_process_scheduler_clock = 2
+    return time.clock_gettime_ns((~process << 3) | per_process_scheduler_clock)
+
+
 @dataclass
 class _Series:
     """Cumulative values over time, one column a counter."""
@@ -77,6 +88,7 @@ class TrafficRecord:
         self._nodes = nodes
         self._ports = _Series()
         self._processors = _Series()
+        self._processes = _Series()
 
     def add_ports(self, time_s: float, port_bytes: Sequence[tuple[int, int]]) -> None:
         """Append a sample: (received, transmitted) bytes for each node."""
@@ -87,6 +99,11 @@ class TrafficRecord:
         """Append a sample: (busy, total) ticks."""
         self._processors.times_s.append(time_s)
         self._processors.values.append(ticks)
+
+    def add_processes(self, time_s: float, cpu_ns: Sequence[int]) -> None:
+        """Append a sample: processor time of each process, in nanoseconds."""
+        self._processes.times_s.append(time_s)
+        self._processes.values.append(tuple(cpu_ns))
 
     def bytes_between(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
         """Return (received, transmitted) bytes of each node in a window."""
@@ -130,6 +147,47 @@ class TrafficRecord:
             result["transmit"].append(sum(moved[1::2]) / carriable)
         return result
 
+    def port_bins(self, edges_s: Sequence[float]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return (received, transmitted) bytes between neighbouring edges, a list for each node."""
+        bins = _differences(self._ports, edges_s)
+        whole = [[round(moved) for moved in column] for column in zip(*bins, strict=True)]
+        return whole[0::2], whole[1::2]
+
+    def process_bins(self, edges_s: Sequence[float]) -> list[list[float]]:
+        """Return processor seconds between neighbouring edges, a list for each process."""
+        if not self._processes.values:
+            return []
+        bins = _differences(self._processes, edges_s)
+        return [[round(used / 1e9, 6) for used in column] for column in zip(*bins, strict=True)]
+
+    def sample_gaps_s(self, start_s: float, end_s: float) -> list[float]:
+        """Return the times between neighbouring samples of the ports in a window."""
+        inside = [time_s for time_s in self._ports.times_s if start_s <= time_s <= end_s]
+        return [later - before for before, later in itertools.pairwise(inside)]
+
+
+def _differences(series: _Series, edges_s: Sequence[float]) -> list[list[float]]:
+    samples = [series.at(edge_s) for edge_s in edges_s]
+    return [
+        [after - before for before, after in zip(first, second, strict=True)]
+        for first, second in itertools.pairwise(samples)
+    ]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was sampled during the measured steps of a run. All times and rates are real.
+
+    Attributes:
+        record: the samples.
+        boundaries_s: when the slowest rank began each measured step, and when the last one ended.
+        goodput_bps: payload bits a second that a port carries in each direction.
+    """
+
+    record: TrafficRecord
+    boundaries_s: Sequence[float]
+    goodput_bps: float
+
 
 class TrafficSampler:
     """Samples in a thread while its `with` block runs.
@@ -138,10 +196,23 @@ class TrafficSampler:
         record: what was sampled so far.
     """
 
-    def __init__(self, descriptors: Sequence[int], interval_s: float = 0.01) -> None:
-        """Plan to sample the nodes behind these open `/proc/net/dev` descriptors."""
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        interval_s: float = 0.01,
+        *,
+        processes: Sequence[int] = (),
+    ) -> None:
+        """Plan to sample.
+
+        Args:
+            descriptors: open `/proc/net/dev` of each node.
+            interval_s: time between two samples.
+            processes: identifiers of processes whose processor time is sampled, too.
+        """
         self.record = TrafficRecord(len(descriptors))
         self._descriptors = list(descriptors)
+        self._processes = list(processes)
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="gradlane-lab-traffic")
@@ -173,5 +244,8 @@ class TrafficSampler:
         ports = [read_port_bytes(descriptor) for descriptor in self._descriptors]
         now_s = time.monotonic()
         self.record.add_ports(now_s, ports)
+        # A process that has ended is found missing by those who wait for it, not here.
+        with contextlib.suppress(OSError):
+            self.record.add_processes(now_s, [read_process_cpu_ns(it) for it in self._processes])
         if processors:
             self.record.add_processors(now_s, read_processor_ticks())

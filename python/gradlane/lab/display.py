@@ -20,10 +20,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from gradlane.lab.cells import CellsProgress
 from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabProgress
 from gradlane.lab.strategy import parse_strategy
+from gradlane.lab.time_left import TimeLeft, format_duration
 
 
 class _BarProgress(LabProgress):
@@ -42,6 +44,59 @@ class _BarProgress(LabProgress):
     def advance(self, steps: int) -> None:
         """Move the bar."""
         self._progress.advance(self._task, steps)
+
+
+class _RunsProgress(CellsProgress):
+    """Shows the runs of a grid as a bar in estimated seconds, with the time left at this pace."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._console = progress.console
+        self._task = progress.add_task("starting", total=None, counts="", left="")
+        self._runs = self._ended = 0
+        self._whole_s = self._within_s = 0.0
+        self._time = TimeLeft(0.0)
+
+    def plan(self, runs: int, estimate_s: float) -> None:
+        """Show what is ahead."""
+        self._runs, self._time = runs, TimeLeft(estimate_s)
+        self._progress.update(self._task, total=estimate_s)
+        if runs:
+            self._console.print(
+                f"{runs} runs to measure: {format_duration(estimate_s)}", highlight=False
+            )
+        self._show()
+
+    def phase(self, text: str) -> None:
+        """Show what is being done."""
+        self._progress.update(self._task, description=text)
+        if not self._console.is_terminal:
+            self._console.print(text, style="dim", highlight=False)
+
+    def within_run(self, estimate_s: float) -> None:
+        """Move the bar."""
+        self._within_s += estimate_s
+        self._show()
+
+    def run_ended(self, estimate_s: float) -> None:
+        """Count a run, and put right what its steps made of it."""
+        self._ended += 1
+        self._whole_s, self._within_s = self._whole_s + estimate_s, 0.0
+        self._show()
+        if not self._console.is_terminal:
+            self._console.print(f"{self._counts()}, {self._left()}", style="dim", highlight=False)
+
+    def _counts(self) -> str:
+        return f"{self._ended} of {self._runs} runs"
+
+    def _left(self) -> str:
+        return f"{format_duration(self._time.left_s)} left"
+
+    def _show(self) -> None:
+        self._time.done_s = self._whole_s + self._within_s
+        self._progress.update(
+            self._task, completed=self._time.done_s, counts=self._counts(), left=self._left()
+        )
 
 
 def wide_console() -> Console:
@@ -73,6 +128,26 @@ def bar_progress(console: Console, total_steps: int) -> Iterator[LabProgress]:
         yield _BarProgress(progress, total_steps)
 
 
+@contextmanager
+def runs_progress(console: Console) -> Iterator[CellsProgress]:
+    """Show a progress bar for the runs of a grid while the block runs.
+
+    Args:
+        console: where; on one that is no terminal each phase and each run is a line.
+    """
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[counts]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        yield _RunsProgress(progress)
+
+
 def _optional(value: float | None, spelling: str) -> str:
     return "-" if value is None else format(value, spelling)
 
@@ -98,6 +173,12 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     return text
 
 
+def _codec_caption(rows: Sequence[Row]) -> str:
+    """Return which strategies encode, and how; empty if none does."""
+    encoded = {row.strategy: row.codec for row in rows if row.codec != "raw"}
+    return "".join(f"\n{strategy} in {codec}" for strategy, codec in encoded.items())
+
+
 def summary_table(rows: Sequence[Row], title: str) -> Table:
     """Return a table with a line for each strategy of one workload at one rate.
 
@@ -109,7 +190,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     cpu_bound = any(row.cpu_bound for row in rows)
     table = Table(
         title=title,
-        caption=_caption(rows[0], cpu_bound),
+        caption=_caption(rows[0], cpu_bound) + _codec_caption(rows),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

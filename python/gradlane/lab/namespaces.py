@@ -19,6 +19,7 @@ from typing import IO, Any
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
+from gradlane.lab.ending import in_one_piece
 from gradlane.lab.errors import LabError
 from gradlane.lab.privilege import in_new_network_namespace
 from gradlane.lab.shaping import PortShape
@@ -112,12 +113,14 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Make the namespaces, links, addresses, routes and shapes."""
         try:
-            self._switch = Namespace()
-            switch = self._switch.route
-            switch.link("add", ifname="switch", kind="bridge")
-            switch.link("set", index=self._switch.interface("switch"), state="up")
+            with in_one_piece():
+                self._switch = Namespace()
+                switch = self._switch.route
+                switch.link("add", ifname="switch", kind="bridge")
+                switch.link("set", index=self._switch.interface("switch"), state="up")
             for node in range(self.nodes):
-                self._add_node(self._switch, node)
+                with in_one_piece():
+                    self._add_node(self._switch, node)
         except (OSError, NetlinkError) as failure:
             self.close()
             raise LabError(
@@ -186,6 +189,10 @@ class Cluster:
                     with contextlib.suppress(OSError):
                         pipe.close()
         self._children.clear()
+        with in_one_piece():
+            self._remove()
+
+    def _remove(self) -> None:
         for member in self._members:
             member.close()
         self._members.clear()
@@ -237,16 +244,18 @@ class Cluster:
         """
         self._entered()
         descriptor = self._members[node].descriptor
-        child = subprocess.Popen(
-            [sys.executable, "-I", _ENTER, str(descriptor), *program],
-            pass_fds=[descriptor],
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-        )
-        self._children.append(child)
+        # A signal between the start and the list would leave a program that nobody knows.
+        with in_one_piece():
+            child = subprocess.Popen(
+                [sys.executable, "-I", _ENTER, str(descriptor), *program],
+                pass_fds=[descriptor],
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+            self._children.append(child)
         return child
 
     def counter_descriptors(self) -> list[int]:

@@ -15,20 +15,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.lab.bound import bound_step_s
-from gradlane.lab.counters import TrafficRecord, TrafficSampler
+from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
+from gradlane.lab.errors import LabError
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
 from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
-from gradlane.lab.strategy import Strategy
-from gradlane.lab.workloads import NAMES
+from gradlane.lab.shaping import PortShape
+from gradlane.lab.strategy import Strategy, parse_strategy
+from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
@@ -54,8 +58,10 @@ class LabOptions:
         repeat: how many times all strategies are run.
         steps: measured steps a run.
         warmup: steps before them.
+        further_warmup: more steps before them, by the strategy's text.
         slice_elems: elements a slice at most; None: each strategy's own.
-        codec: `raw`.
+        codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
+            are.
         seed: of model, batches and gradients.
         profile_path: a profile file in place of the workload's own times.
         batch_time_s: compute time of a batch in place of the workload's own.
@@ -78,6 +84,7 @@ class LabOptions:
     batch_time_s: float | None = None
     paced: bool = True
     trace_path: Path | None = None
+    further_warmup: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -85,6 +92,11 @@ class LabOptions:
         Raises:
             ValueError: an option is out of its range; the message names it.
         """
+        if self.workload in SIMULATED_NAMES:
+            raise ValueError(
+                f"{self.workload} is too large to be replayed on one machine; ask `gradlane whatif "
+                f"{self.workload}`, or give its shapes on a smaller scale with --profile"
+            )
         if self.workload not in NAMES:
             raise ValueError(
                 f"there is no workload {self.workload!r}; there are: {', '.join(NAMES)}"
@@ -103,8 +115,10 @@ class LabOptions:
             ("seed", self.seed, 0, 2**31 - 1),
         ]
         check_ranges(ranges)
-        if self.codec != "raw":
-            raise ValueError(f"there is no codec {self.codec!r}; there is: raw")
+        for rate_bps in self.rates_bps:
+            PortShape(round(rate_bps / self.dilation))
+        if codec_rules(self.codec) != RAW:
+            check_codecs(codec_rules(self.codec))
         if self.batch_time_s is not None and not self.batch_time_s > 0:
             raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
@@ -123,9 +137,13 @@ class LabOptions:
         steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
         return len(self.rates_bps) * self.repeat * sum(steps)
 
+    def codec_of(self, strategy: Strategy) -> str:
+        """Return the codec of a strategy: DDP and no communication have none."""
+        return self.codec if strategy.family == "gradlane" else RAW
+
     def warmup_of(self, strategy: Strategy) -> int:
         """Steps before the measured ones: those of a plan being found come first."""
-        return strategy.learning_steps + self.warmup
+        return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)
 
 
 class LabProgress:
@@ -143,6 +161,7 @@ def run_lab(
     *,
     progress: LabProgress | None = None,
     on_rows: Callable[[list[Row]], None] | None = None,
+    on_recording: Callable[[Row, Recording], None] | None = None,
 ) -> list[Row]:
     """Build the cluster, measure its goodput, run everything and return a row for each run.
 
@@ -150,6 +169,7 @@ def run_lab(
         options: what to run.
         progress: told about steps and phases.
         on_rows: called with all finished rows after each run, so that none is lost.
+        on_recording: called with each row and what was sampled for it, before `on_rows`.
 
     Raises:
         LabError: the cluster could not be built, or a rank failed.
@@ -175,6 +195,8 @@ def run_lab(
                 for strategy in order:
                     progress.phase(f"{options.workload} with {strategy.text}")
                     repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput_bps))
+                    if on_recording is not None and runner.recording is not None:
+                        on_recording(repeat_rows[-1], runner.recording)
                     runner.set_bounds(repeat_rows)
                     finished = [*rows, *repeat_rows]
                     summarize(finished)
@@ -201,10 +223,12 @@ class _Runner:
         self._progress = progress
         self._port = _FIRST_PORT
         self._timings: list[TensorTiming] = []
+        self._wire_bytes: dict[str, list[int]] = {}
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
         self._machine = _machine()
         self._trace_path = scratch / "trace.json"
+        self.recording: Recording | None = None
 
     def _next_port(self) -> int:
         # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
@@ -249,6 +273,7 @@ class _Runner:
             "profile_path": options.profile_path and os.path.abspath(options.profile_path),
             "batch_time_s": options.batch_time_s,
             "paced": options.paced,
+            "codec": options.codec_of(strategy),
         }
         traced = options.trace_path is not None and strategy.family == "gradlane"
         if traced:
@@ -261,10 +286,17 @@ class _Runner:
                 self._progress.advance(done_steps - reported)
                 reported = done_steps
 
-        with TrafficSampler(self._cluster.counter_descriptors()) as sampler:
+        descriptors, processes = self._cluster.counter_descriptors(), self._pool.processes()
+        with TrafficSampler(descriptors, processes=processes) as sampler:
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
+        self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
+        digests = {result["param_digest"] for result in results}
+        if options.codec_of(strategy) != RAW and len(digests) > 1:
+            raise LabError(
+                f"{strategy.text} with codec {options.codec}: the ranks hold different parameters"
+            )
         if traced:
             self._join_timelines(rate_bps)
         return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
@@ -299,6 +331,7 @@ class _Runner:
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
         real_goodput_bps = goodput_bps / dilation
+        self.recording = Recording(record, boundaries_s, real_goodput_bps)
         cpu_share = record.processor_share(start_s, end_s)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
         series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
@@ -311,7 +344,7 @@ class _Runner:
             rate_bps=rate_bps,
             dilation=dilation,
             slice_elems=strategy.slice_elems(options.slice_elems),
-            codec=options.codec,
+            codec=str(results[0]["codec"]),
             steps=options.steps,
             warmup=options.warmup_of(strategy),
             repeat=repeat,
@@ -348,13 +381,15 @@ class _Runner:
         for row in repeat_rows:
             if ceilings:
                 row.compute_s = ceilings[0]
-            if row.compute_s > 0 and self._timings:
+            # What a hook of DDP's sends is not known here: the bound is that of full precision.
+            if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
                 bound = bound_step_s(
                     self._timings,
                     workers=row.workers,
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
                     scheme="ps",
+                    wire_bytes=self._wire_bytes.get(row.strategy) or None,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 
@@ -385,5 +420,6 @@ def _machine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "processor_model": model,
         "load_average_at_start": os.getloadavg()[0],
+        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": ["gradlane", *sys.argv[1:]],
     }

@@ -29,17 +29,20 @@ class Strategy:
         setting: the gradlane strategy, or `auto`: what gradlane finds by itself; empty in the
             other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
+        hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
+            codec for `gradlane.torch.ddp_hook`; empty where nothing does.
     """
 
     text: str
     family: Family
     setting: str = ""
     bucket_mb: float = 0.0
+    hook: str = ""
 
     @property
     def is_baseline(self) -> bool:
         """Whether this is stock DDP, which others are compared with."""
-        return self.family == "ddp-gloo"
+        return self.family == "ddp-gloo" and not self.hook
 
     def slice_elems(self, wanted: int | None) -> int | None:
         """Return the slice size in force, in elements; None where slices have no common size.
@@ -83,7 +86,13 @@ def parse_strategy(text: str) -> Strategy:
     Raises:
         ValueError: there is none, or its bucket size is no positive number.
     """
-    name, colon, argument = text.strip().partition(":")
+    plain, plus, hook = (part.strip() for part in text.strip().partition("+"))
+    name, colon, argument = plain.partition(":")
+    if plus and (name != "ddp-gloo" or not hook):
+        raise ValueError(
+            f"{text!r}: what encodes gradients follows ddp-gloo, as in ddp-gloo+fp16, "
+            "ddp-gloo+powersgd or ddp-gloo+qsgd:bits=8"
+        )
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO) and not colon:
@@ -98,9 +107,21 @@ def parse_strategy(text: str) -> Strategy:
         if not 0 < bucket_mb < 1e6:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
-        return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb)
-    known = ", ".join(("none", "ddp-gloo[:BUCKET_MB]", "ddp-gather[:BUCKET_MB]", *STRATEGIES, AUTO))
+        return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
+    ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
+    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
+
+
+def _split(text: str) -> list[str]:
+    """Return the names of a list; a codec's further options belong to the name before them."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "+" in names[-1] and "=" in part and "+" not in part:
+            names[-1] += f",{part.strip()}"
+        elif part.strip():
+            names.append(part.strip())
+    return names
 
 
 def parse_strategies(text: str) -> list[Strategy]:
@@ -109,7 +130,7 @@ def parse_strategies(text: str) -> list[Strategy]:
     Raises:
         ValueError: one is unknown, one is there twice, or there is none.
     """
-    strategies = [parse_strategy(part) for part in text.split(",") if part.strip()]
+    strategies = [parse_strategy(part) for part in _split(text)]
     if not strategies:
         raise ValueError("name at least one strategy")
     names = [strategy.text for strategy in strategies]

@@ -58,6 +58,7 @@ class TrialRequest:
         batch_time_s: nominal compute time of a batch in place of the default, or None.
         paced: whether real workloads are stretched to fixed times.
         trace_path: where ranks record their timelines, or None.
+        codec: how gradlane's gradients travel; `raw` is none.
     """
 
     job: str
@@ -74,6 +75,7 @@ class TrialRequest:
     batch_time_s: float | None = None
     paced: bool = True
     trace_path: str | None = None
+    codec: str = "raw"
 
 
 def digest_parameters(model: nn.Module) -> str:
@@ -100,7 +102,8 @@ def run_trial(
         JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` and
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
-        `verified_tensors`, `evaluation`.
+        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
+        `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -156,6 +159,7 @@ def _run_connected(
             slice_elems=request.slice_elems,
             job=request.job,
             trace_path=request.trace_path,
+            codec=request.codec,
         ),
         store,
     )
@@ -167,7 +171,15 @@ def _run_connected(
     communication.settle()
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
-    result["verified_tensors"] = _verify(request, strategy, workload)
+    codecs = communication.codecs()
+    result["verified_tensors"] = _verify(request, strategy, workload, codecs)
+    # A plan that a session finds may decline to encode.
+    encodes = any(codec != "raw" for codec, _ in codecs)
+    result["codec"] = request.codec if encodes else "raw"
+    result["wire_bytes"] = [
+        timing.size_bytes if wire_bytes is None else wire_bytes
+        for timing, (_, wire_bytes) in zip(workload.timings, codecs, strict=False)
+    ]
     _meet(store, request.job, "end", world_size)
     del model, optimizer
     communication.close()
@@ -214,17 +226,25 @@ def _train(
     }
 
 
-def _verify(request: TrialRequest, strategy: Strategy, workload: Workload) -> int:
+def _verify(
+    request: TrialRequest,
+    strategy: Strategy,
+    workload: Workload,
+    codecs: list[tuple[str, int | None]],
+) -> int:
     """Compare the final parameters of a replay with what the averaged gradients make of them.
 
     Returns:
         How many tensors were compared: 0 where nothing is known in advance.
     """
     known = strategy.communicates and not strategy.is_asynchronous
-    if not isinstance(workload, ReplayWorkload) or not known:
+    if not isinstance(workload, ReplayWorkload) or not known or strategy.hook:
         return 0
     wrong = workload.verify(
-        workload.model, request.warmup + request.steps, exact=strategy.sums_in_rank_order
+        workload.model,
+        request.warmup + request.steps,
+        exact=strategy.sums_in_rank_order,
+        codecs=[codec for codec, _ in codecs],
     )
     if wrong:
         raise ArithmeticError(

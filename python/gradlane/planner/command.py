@@ -6,16 +6,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.codec_choice import RAW, check_codecs, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.reasons import shown
+from gradlane.planner.schemes import SCHEMES
 from gradlane.planner.search import number_of_candidates
-from gradlane.planner.settings import ClusterFacts
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
 
-def run_plan(profile: Profile, facts: ClusterFacts, *, budget_s: float, console: Console) -> Plan:
+def run_plan(
+    profile: Profile,
+    facts: ClusterFacts,
+    *,
+    budget_s: float,
+    console: Console,
+    rule: str = "auto",
+    costs: MachineCosts | None = None,
+    codec: str = RAW,
+) -> Plan:
     """Make a plan and print each choice with its reason.
 
     Args:
@@ -23,20 +35,57 @@ def run_plan(profile: Profile, facts: ClusterFacts, *, budget_s: float, console:
         facts: the cluster.
         budget_s: seconds that simulations may take, about.
         console: where to print.
+        rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
+        costs: constants of the cluster's machines; None: the simulator's own.
+        codec: one that may be used, as for `gradlane.init`.
 
     Raises:
-        ValueError: the budget is not positive, or the simulator refuses something.
+        ValueError: the codec is unknown, the budget is not positive, the rule is unknown, or the
+            simulator refuses something.
     """
     if not budget_s > 0.0:
         raise ValueError(f"budget-s is {budget_s}; give a number of seconds above 0")
+    rules = codec_rules(codec)
+    check_codecs(rules)
+    base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
+    coordinator = Coordinator(profile, facts, base=base, rule=rule, costs=costs)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=number_of_candidates())
-        plan = Coordinator(profile, facts).plan(
-            budget_s=budget_s, on_simulated=lambda: progress.advance(task)
-        )
+        plan = coordinator.plan(budget_s=budget_s, on_simulated=lambda: progress.advance(task))
     print_plan(console, plan)
+    if rule != "auto":
+        print_schemes(console, coordinator)
+    if rules != RAW:
+        print_codecs(console, plan)
+    console.print(plan.summary, highlight=False)
     return plan
+
+
+def print_schemes(console: Console, coordinator: Coordinator) -> None:
+    """Print the scheme of every layer that has factors, and what each scheme would cost."""
+    table = Table()
+    for name in ("layer", "scheme", *(f"{scheme} (millions)" for scheme in SCHEMES)):
+        table.add_column(name, justify="left" if name in ("layer", "scheme") else "right")
+    for name in coordinator.query("layers"):
+        choice = coordinator.best_scheme(name)
+        if len(choice.costs) == 1:
+            continue
+        costs = {cost.scheme: f"{cost.node_floats / 1e6:.2f}" for cost in choice.costs}
+        table.add_row(name, choice.scheme, *(costs.get(scheme, "") for scheme in SCHEMES))
+    if table.row_count:
+        console.print(table)
+
+
+def print_codecs(console: Console, plan: Plan) -> None:
+    """Print which tensor travels in which codec, and why."""
+    table = Table()
+    for name in ("tensor", "elements", "codec", "reason"):
+        table.add_column(name, justify="right" if name == "elements" else "left")
+    for tensor in plan.tensors:
+        reason = tensor.reason.rpartition("codec: ")[2]
+        table.add_row(tensor.name, f"{tensor.numel:,}", tensor.codec, reason)
+    console.print(table)
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -63,4 +112,3 @@ def print_plan(console: Console, plan: Plan) -> None:
         slices = sum(tensor.slices for tensor in here)
         table.add_row("scheme", scheme, "", f"{len(here)} tensors in {slices} slices")
     console.print(table)
-    console.print(plan.summary, highlight=False)

@@ -8,16 +8,21 @@ gives the same answers on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.plan import Plan, PlannedTensor
-from gradlane.planner.reasons import reason_of, summary_of
-from gradlane.planner.schemes import Cost, Layer, costs_of
+from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
+from gradlane.planner.schemes import RULES, SCHEMES, Cost, Counts, Layer, costs_of
 from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.codec_costs import codecs_in, wire_bytes
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import Profile, ProfileTensor, timings_in
 
@@ -27,8 +32,9 @@ class SchemeChoice:
     """How one layer is to be aggregated.
 
     Attributes:
-        scheme: the cheapest that the engine has.
-        costs: of each scheme that fits the layer, the cheapest first.
+        scheme: the cheapest of those that the rule chooses among.
+        costs: of each scheme that fits the layer, the cheapest first; under the rule `poseidon`
+            also of `adam`, which it does not choose.
         reason: why, in words.
     """
 
@@ -47,6 +53,8 @@ class Coordinator:
         *,
         base: Settings | None = None,
         source: str = "given",
+        rule: str = "auto",
+        costs: MachineCosts | None = None,
     ) -> None:
         """Write the information book.
 
@@ -55,11 +63,21 @@ class Coordinator:
             facts: the cluster.
             base: the settings without a plan; None: gradlane's own.
             source: where the cluster's figures come from, `"given"` or `"probed"`.
+            rule: how schemes are chosen: `"auto"`, among those that the engine runs, or
+                `"poseidon"`, by the paper's algorithm 1.
+            costs: constants of the cluster's machines; None: the simulator's own.
+
+        Raises:
+            ValueError: there is no such rule.
         """
+        if rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(RULES)}")
         self._profile = profile
         self._facts = facts
         self._base = base or Settings()
         self._source = source
+        self._rule = rule
+        self._costs = costs
         self._layers = _layers_of(profile)
         self._book: dict[str, Any] = {
             "model": profile.model,
@@ -100,6 +118,9 @@ class Coordinator:
     def best_scheme(self, layer: str | int) -> SchemeChoice:
         """Say how a layer is to be aggregated: by the scheme that moves the fewest numbers.
 
+        Under the rule `poseidon` this is the paper's BestScheme (algorithm 1): factors for a fully
+        connected layer where 2 K (P1 - 1) (M + N) <= 2 M N (P1 + P2 - 2) / P2, else servers.
+
         Args:
             layer: its name, or its place in `query("layers")`.
 
@@ -108,19 +129,21 @@ class Coordinator:
         """
         return self._scheme_of(self._layer(layer))
 
-    def bound(self) -> Bound:
-        """Return the step time that no exact strategy can beat."""
+    def bound(self, codec: str | None = None) -> Bound:
+        """Return the step time that no strategy can beat, with the bytes of a codec."""
+        choices = codecs_in(self._profile, codec_rules(codec))
         return bound_step_s(
             timings_in(self._profile),
             workers=self._facts.workers,
             goodput_bps=self._facts.rate_bps * GOODPUT_SHARE,
             compute_s=self._profile.compute_s,
+            wire_bytes=wire_bytes(self._profile, choices),
         )
 
     def plan(
         self, *, budget_s: float = 60.0, on_simulated: Callable[[], None] = lambda: None
     ) -> Plan:
-        """Simulate candidates and choose.
+        """Simulate candidates and choose; under the rule `poseidon` only schemes are chosen.
 
         Args:
             budget_s: seconds that the simulations may take, about.
@@ -129,6 +152,8 @@ class Coordinator:
         Raises:
             ValueError: the simulator refuses the profile or the cluster.
         """
+        if self._rule == "poseidon":
+            return self._poseidon_plan()
         if self._facts.workers == 1:
             found: Found | None = Found(
                 self._base, self._profile.compute_s, self._profile.compute_s, ()
@@ -139,10 +164,11 @@ class Coordinator:
                 self._facts,
                 self._base,
                 budget_s=budget_s,
+                costs=self._costs,
                 on_simulated=on_simulated,
             )
         settings = found.settings if found else self._base
-        bound = self.bound()
+        bound = self.bound(settings.codec)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
@@ -154,6 +180,42 @@ class Coordinator:
             summary=summary_of(found, self._facts, bound)
             if found
             else f"The settings stay as they are: a simulation takes more than {budget_s:g} s.",
+        )
+
+    def _poseidon_plan(self) -> Plan:
+        """Schemes by the paper's rule; the settings stay as they are, for nothing is simulated."""
+        layers = {layer.name: self._scheme_of(layer) for layer in self._layers}
+        schemes = {name: choice.scheme for name, choice in layers.items()}
+        servers = dict.fromkeys(schemes, "ps")
+        hybrid, plain = self._step_with(schemes), self._step_with(servers)
+        return Plan(
+            model=self._profile.model,
+            facts=self._facts,
+            source=self._source,
+            settings=self._base,
+            tensors=self._planned_tensors(self._base),
+            prediction={
+                "compute_s": self._profile.compute_s,
+                "bytes_step_s": hybrid.step_s,
+                "bytes_step_ps_s": plain.step_s,
+                "rebuild_s": hybrid.rebuild_s,
+                "node_bytes": max(hybrid.node_bytes),
+                "node_bytes_ps": max(plain.node_bytes),
+            },
+            choices=(),
+            summary=poseidon_summary(schemes, hybrid, plain, self._facts),
+        )
+
+    def _step_with(self, schemes: Mapping[str, str]) -> HybridStep:
+        profile, facts = self._profile, self._facts
+        # Rebuilding is arithmetic like that of the step itself, and as fast.
+        operations = 3 * profile.flops / profile.compute_s if profile.flops else math.inf
+        return hybrid_step(
+            self._layers,
+            schemes,
+            Node(facts.workers, facts.rate_bps * GOODPUT_SHARE, operations),
+            batch_rows=profile.batch_size,
+            compute_s=profile.compute_s,
         )
 
     def _layer(self, layer: str | int) -> Layer:
@@ -171,19 +233,16 @@ class Coordinator:
 
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
-        costs = costs_of(layer, workers, servers, batch_size)
-        best = costs[0]
-        reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
-        if len(costs) == 1:
-            reason += ", the only scheme that there is for it"
-        else:
-            others = ", ".join(f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in costs[1:])
-            reason += f"; {others}"
-        return SchemeChoice(best.scheme, tuple(costs), reason)
+        counts = Counts(layer.rows or batch_size, workers, servers)
+        among = RULES[self._rule]
+        costs = costs_of(layer, counts, among if self._rule == "auto" else tuple(SCHEMES))
+        best = next(cost for cost in costs if cost.scheme in among)
+        return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
     def _planned_tensors(self, settings: Settings) -> tuple[PlannedTensor, ...]:
         """Every tensor with the scheme of its layer and the slices that the engine cuts."""
-        slices = _slices_of(self._profile, self._facts, settings)
+        codecs = codecs_in(self._profile, codec_rules(settings.codec))
+        slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
@@ -193,11 +252,14 @@ class Coordinator:
                 name=tensor.name,
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
-                codec="raw",
-                slices=count,
-                reason=schemes[tensor.name].reason,
+                codec=codec.codec,
+                # Factors travel whole: no scheme cuts them yet.
+                slices=count if schemes[tensor.name].scheme == "ps" else min(count, 1),
+                reason=schemes[tensor.name].reason
+                if settings.codec is None
+                else f"{schemes[tensor.name].reason}; codec: {codec.reason}",
             )
-            for tensor, count in zip(self._profile.tensors, slices, strict=True)
+            for tensor, count, codec in zip(self._profile.tensors, slices, codecs, strict=True)
         )
 
 
@@ -206,6 +268,7 @@ def _layers_of(profile: Profile) -> list[Layer]:
     groups: dict[str, list[ProfileTensor]] = {}
     for tensor in profile.tensors:
         groups.setdefault(tensor.name.rpartition(".")[0] or tensor.name, []).append(tensor)
+    operations = {module.name: module.flops for module in profile.modules}
     return [
         Layer(
             name=name,
@@ -217,20 +280,45 @@ def _layers_of(profile: Profile) -> list[Layer]:
             size_bytes=sum(tensor.size_bytes for tensor in tensors),
             need_s=min(tensor.need_s for tensor in tensors),
             ready_s=max(tensor.ready_s for tensor in tensors),
+            rows=_rows_of(name, tensors, operations),
         )
         for index, (name, tensors) in enumerate(groups.items())
     ]
 
 
-def _slices_of(profile: Profile, facts: ClusterFacts, settings: Settings) -> list[int]:
+def _rows_of(
+    name: str, tensors: Sequence[ProfileTensor], operations: Mapping[str, int | None]
+) -> int | None:
+    """Vectors that a module is applied to: as the profile says, or by its operations."""
+    for tensor in tensors:
+        if tensor.rows is not None:
+            return tensor.rows
+        flops = operations.get(name)
+        if len(tensor.shape) == 2 and tensor.numel and flops:
+            # A product with one vector takes two operations an element.
+            return max(1, round(flops / (2 * tensor.numel)))
+    return None
+
+
+def _slices_of(
+    profile: Profile, facts: ClusterFacts, settings: Settings, codecs: Sequence[CodecChoice]
+) -> list[int]:
     """Into how many slices the engine cuts each tensor; none where it has no elements."""
     from gradlane import _core
 
     filled = [tensor for tensor in profile.tensors if tensor.numel > 0]
     if not filled:
         return [0] * len(profile.tensors)
+    encoded = {choice.tensor: choice.codec for choice in codecs if choice.codec != RAW}
     rows = [
-        {"name": one.name, "numel": one.numel, "dtype": one.dtype, "role": "parameter"}
+        {
+            "name": one.name,
+            "numel": one.numel,
+            "dtype": one.dtype,
+            "role": "parameter",
+            "codec": encoded.get(one.name),
+            "sizes": list(one.shape),
+        }
         for one in filled
     ]
     made = json.loads(

@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.planner.schemes import SCHEMES
+from gradlane.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.planner.schemes import ENGINE_SCHEMES, SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"
 VERSION = 1
-CODECS = ("raw",)
-"""Codecs that a plan can name."""
 _TENSORS_MOST = 1_000_000
 
 
@@ -37,9 +36,9 @@ class PlannedTensor:
         name: as in `named_parameters()`.
         numel: number of elements.
         scheme: how it is aggregated.
-        codec: how it is encoded.
+        codec: how it is encoded; `raw` is not at all.
         slices: into how many slices it is cut.
-        reason: why this scheme.
+        reason: why this scheme, and why this codec where one was given.
     """
 
     name: str
@@ -135,6 +134,23 @@ class Plan:
                 "plan from a profile of this model"
             )
 
+    def check_runs(self, where: str) -> None:
+        """Check that a session can run the plan's schemes.
+
+        Args:
+            where: the plan's name in messages.
+
+        Raises:
+            PlanError: it cannot; the message names the first tensor and its scheme.
+        """
+        others = [one for one in self.tensors if one.scheme not in ENGINE_SCHEMES]
+        if others:
+            raise PlanError(
+                f"{where} aggregates {others[0].name!r} by scheme {others[0].scheme!r} "
+                f"({len(others)} of {len(self.tensors)} tensors), which sessions cannot run yet: "
+                f"they run {', '.join(ENGINE_SCHEMES)}; make one with `gradlane plan --plan auto`"
+            )
+
 
 def read_plan(path: Path | str) -> Plan:
     """Read a plan file.
@@ -189,6 +205,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 slice_elems=settings.optional_integer("slice_elems"),
                 frame_bytes=settings.integer("frame_bytes", least=1),
                 send_buffer_bytes=settings.integer("send_buffer_bytes", least=0),
+                codec=settings.text("codec") if "codec" in settings.source else None,
             )
         ),
         tensors=tuple(_tensor(row) for row in rows),
@@ -220,8 +237,11 @@ def _tensor(row: _Fields) -> PlannedTensor:
     )
     if tensor.scheme not in SCHEMES:
         raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(SCHEMES)}")
-    if tensor.codec not in CODECS:
-        raise row.error("codec", f"unknown {tensor.codec!r}; known are {', '.join(CODECS)}")
+    if tensor.codec != RAW:
+        try:
+            check_codecs(codec_rules(tensor.codec))
+        except ValueError as error:
+            raise row.error("codec", f"unknown {tensor.codec!r}: {error}") from error
     return tensor
 
 

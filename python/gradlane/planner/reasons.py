@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from gradlane.codec_choice import RAW
 from gradlane.lab.bound import Bound
 from gradlane.lab.rates import format_rate
+from gradlane.planner.hybrid import HybridStep
+from gradlane.planner.schemes import Cost, Counts, Layer
 from gradlane.planner.search import TIE, Choice, Found, Value
 from gradlane.planner.settings import ClusterFacts
 
@@ -21,6 +26,8 @@ _WHAT = {
 
 def reason_of(choice: Choice) -> str:
     """Say in one sentence why a value was chosen."""
+    if choice.setting == "codec":
+        return _codec_reason(choice)
     runner_up = choice.runner_up
     skipped = ""
     if choice.skipped:
@@ -54,6 +61,25 @@ def reason_of(choice: Choice) -> str:
     return text + skipped
 
 
+def _codec_reason(choice: Choice) -> str:
+    """Say why gradients are encoded, or why not though a codec was given."""
+    if choice.value != RAW:
+        gain = _percent(choice.base_step_s / choice.step_s - 1.0)
+        return (
+            f"{gain} faster than full precision ({_ms(choice.base_step_s)}); it changes what is "
+            "learned"
+        )
+    other = choice.runner_up
+    if other is None:
+        return "declined: no time to simulate it"
+    change = other.step_s / choice.step_s - 1.0
+    how = f"{_percent(abs(change))} {'less' if change < 0 else 'more'}"
+    return (
+        f"declined: communication is not the limit; {other.value} would give "
+        f"{_ms(other.step_s)}, {how} than full precision"
+    )
+
+
 def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
     """Say what the plan brings, and what the limit is."""
     step_s = found.step_s
@@ -77,6 +103,37 @@ def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
         return f"{head}; the compute is the bound: {limit}."
     what = "the port" if bound.binding == "port" else f"the {bound.binding}"
     return f"{head}; {what} is the bound: {limit}, unless fewer bytes travel or the link is faster."
+
+
+def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost]) -> str:
+    """Say in one sentence why a layer is aggregated by a scheme."""
+    reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
+    others = [cost for cost in costs if cost is not best]
+    if not others:
+        return f"{reason}, the only scheme that there is for it"
+    reason += "; " + ", ".join(f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in others)
+    rows = f"{counts.rows:,} rows a worker"
+    if layer.rows is None:
+        rows += " (the batch: the profile does not say how often it is applied)"
+    return f"{reason}; factors of {rows}"
+
+
+def poseidon_summary(
+    schemes: Mapping[str, str], hybrid: HybridStep, plain: HybridStep, facts: ClusterFacts
+) -> str:
+    """Say what factors save, by bytes alone."""
+    factored = [name for name, scheme in schemes.items() if scheme == "sfb"]
+    where = f"{facts.workers} workers at {format_rate(facts.rate_bps)}"
+    if not factored:
+        return f"Factors are fewer numbers for no layer on {where}: all by servers."
+    share = max(hybrid.node_bytes) / max(plain.node_bytes) if max(plain.node_bytes) else 1.0
+    return (
+        f"Factors for {len(factored)} of {len(schemes)} layers: {_percent(share)} of the bytes "
+        f"of servers alone, {max(hybrid.node_bytes) / 1e6:.1f} MB a node and step. By bytes alone "
+        f"a step takes {_ms(hybrid.step_s)} on {where}, {_ms(plain.step_s)} with servers alone "
+        f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients). Sessions cannot run scheme sfb "
+        "yet and refuse this plan."
+    )
 
 
 def shown(value: Value) -> str:

@@ -1,12 +1,20 @@
 """The schemes by which a layer's gradient can be aggregated, and what each costs a node.
 
-One row a scheme. A scheme is here only if the engine runs it; others come with their code.
+After Poseidon (Zhang et al., USENIX ATC 2017, section 3.2): a fully connected layer of M x N
+weights, K rows in its factors (the batch of a worker; times positions, where the layer is applied
+to each word or patch), P1 workers and P2 servers. The costs are those of the paper's table 1, in
+numbers that a node sends and receives together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+ENGINE_SCHEMES = ("ps",)
+"""Schemes that the engine runs: a session takes a plan that names no other."""
+FULLY_CONNECTED = ("Linear",)
+"""Modules whose gradient is a product of two factors: output gradients and inputs."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class Layer:
         size_bytes: bytes of their gradients.
         need_s: when forward first reads one of them, since the start of forward.
         ready_s: when backward has the last of their gradients.
+        rows: vectors that a worker applies it to in a step; None where the profile does not say.
     """
 
     name: str
@@ -34,6 +43,30 @@ class Layer:
     size_bytes: int
     need_s: float
     ready_s: float
+    rows: int | None = None
+
+    @property
+    def matrix(self) -> tuple[int, int] | None:
+        """M and N of a fully connected layer; None where its gradient has no factors."""
+        if self.kind not in FULLY_CONNECTED:
+            return None
+        matrices = [shape for shape in self.shapes if len(shape) == 2]
+        return (matrices[0][0], matrices[0][1]) if len(matrices) == 1 else None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the cost of a scheme depends on, beside the layer.
+
+    Attributes:
+        rows: K, rows of the factors of one worker.
+        workers: P1.
+        servers: P2.
+    """
+
+    rows: int
+    workers: int
+    servers: int
 
 
 @dataclass(frozen=True)
@@ -51,37 +84,72 @@ class Cost:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to aggregate a gradient.
+    """One way to aggregate a gradient: its row of table 1, for a matrix of M x N.
 
     Attributes:
-        name: as in the engine's plan.
-        fits: whether it can aggregate a layer.
-        node_floats: numbers that the busiest node sends and receives for a layer, given the
-            numbers of workers and servers and the batch size of a worker.
+        name: as in a plan.
+        server_floats: numbers that a node sends and receives that is a server only; None where
+            the scheme has none (the paper's "N/A").
+        worker_floats: one that is a worker only.
+        both_floats: one that is both; None where there is no such node.
     """
 
     name: str
-    fits: Callable[[Layer], bool]
-    node_floats: Callable[[Layer, int, int, int], float]
+    server_floats: Callable[[int, int, Counts], float] | None
+    worker_floats: Callable[[int, int, Counts], float]
+    both_floats: Callable[[int, int, Counts], float] | None
 
-
-def _server_floats(layer: Layer, workers: int, servers: int, batch_size: int) -> float:
-    """Poseidon, table 1, a node that is worker and server: 2 M N (P1 + P2 - 2) / P2."""
-    del batch_size
-    return 2.0 * layer.elements * (workers + servers - 2) / servers
+    def node_floats(self, rows: int, columns: int, counts: Counts) -> float:
+        """Numbers that the busiest node sends and receives where every node is both."""
+        return (self.both_floats or self.worker_floats)(rows, columns, counts)
 
 
 SCHEMES: dict[str, Scheme] = {
-    "ps": Scheme("ps", lambda layer: True, _server_floats),
+    # Broadcast of sufficient factors: every worker sends its own to all others, and gets theirs.
+    "sfb": Scheme(
+        "sfb",
+        None,
+        lambda m, n, c: 2.0 * c.rows * (c.workers - 1) * (m + n),
+        None,
+    ),
+    # Parameter servers that hold equal parts.
+    "ps": Scheme(
+        "ps",
+        lambda m, n, c: 2.0 * c.workers * m * n / c.servers,
+        lambda m, n, c: 2.0 * m * n,
+        lambda m, n, c: 2.0 * m * n * (c.workers + c.servers - 2) / c.servers,
+    ),
+    # Project Adam's: factors to one server, the whole matrix back; costs of the busiest node.
+    "adam": Scheme(
+        "adam",
+        lambda m, n, c: float(c.workers * (m * n + c.rows * (m + n))),
+        lambda m, n, c: float(c.rows * (m + n) + m * n),
+        lambda m, n, c: float((c.workers - 1) * (m * n + c.rows * m + c.rows * n)),
+    ),
 }
-"""Schemes that the engine has. Of two that cost the same the first one is chosen."""
+"""Every scheme that a plan can name. Of two that cost the same the first one is chosen, so that
+factors win ties, as in the paper's algorithm 1."""
+RULES: dict[str, tuple[str, ...]] = {"auto": ENGINE_SCHEMES, "poseidon": ("sfb", "ps")}
+"""Schemes that a rule chooses among: what the engine runs, and the paper's algorithm 1. Nobody
+chooses `adam`: the paper has it to compare with."""
 
 
-def costs_of(layer: Layer, workers: int, servers: int, batch_size: int) -> list[Cost]:
-    """Return the cost of each scheme that fits a layer, the cheapest first."""
+def costs_of(layer: Layer, counts: Counts, schemes: Sequence[str] = tuple(SCHEMES)) -> list[Cost]:
+    """Return the cost of each scheme that fits a layer, the cheapest first.
+
+    Of a fully connected layer it is that of its matrix: a bias is left out, as in the paper (with
+    factors it costs nothing, since output gradients add up to it).
+
+    Args:
+        layer: what is aggregated.
+        counts: K, P1 and P2.
+        schemes: names of those to look at.
+    """
+    matrix = layer.matrix
+    rows, columns = matrix or (layer.elements, 1)
     costs = [
-        Cost(scheme.name, scheme.node_floats(layer, workers, servers, batch_size))
-        for scheme in SCHEMES.values()
-        if scheme.fits(layer)
+        Cost(name, scheme.node_floats(rows, columns, counts))
+        for name, scheme in SCHEMES.items()
+        if name in schemes and (matrix or name == "ps")
     ]
     return sorted(costs, key=lambda cost: cost.node_floats)

@@ -15,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradlane.codec_choice import RAW
 from gradlane.options import EXACT_STRATEGIES, SLICE_ELEMS
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
 TIE = 0.01
@@ -89,7 +91,7 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most."""
-    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 4
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 5
 
 
 def search(
@@ -98,6 +100,7 @@ def search(
     base: Settings,
     *,
     budget_s: float = 60.0,
+    costs: MachineCosts | None = None,
     on_simulated: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """Choose the settings that are predicted to be fastest.
@@ -105,8 +108,9 @@ def search(
     Args:
         profile: what a step computes.
         facts: the cluster.
-        base: the settings without a plan.
+        base: the settings without a plan; its codec is one candidate, full precision the other.
         budget_s: candidates that would take longer than what is left of it are left out.
+        costs: constants of the cluster's machines in place of the simulator's own.
         on_simulated: called after each simulation.
 
     Returns:
@@ -115,13 +119,17 @@ def search(
     Raises:
         ValueError: the simulator refuses the profile or the cluster.
     """
-    simulations = _Simulations(profile, facts, budget_s, on_simulated)
+    simulations = _Simulations(profile, facts, budget_s, costs, on_simulated)
+    asked = base.codec
+    if asked is not None:
+        # Nothing is encoded that is not faster for it.
+        base = replace(base, codec=RAW)
     simulations.run([base])
     base_step_s = simulations.step_s(base)
     if base_step_s is None:
         return None
     best, choices = base, []
-    for setting, values in _candidates(base):
+    for setting, values in _candidates(base, asked):
         if setting == "slice_elems" and best.strategy not in SLICE_ELEMS:
             continue
         choice = _choose(simulations, best, base, setting, values)
@@ -132,13 +140,17 @@ def search(
     return Found(best, step_s, base_step_s, tuple(choices))
 
 
-def _candidates(base: Settings) -> list[tuple[str, Sequence[Value]]]:
+def _candidates(base: Settings, codec: str | None) -> list[tuple[str, Sequence[Value]]]:
     slices = (base.slice_elems_in_force, *SLICES)
+    encoded: list[tuple[str, Sequence[Value]]] = []
+    if codec is not None and codec != RAW:
+        encoded.append(("codec", (RAW, codec)))
     return [
         ("strategy", EXACT_STRATEGIES),
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
+        *encoded,
     ]
 
 
@@ -187,7 +199,8 @@ def _choose(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    return float(EXACT_STRATEGIES.index(str(value)))
+    known = value in EXACT_STRATEGIES
+    return float(EXACT_STRATEGIES.index(str(value))) if known else 0.0
 
 
 class _Simulations:
@@ -198,11 +211,13 @@ class _Simulations:
         profile: Profile,
         facts: ClusterFacts,
         budget_s: float,
+        costs: MachineCosts | None,
         on_simulated: Callable[[], None],
     ) -> None:
         self._profile = profile
         self._facts = facts
         self._deadline_s = time.monotonic() + budget_s
+        self._costs = costs
         self._on_simulated = on_simulated
         self._step_s: dict[Settings, float] = {}
         self._threads = min(4, os.cpu_count() or 1)
@@ -223,6 +238,6 @@ class _Simulations:
         frames = simulated_frames(self._profile, self._facts, settings)
         if time.monotonic() + frames / _FRAMES_PER_S > self._deadline_s:
             return None
-        step_s = predict_step_s(self._profile, self._facts, settings)
+        step_s = predict_step_s(self._profile, self._facts, settings, self._costs)
         self._on_simulated()
         return step_s

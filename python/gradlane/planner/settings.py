@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlane.codec_choice import RAW, codec_rules, rules_text
 from gradlane.options import SLICE_ELEMS, UPDATES, Options
 
 LEARNING_STEPS = 7
@@ -16,19 +17,22 @@ _WORKERS_MOST = 100_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan decides. All settings give the same results, bit by bit.
+    """What a plan decides. But for the codec, all settings give the same results, bit by bit.
 
     Attributes:
         strategy: one of `gradlane.options.STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         frame_bytes: largest payload of a frame.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
+        codec: how gradients travel, in one text as `gradlane.codec_choice.rules_text` writes it;
+            None: as the session says.
     """
 
     strategy: str = Options.strategy
     slice_elems: int | None = Options.slice_elems
     frame_bytes: int = Options.frame_bytes
     send_buffer_bytes: int = Options.send_buffer_bytes
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         """Check every setting, and write a strategy's own slice size as None.
@@ -47,12 +51,17 @@ class Settings:
     @classmethod
     def of(cls, options: Options) -> Settings:
         """Return those of a session."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: getattr(options, name) for name in names})
+        names = [name for name in cls.__dataclass_fields__ if name != "codec"]
+        codec = None if options.codec == RAW else rules_text(options.codec)
+        return cls(**{name: getattr(options, name) for name in names}, codec=codec)
 
     def applied_to(self, options: Options) -> Options:
         """Return a session's options with these in place of its own."""
-        return replace(options, **asdict(self))
+        changes = asdict(self)
+        codec = changes.pop("codec")
+        if codec is not None:
+            changes["codec"] = codec_rules(codec)
+        return replace(options, **changes)
 
     @property
     def slice_elems_in_force(self) -> int | None:
@@ -61,7 +70,10 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings with the units in their names."""
-        return asdict(self)
+        values = asdict(self)
+        if self.codec is None:
+            del values["codec"]
+        return values
 
 
 @dataclass(frozen=True)

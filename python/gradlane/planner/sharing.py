@@ -14,11 +14,16 @@ from typing import Union
 
 from gradlane.errors import GradlaneError, RanksDiffer
 from gradlane.planner.plan import Plan, PlanError, parse_plan, read_plan
+from gradlane.planner.schemes import RULES
 from gradlane.rendezvous import Meeting
 
 PlanArgument = Union[Plan, str, "PathLike[str]", None]
 """What `prepare(plan=...)` takes: a plan, the path of a plan file, `"auto"`, or None."""
 AUTO = "auto"
+_NO_RULE = (
+    "plan={0!r} is a rule of `gradlane plan MODEL --plan {0}` alone: sessions cannot run the "
+    "schemes that it chooses among yet; use plan='auto', or the path of a plan file"
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ def _read(given: PlanArgument, rank: int) -> _Own:
     path = fspath(given)
     if path == AUTO:
         return _Own(AUTO)
+    if path in RULES and not Path(path).exists():
+        return _Own(f"plan {path!r}", refused=_NO_RULE.format(path))
     if rank != 0 and not Path(path).exists():
         return _Own(f"plan {path}", from_rank_0=True)
     try:
@@ -111,6 +118,7 @@ def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
     if first.plan is not None:
         try:
             first.plan.check_fits(sizes, first.label)
+            first.plan.check_runs(first.label)
         except ValueError as error:
             return str(error)
     return ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from gradlane.codec_choice import RAW
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
 
@@ -12,8 +14,16 @@ _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
 """What a connection holds over the send buffer asked for: the kernel doubles it, less its books."""
 
 
-def predict_step_s(profile: Profile, facts: ClusterFacts, settings: Settings) -> float:
+def predict_step_s(
+    profile: Profile, facts: ClusterFacts, settings: Settings, costs: MachineCosts | None = None
+) -> float:
     """Simulate a cluster with some settings and return the time of a step, in seconds.
+
+    Args:
+        profile: what a step computes.
+        facts: the cluster.
+        settings: of the engine.
+        costs: constants of its machines in place of the simulator's own.
 
     Raises:
         ValueError: the simulator refuses the profile or the settings; the text names the field.
@@ -24,6 +34,8 @@ def predict_step_s(profile: Profile, facts: ClusterFacts, settings: Settings) ->
         strategy=settings.strategy,
         latency_s=facts.latency_s,
         slice_elems=settings.slice_elems,
+        codec=settings.codec or RAW,
+        costs=costs or MachineCosts(),
     )
     scenario = scenario_of(profile, cluster)
     scenario["frame_bytes"] = settings.frame_bytes

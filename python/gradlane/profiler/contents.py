@@ -9,8 +9,8 @@ A profile file is one JSON object::
 
 Tensors are in `named_parameters()` order. All times are seconds from the start of the step's
 forward: a parameter is needed within forward, its gradient is ready within backward. What a
-recording knows beyond that is optional: `device`, `batch`, `flops`, `modules`, and `layer` and
-`gradients` of a tensor. This file imports neither torch nor anything of gradlane's.
+recording knows beyond that is optional: `device`, `batch`, `flops`, `modules`, and `layer`,
+`gradients` and `rows` of a tensor. This file imports neither torch nor anything of gradlane's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class ProfileTensor:
     """Class of the module that owns it, such as `Conv2d`."""
     gradients: int | None = None
     """How often backward adds to its gradient in a step; 0 where it never has one."""
+    rows: int | None = None
+    """Vectors that its layer is applied to in a step of one worker: samples times positions, such
+    as words or patches. Factors of the gradient have so many rows."""
 
     @property
     def numel(self) -> int:
@@ -69,7 +72,7 @@ class ProfileTensor:
             "need_s": self.need_s,
             "ready_s": self.ready_s,
         }
-        return fields | _known(layer=self.layer, gradients=self.gradients)
+        return fields | _known(layer=self.layer, gradients=self.gradients, rows=self.rows)
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ def _tensor(
         ready_s,
         place.text(entry, "layer") if "layer" in entry else None,
         place.integer(entry, "gradients", 0) if "gradients" in entry else None,
+        place.integer(entry, "rows", 0) if "rows" in entry else None,
     )
 
 

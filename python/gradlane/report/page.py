@@ -79,7 +79,26 @@ class Details:
     """Plain texts."""
 
 
-Block = Paragraph | Table | Plot | Measurement | Widget | Details
+@dataclass(frozen=True)
+class Figure:
+    """One number to see at a glance."""
+
+    value: str
+    """The number with its unit."""
+    label: str
+    """What it is."""
+    tone: str = ""
+    """`good`, `bad`, or nothing."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers side by side."""
+
+    figures: Sequence[Figure]
+
+
+Block = Paragraph | Table | Plot | Measurement | Widget | Details | Figures
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,8 @@ class Section:
     title: str
     """The heading; none where it is empty."""
     blocks: Sequence[Block]
+    is_folded: bool = False
+    """Whether only the heading shows until it is asked for more."""
 
 
 def measured_here(command: str | None = None) -> Measurement:
@@ -157,6 +178,7 @@ def write_report(
 <body>
 <main>
 <header>
+<button type="button" id="theme" hidden>Theme</button>
 <h1>{html.escape(title)}</h1>
 {f'<p class="summary">{html.escape(summary)}</p>' if summary else ""}
 </header>
@@ -193,6 +215,12 @@ def _widget_json(widget: Widget) -> str:
 
 def _section(section: Section, plots: list[Plot]) -> str:
     blocks = "\n".join(_block(block, plots) for block in section.blocks)
+    if section.is_folded:
+        title = html.escape(section.title)
+        return (
+            f'<section><details class="folded"><summary><h2>{title}</h2></summary>\n{blocks}\n'
+            "</details></section>"
+        )
     heading = f"<h2>{html.escape(section.title)}</h2>\n" if section.title else ""
     return f"<section>\n{heading}{blocks}\n</section>"
 
@@ -210,13 +238,25 @@ def _block(block: Block, plots: list[Plot]) -> str:
         items = "".join(f"<li>{html.escape(item)}</li>" for item in block.items)
         summary = html.escape(block.summary)
         return f"<details><summary>{summary}</summary><ul>{items}</ul></details>"
+    if isinstance(block, Figures):
+        return _figures(block)
     plots.append(block)
     note = f"<figcaption>{html.escape(block.note)}</figcaption>" if block.note else ""
     title = html.escape(block.title)
     return (
-        f'<figure>\n<h3>{title}</h3>\n<div class="plot" role="img" aria-label="{title}" '
+        f'<figure>\n<h3>{title}</h3>\n<div class="plot{" low" if block.is_low else ""}" '
+        f'role="img" aria-label="{title}" '
         f'data-plot="{len(plots) - 1}"></div>\n{note}</figure>'
     )
+
+
+def _figures(block: Figures) -> str:
+    items = "".join(
+        f'<div class="{html.escape(figure.tone)}"><dt>{html.escape(figure.label)}</dt>'
+        f"<dd>{html.escape(figure.value)}</dd></div>"
+        for figure in block.figures
+    )
+    return f'<dl class="figures">{items}</dl>'
 
 
 def _table(table: Table) -> str:

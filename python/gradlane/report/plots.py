@@ -27,6 +27,8 @@ class Plot:
     """Layout as the plotting library takes it, without colours."""
     note: str = ""
     """What a reader should know, below the plot."""
+    is_low: bool = False
+    """Whether it is less high, as one of several that are compared."""
 
 
 def _number(value: float | None) -> float | None:

@@ -124,7 +124,7 @@ def _speedup(rows: Sequence[Row], strategy: str) -> float | None:
         peers = [
             float(other["step_s_median"])
             for other in _at(rows, repeat=row.get("repeat"))
-            if str(other["strategy"]).startswith(BASELINE)
+            if _is_baseline(str(other["strategy"]))
         ]
         if peers:
             ratios.append(min(peers) / float(row["step_s_median"]))
@@ -138,7 +138,7 @@ def _summary(results: Sequence[Row]) -> str:
         for rate in _distinct(results, "rate_bps"):
             rows = _at(results, workload=workload, rate_bps=rate)
             for strategy in _distinct(rows, "strategy"):
-                if strategy == CEILING or str(strategy).startswith(BASELINE):
+                if strategy == CEILING or _is_baseline(str(strategy)):
                     continue
                 speedup = _speedup(rows, strategy)
                 if speedup is not None and (best is None or speedup > best[0]):
@@ -219,6 +219,11 @@ def _overview_row(rows: Sequence[Row], strategy: str, rate: str) -> list[Cell]:
         statistics.median(losses) if losses else None,
         all(equal) if equal and communicates else None,
     ]
+
+
+def _is_baseline(strategy: str) -> bool:
+    """Whether others are compared with this: DDP that encodes nothing."""
+    return strategy.startswith(BASELINE) and "+" not in strategy
 
 
 def _percent(share: float | None) -> float | None:
@@ -356,8 +361,8 @@ def _fastest_of_each_kind(rows: Sequence[Row]) -> list[str]:
         key=lambda row: float(row["step_s_median"]),
     )
     names = [str(row["strategy"]) for row in ordered]
-    baselines = [name for name in names if name.startswith(BASELINE)]
-    others = [name for name in names if not name.startswith(BASELINE)]
+    baselines = [name for name in names if _is_baseline(name)]
+    others = [name for name in names if not _is_baseline(name)]
     return baselines[:1] + others[:1]
 
 

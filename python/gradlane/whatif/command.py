@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.codec_choice import RAW
 from gradlane.lab.rates import format_rate
 from gradlane.timeline.chrome import write_chrome
 from gradlane.timeline.simulated import simulated_timeline
@@ -32,6 +33,7 @@ def run_whatif(
     topologies: Sequence[str],
     base: Cluster,
     console: Console,
+    codecs: Sequence[str] = (RAW,),
     trace_path: Path | None = None,
     html_path: Path | None = None,
 ) -> dict[str, Any]:
@@ -46,6 +48,7 @@ def run_whatif(
         topologies: of `ring-fused`.
         base: everything else about the cluster.
         console: where to print.
+        codecs: how gradients of the engine's strategies travel.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
 
@@ -62,6 +65,7 @@ def run_whatif(
         compressions=compressions,
         topologies=topologies,
         base=base,
+        codecs=codecs,
     )
     if trace_path is not None:
         _write_trace(trace_path, profile, clusters)
@@ -130,6 +134,7 @@ def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> N
     facts = {
         "model": profile.model,
         "strategy": cluster.strategy,
+        "codec": cluster.codec,
         "workers": cluster.workers,
         "compression": cluster.compression,
         "step_s": answer["report"]["step_s"],
@@ -171,6 +176,8 @@ def _print(
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for row in rows:
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
+        if row.codec != RAW:
+            strategy += f" {row.codec}"
         table.add_row(
             str(row.workers),
             format_rate(row.rate_bps),

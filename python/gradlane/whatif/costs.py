@@ -4,7 +4,8 @@ The simulator's own constants (`crates/gradlane-sim/src/costs.rs`) are those of 
 machine; a file replaces those that it names::
 
     {"format": "gradlane-costs", "version": 1, "measured": {"date": "2026-11-21", ...},
-     "constants": {"wake_s": {"value": 6e-05, "how": "..."}}}
+     "constants": {"wake_s": {"value": 6e-05, "how": "..."}},
+     "codecs": {"f16": {"encode_byte_s": 1e-10, "decode_byte_s": 1e-10}}}
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class MachineCosts:
     """Of `HOST_CONSTANTS`, in seconds."""
     network: Mapping[str, float] = field(default_factory=dict)
     """Of `NETWORK_CONSTANTS`."""
+    codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of encoding and of decoding a byte of values, by the codec's text."""
 
     def apply_to(self, scenario: dict[str, Any]) -> None:
         """Write the constants into a scenario of a cluster."""
@@ -87,7 +90,27 @@ def read_costs(path: Path) -> MachineCosts:
     return MachineCosts(
         host={name: value for name, value in found.items() if name in HOST_CONSTANTS},
         network={name: value for name, value in found.items() if name in NETWORK_CONSTANTS},
+        codecs=_codecs(path, content.get("codecs", {})),
     )
+
+
+def _codecs(path: Path, entries: Any) -> dict[str, tuple[float, float]]:
+    if not isinstance(entries, dict):
+        raise CostsError(f"costs {path}: codecs: expected an object with entries")
+    found = {}
+    for codec, entry in entries.items():
+        values = []
+        for name in ("encode_byte_s", "decode_byte_s"):
+            value = entry.get(name) if isinstance(entry, dict) else None
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0.0 <= float(value) <= 1.0:  # type: ignore[arg-type]
+                raise CostsError(
+                    f"costs {path}: codecs.{codec}.{name}: expected seconds from 0 to 1, "
+                    f"got {value!r}"
+                )
+            values.append(float(value))  # type: ignore[arg-type]
+        found[codec] = (values[0], values[1])
+    return found
 
 
 def _value(path: Path, name: str, entry: Any) -> float:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlane.codec_choice import RAW, codec_rules
 from gradlane.lab.bound import bound_step_s
+from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
 
 GOODPUT_SHARE = 1448 / 1514
 """Payload of a full TCP segment over its bytes on an Ethernet: what a bound may assume."""
-CODECS = ("raw",)
-"""Codecs that are known; others come with their kernels."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Row:
     workers: int
     rate_bps: float
     compression: float
+    """Bytes of gradients over bytes that travel for them, those of the codec included."""
     scaling_factor: float
     """Compute time over step time, 0 to 1."""
     step_s: float
@@ -54,6 +55,7 @@ def clusters_of(
     compressions: Sequence[float],
     topologies: Sequence[str],
     base: Cluster,
+    codecs: Sequence[str] = (RAW,),
 ) -> list[Cluster]:
     """Return every combination; only `ring-fused` has a topology other than flat."""
     return [
@@ -64,10 +66,12 @@ def clusters_of(
             strategy=strategy,
             compression=compression,
             topology=topology,
+            codec=codec,
         )
         for count in workers
         for rate_bps in rates_bps
         for compression in compressions
+        for codec in codecs
         for strategy in strategies
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
     ]
@@ -111,11 +115,11 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     return Row(
         model=profile.model,
         strategy=cluster.strategy,
-        codec="raw",
+        codec=cluster.codec,
         topology=cluster.topology,
         workers=cluster.workers,
         rate_bps=cluster.rate_bps,
-        compression=cluster.compression,
+        compression=_ratio(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
         step_s=step_s,
         compute_s=profile.compute_s,
@@ -127,13 +131,22 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     )
 
 
+def _ratio(profile: Profile, cluster: Cluster) -> float:
+    if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
+        return cluster.compression
+    choices = codecs_in(profile, codec_rules(cluster.codec))
+    encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
+    return round(encoded * cluster.compression, 2)
+
+
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
+    choices = codecs_in(profile, codec_rules(cluster.codec))
     return bound_step_s(
         timings_in(profile),
         workers=cluster.workers,
         goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
         compute_s=profile.compute_s,
-        codec_ratio=cluster.compression,
+        wire_bytes=[bytes_ / cluster.compression for bytes_ in wire_bytes(profile, choices)],
     ).step_s
 
 

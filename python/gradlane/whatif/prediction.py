@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlane.lab.cells import MEASURED
 from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.workloads import REPLAY_NAMES
@@ -52,6 +53,7 @@ def can_predict(row: Mapping[str, Any]) -> bool:
         strategy.setting in ENGINE_STRATEGIES
         and row["workload"] in REPLAY_NAMES
         and row["codec"] == "raw"
+        and row.get("source", MEASURED) == MEASURED
         and not row["cpu_bound"]
     )
 
@@ -71,12 +73,24 @@ def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profil
     return profile.scaled(dilation * compute_s / profile.compute_s)
 
 
-def predict(row: Mapping[str, Any], costs: MachineCosts | None = None) -> Prediction:
-    """Simulate the cluster that a row of a lab run was measured on.
+def reports_of(
+    row: Mapping[str, Any],
+    costs: MachineCosts | None = None,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    steps: int = STEPS,
+) -> list[dict[str, Any]]:
+    """Simulate the cluster that a row of a lab run was, or would be, measured on.
 
     Args:
-        row: a row for which `can_predict` holds.
-        costs: constants of the machine that it was measured on; the simulator's own if None.
+        row: with `workload`, `strategy`, `workers`, `rate_bps`, `dilation`, `slice_elems` and
+            `compute_s`, as in the rows of a lab run.
+        costs: constants of the machine; the simulator's own if None.
+        seeds: draws of how unequal connections are, one simulation each.
+        steps: simulated steps.
+
+    Returns:
+        The simulator's report of each draw; its times are real, not nominal.
     """
     dilation = float(row["dilation"])
     profile = replayed_profile(str(row["workload"]), dilation, float(row["compute_s"]))
@@ -85,18 +99,25 @@ def predict(row: Mapping[str, Any], costs: MachineCosts | None = None) -> Predic
         rate_bps=float(row["rate_bps"]) / dilation,
         strategy=parse_strategy(str(row["strategy"])).setting,
         slice_elems=row["slice_elems"],
-        steps=STEPS,
+        steps=steps,
         port_burst_bytes=PortShape(round(float(row["rate_bps"]) / dilation)).burst_bytes,
         costs=costs or MachineCosts(),
     )
-    steps_s = [
-        float(
-            run_scenario(scenario_of(profile, replace(cluster, share_seed=seed)))["report"][
-                "step_s"
-            ]
-        )
-        for seed in SEEDS
+    return [
+        run_scenario(scenario_of(profile, replace(cluster, share_seed=seed)))["report"]
+        for seed in seeds
     ]
+
+
+def predict(row: Mapping[str, Any], costs: MachineCosts | None = None) -> Prediction:
+    """Simulate the cluster that a row of a lab run was measured on.
+
+    Args:
+        row: a row for which `can_predict` holds.
+        costs: constants of the machine that it was measured on; the simulator's own if None.
+    """
+    dilation = float(row["dilation"])
+    steps_s = [float(report["step_s"]) for report in reports_of(row, costs)]
     predicted_s = statistics.fmean(steps_s) / dilation
     measured_s = float(row["step_s_median"])
     return Prediction(

@@ -15,13 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from gradlane.lab.grid import (
-    cells_of,
-    in_grid_order,
-    missing_strategies,
-    read_rows,
-    with_compute_times,
-)
+from gradlane.lab.cells import missing_strategies, read_rows, with_compute_times
+from gradlane.lab.grid import cells_of, in_grid_order
 from gradlane.lab.rates import format_rate
 from gradlane.whatif.costs import MachineCosts, read_costs
 from gradlane.whatif.prediction import Prediction, can_predict, predict, summary_of

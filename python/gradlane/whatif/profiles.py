@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def synthetic_profile(model: str, batch_time_s: float | None = None) -> Profile:
     if batch_time_s is not None and not 0.0 < batch_time_s < math.inf:
         raise ProfileError(f"batch time must be positive, got {batch_time_s} s")
     layers = layers_from_architecture(architecture, batch_time_s)
-    return profile_of_layers(model, architecture.batch_size, layers)
+    profile = profile_of_layers(model, architecture.batch_size, layers)
+    return replace(profile, flops=architecture.operations * architecture.batch_size)
 
 
 def profile_of_layers(model: str, batch_size: int, layers: Sequence[ReplayLayer]) -> Profile:
@@ -75,7 +77,7 @@ def profile_of_layers(model: str, batch_size: int, layers: Sequence[ReplayLayer]
         batch_size: samples in a batch of one worker.
         layers: in forward order.
     """
-    shapes = {shape.name: shape.shape for layer in layers for shape in layer.parameters}
+    owners = {shape.name: (shape.shape, layer) for layer in layers for shape in layer.parameters}
     stages = [layer.stage() for layer in layers]
     forward_s = sum(stage.forward_s for stage in stages)
     compute_s = compute_s_of(stages)
@@ -83,14 +85,20 @@ def profile_of_layers(model: str, batch_size: int, layers: Sequence[ReplayLayer]
     tensors = tuple(
         ProfileTensor(
             timing.name,
-            shapes[timing.name],
+            owners[timing.name][0],
             "f32",
             min(timing.need_s, forward_s),
             min(max(timing.ready_s, forward_s), compute_s),
+            owners[timing.name][1].kind,
+            rows=_rows_of(owners[timing.name][1], batch_size),
         )
         for timing in timings_of(stages)
     )
     return Profile(model, batch_size, forward_s, compute_s, tensors)
+
+
+def _rows_of(layer: ReplayLayer, batch_size: int) -> int | None:
+    return None if layer.positions is None else layer.positions * batch_size
 
 
 def find_profile(text: str, batch_time_s: float | None = None) -> Profile:

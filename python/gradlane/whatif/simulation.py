@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradlane import options
+from gradlane.codec_choice import RAW, codec_rules
+from gradlane.whatif.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.whatif.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.whatif.profiles import Profile
 
@@ -35,6 +37,8 @@ class Cluster:
     strategy: str = "p3"
     compression: float = 1.0
     """Bytes of a gradient over bytes that travel for it."""
+    codec: str = RAW
+    """Codec of the engine's strategies, as for `gradlane.init`; beside `compression`."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
@@ -79,7 +83,13 @@ def scenario_of(
         raise ValueError(
             f"unknown strategy {cluster.strategy!r}; choose from {', '.join(STRATEGIES)}"
         )
+    rules = codec_rules(cluster.codec)
     if cluster.strategy == RING_FUSED:
+        if rules != RAW:
+            raise ValueError(
+                f"{RING_FUSED} is a formula that knows no codec: give --compression instead of "
+                f"--codec {cluster.codec}, or a strategy of the engine, such as p3"
+            )
         return _ring_scenario(profile, cluster)
     scenario: dict[str, Any] = {
         "model": "cluster",
@@ -102,8 +112,23 @@ def scenario_of(
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
     }
     if cluster.free_host:
-        scenario["costs"] = dict(FREE_HOST)
+        scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
     cluster.costs.apply_to(scenario)
+    if rules != RAW:
+        choices = codecs_in(profile, rules)
+        scenario["codecs"] = {
+            choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
+            for choice, tensor in zip(choices, profile.tensors, strict=True)
+            if choice.codec != RAW
+        }
+        measured = {text: CodecCost(*cost) for text, cost in cluster.costs.codecs.items()}
+        cost = mean_cost(profile, choices, measured)
+        if cost is not None and not cluster.free_host:
+            scenario["costs"] = {
+                **scenario.get("costs", {}),
+                "encode_byte_s": cost.encode_byte_s,
+                "decode_byte_s": cost.decode_byte_s,
+            }
     if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario

@@ -6,6 +6,8 @@
 
 use gradlane_codec::Dtype;
 
+pub mod codecs;
+
 const GUARD: u8 = 0xa5;
 const GUARD_BYTES: usize = 64;
 

@@ -122,6 +122,47 @@ pub fn mean(world_size: u32, step: u64, index: usize, spec: &TensorSpec) -> Vec<
     (0..spec.numel).flat_map(element).collect()
 }
 
+/// The mean over ranks as a ring adds it up: from the rank after the slice's owner on, rounded to
+/// the dtype at each hop; of rank 0 alone in step 0.
+pub fn ring_mean(plan: &Plan, step: u64, index: usize) -> Vec<u8> {
+    let (world_size, spec) = (plan.world_size, &plan.tensors[index].spec);
+    if step == 0 {
+        return gradient(0, 0, index, spec).bytes;
+    }
+    let mut bytes = Vec::new();
+    for slice in plan.slices_of(TensorId(index as u32)).map(|id| plan.slice(id)) {
+        for element in slice.start..slice.start + slice.length {
+            let rank = |turn: u32| (slice.owner.0 + 1 + turn) % world_size;
+            if spec.dtype == Dtype::F64 {
+                let value = |turn| f64::from(value(rank(turn), step, index, element));
+                let sum = (0..world_size).map(value).reduce(|sum, next| sum + next).unwrap_or(0.0);
+                bytes.extend((sum / f64::from(world_size)).to_le_bytes());
+                continue;
+            }
+            let value = |turn| stored(value(rank(turn), step, index, element), spec.dtype);
+            let mut sum = value(0);
+            for turn in 1..world_size {
+                sum += value(turn);
+                if turn + 1 < world_size {
+                    sum = stored(sum, spec.dtype);
+                }
+            }
+            bytes.extend(encode(sum / world_size as f32, spec.dtype));
+        }
+    }
+    bytes
+}
+
+/// Checks every tensor of a step against the naive mean of a ring, bit by bit.
+pub fn check_ring_means(plan: &Plan, step: u64, tensors: &[Tensor]) {
+    for (index, (tensor, found)) in plan.tensors.iter().zip(tensors).enumerate() {
+        if tensor.spec.role == Role::Parameter || step == 0 {
+            let same = found.bytes == ring_mean(plan, step, index);
+            assert!(same, "step {step}, tensor {:?} is not the mean", tensor.spec.name);
+        }
+    }
+}
+
 /// Listeners for all ranks and their addresses.
 pub fn listeners(host: &str, world_size: u32) -> (Vec<Listener>, Vec<String>) {
     let bind = |_| Listener::bind(host, 0..=0).expect("a port");

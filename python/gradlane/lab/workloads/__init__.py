@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.contract import Evaluation, Stage, TensorTiming, Workload
 
-REPLAY_NAMES = ("resnet50", "vgg19", "inception_v3", "sockeye")
+SIMULATED_NAMES = ("llama_1b", "dlrm")
+"""Models that `whatif` and `plan` know, but of over 400 million parameters, which each rank of a
+lab would hold twice."""
+REPLAY_NAMES = tuple(name for name in ARCHITECTURES if name not in SIMULATED_NAMES)
 """Workloads whose accelerator sleeps."""
 REAL_NAMES = ("digits-cnn", "char-transformer")
 """Workloads that compute for real, on real data."""
@@ -21,6 +25,7 @@ __all__ = [
     "NAMES",
     "REAL_NAMES",
     "REPLAY_NAMES",
+    "SIMULATED_NAMES",
     "Evaluation",
     "Stage",
     "TensorTiming",
@@ -61,6 +66,10 @@ def build(
         ValueError: for an unknown name, a rank outside the world, a dilation or batch time that
             is not positive, or a profile that is malformed or given to a real workload.
     """
+    if name in SIMULATED_NAMES:
+        raise ValueError(
+            f"'{name}' is too large to be replayed on one machine: ask `gradlane whatif {name}`"
+        )
     if name not in NAMES:
         raise ValueError(f"unknown workload '{name}'; choose one of {', '.join(NAMES)}")
     if not 0 <= rank < world_size:

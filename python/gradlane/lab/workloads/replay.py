@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from gradlane.lab.codec_error import UPDATES_OFF_MOST, is_sum_of_gradients, mean_error
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.contract import Workload, compute_s_of, timings_of
 from gradlane.lab.workloads.gradients import Float32Array, GradientPattern
@@ -185,7 +186,13 @@ class ReplayWorkload(Workload):
         return self.pattern.mean_gradient(index, step, ranks, numel, elements)
 
     def verify(
-        self, model: nn.Module, steps: int, world_size: int | None = None, *, exact: bool = True
+        self,
+        model: nn.Module,
+        steps: int,
+        world_size: int | None = None,
+        *,
+        exact: bool = True,
+        codecs: Sequence[str] = (),
     ) -> list[str]:
         """Check that the model is what steps 0 to `steps` - 1 of averaged gradients make of it.
 
@@ -197,6 +204,8 @@ class ReplayWorkload(Workload):
             world_size: number of ranks; the workload's own where it is None.
             exact: require equal bits, as the rank-order mean gives; where false (another order
                 of summation), allow a relative and absolute difference of 1e-5 for each step.
+            codecs: how each gradient travelled, in canonical texts; what a codec may be off is
+                allowed. Tensors of codecs that send more than gradients are not looked at.
 
         Returns:
             One line for each tensor that differs, naming it; empty if all is well.
@@ -211,6 +220,10 @@ class ReplayWorkload(Workload):
                 mean = self.expected_gradient(index, step, world_size, elements)
                 expected = np.subtract(expected, np.multiply(mean, rate))
             found = parameter.detach().view(-1)[_sample(parameter)].numpy()
+            codec = codecs[index] if codecs else "raw"
+            if codec != "raw":
+                wrong += self._far_off(timing.name, codec, found, expected, steps)
+                continue
             tolerance = 0.0 if exact else 1e-5 * max(steps, 1)
             near = np.isclose(found, expected, rtol=tolerance, atol=tolerance)
             if not near.all():
@@ -221,6 +234,32 @@ class ReplayWorkload(Workload):
                     f"({int((~near).sum())} of {len(elements)} sampled elements differ)"
                 )
         return wrong
+
+    def _far_off(
+        self, name: str, codec: str, found: Float32Array, expected: Float32Array, steps: int
+    ) -> list[str]:
+        """Say how a tensor is further off than its codec allows; empty if it is not."""
+        if not is_sum_of_gradients(codec):
+            return []
+        off = np.abs(found.astype(np.float64) - expected)
+        if not np.isfinite(off).all():
+            return [f"tensor '{name}' is not finite under {codec}"]
+        # Factors of gradients are below 1.5 (see `GradientPattern.shift_and_scale`).
+        largest = 1.5 * float(np.abs(self.pattern.values).max())
+        allowed = mean_error(codec, largest)
+        if allowed is not None:
+            limit = steps * (LEARNING_RATE * allowed + 1e-5)
+            worst = float(off.max())
+            return [
+                f"tensor '{name}' is off by {worst:.3g} after {steps} steps of {codec}, which "
+                f"allows {limit:.3g}"
+            ] * (worst > limit)
+        moved = float(np.linalg.norm(expected - self._initial[name]))
+        error = float(np.linalg.norm(off))
+        return [
+            f"tensor '{name}' is off by {error:.3g} where it should have moved by {moved:.3g} in "
+            f"{steps} steps of {codec}"
+        ] * (len(found) >= UPDATED_ELEMENTS and error > UPDATES_OFF_MOST * moved)
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ class ReplayLayer:
     parameters: tuple[ParameterShape, ...]
     forward_s: float
     backward_s: float
+    kind: str | None = None
+    """Class of the module, such as `Linear`; None where it is not known."""
+    positions: int | None = None
+    """Vectors of one sample that it is applied to; None where it is not known."""
 
     def stage(self) -> Stage:
         """Return the stage that this layer is on the accelerator's time line."""
@@ -68,7 +72,14 @@ def layers_from_architecture(
     forward_s = batch_time_s * FORWARD_SHARE
     backward_s = batch_time_s - forward_s
     return [
-        ReplayLayer(layer.name, layer.parameters, forward_s * share, backward_s * share)
+        ReplayLayer(
+            layer.name,
+            layer.parameters,
+            forward_s * share,
+            backward_s * share,
+            layer.kind,
+            layer.positions,
+        )
         for layer, share in zip(architecture.layers, shares, strict=True)
     ]
 
@@ -212,10 +223,10 @@ def merge_short_layers(layers: Sequence[ReplayLayer], dilation: float) -> list[R
     merged: list[ReplayLayer] = []
     for group in groups:
         for layer in group[:-1]:
-            merged.append(ReplayLayer(layer.name, layer.parameters, 0.0, 0.0))
+            merged.append(replace(layer, forward_s=0.0, backward_s=0.0))
         forward_s = sum(layer.forward_s for layer in group)
         backward_s = sum(layer.backward_s for layer in group)
-        merged.append(ReplayLayer(group[-1].name, group[-1].parameters, forward_s, backward_s))
+        merged.append(replace(group[-1], forward_s=forward_s, backward_s=backward_s))
     return merged
 
 

@@ -22,7 +22,9 @@ const gradlanePage = (() => {
       : { ...trace, marker };
   };
 
-  const palette = () => (scheme.matches ? palettes.dark : palettes.light);
+  const root = document.documentElement;
+  const isDark = () => (root.dataset.theme || (scheme.matches ? "dark" : "light")) === "dark";
+  const palette = () => (isDark() ? palettes.dark : palettes.light);
 
   // Draws a plot as it is described: traces whose `meta.color` is a number, a layout without colours.
   const show = (target, plot) => {
@@ -76,12 +78,23 @@ const gradlanePage = (() => {
     body.append(...rows);
   };
 
-  for (const button of document.querySelectorAll("th button")) {
-    button.addEventListener("click", () => sort(button.parentElement));
+  for (const heading of document.querySelectorAll("th")) {
+    heading.querySelector("button").addEventListener("click", () => sort(heading));
   }
+  const redraws = [];
+  const button = document.getElementById("theme");
+  const name = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  const changed = () => { name(); for (const redraw of redraws) redraw(); };
+  button.hidden = false;
+  name();
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    changed();
+  });
+  scheme.addEventListener("change", changed);
   if (window.Plotly) {
     draw();
-    scheme.addEventListener("change", draw);
+    redraws.push(draw);
   }
-  return { show, style, palette, onTheme: (redraw) => scheme.addEventListener("change", redraw) };
+  return { show, style, palette, onTheme: (redraw) => redraws.push(redraw) };
 })();

@@ -38,6 +38,10 @@ class Layer:
     """Parameters in the order in which the module registers them."""
     operations: int
     """Floating-point operations a sample in forward."""
+    kind: str
+    """Class of the module in torch, such as `Conv2d`; of fully connected ones always `Linear`."""
+    positions: int = 1
+    """Vectors of one sample that the layer is applied to: words of a sentence, patches."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Architecture:
     batch_size: int
     """Samples a step that `batch_time_s` is stated for."""
     batch_time_s: float
-    """Default time of forward and backward on a slow GPU."""
+    """Default time of forward and backward of one batch, on the accelerator that `device` names."""
+    device: str = "a slow GPU"
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -101,10 +106,12 @@ class LayerList:
         """Start without layers."""
         self.layers: list[Layer] = []
 
-    def add(self, name: str, operations: int, **shapes: tuple[int, ...]) -> None:
+    def add(
+        self, name: str, operations: int, kind: str, positions: int = 1, **shapes: tuple[int, ...]
+    ) -> None:
         """Append a layer whose parameters are given as keyword arguments, in order."""
         parameters = tuple(ParameterShape(f"{name}.{key}", shape) for key, shape in shapes.items())
-        self.layers.append(Layer(name, parameters, operations))
+        self.layers.append(Layer(name, parameters, operations, kind, positions))
 
     def convolution(
         self,
@@ -128,19 +135,49 @@ class LayerList:
         weight = (channels, source.channels, kernel_height, kernel_width)
         operations = 2 * target.numel * source.channels * kernel_height * kernel_width
         if bias:
-            self.add(name, operations + target.numel, weight=weight, bias=(channels,))
+            operations += target.numel
+            self.add(name, operations, "Conv2d", weight=weight, bias=(channels,))
         else:
-            self.add(name, operations, weight=weight)
+            self.add(name, operations, "Conv2d", weight=weight)
         return target
 
     def batch_norm(self, name: str, source: FeatureMap) -> FeatureMap:
         """Append a batch normalization with scale and shift, which keeps the shape."""
         size = (source.channels,)
         operations = NORM_OPERATIONS_PER_ELEMENT * source.numel
-        self.add(name, operations, weight=size, bias=size)
+        self.add(name, operations, "BatchNorm2d", weight=size, bias=size)
         return source
 
-    def linear(self, name: str, inputs: int, outputs: int, *, positions: int = 1) -> None:
-        """Append a fully connected layer that is applied at each of `positions` positions."""
-        operations = positions * (2 * inputs * outputs + outputs)
-        self.add(name, operations, weight=(outputs, inputs), bias=(outputs,))
+    def linear(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        positions: int = 1,
+        bias: bool = True,
+        more_operations: int = 0,
+    ) -> None:
+        """Append a fully connected layer that is applied at each of `positions` positions.
+
+        `more_operations` are those of what comes before it and owns no parameters, such as
+        attention before its output projection.
+        """
+        operations = positions * 2 * inputs * outputs + more_operations
+        weight = (outputs, inputs)
+        if bias:
+            operations += positions * outputs
+            self.add(name, operations, "Linear", positions, weight=weight, bias=(outputs,))
+        else:
+            self.add(name, operations, "Linear", positions, weight=weight)
+
+    def layer_norm(
+        self, name: str, width: int, *, positions: int, more_operations: int = 0
+    ) -> None:
+        """Append a normalization of vectors with scale and shift."""
+        operations = positions * NORM_OPERATIONS_PER_ELEMENT * width + more_operations
+        self.add(name, operations, "LayerNorm", positions, weight=(width,), bias=(width,))
+
+    def embedding(self, name: str, words: int, width: int, *, positions: int) -> None:
+        """Append a table of vectors, of which each position copies one: it multiplies nothing."""
+        self.add(name, positions * width, "Embedding", positions, weight=(words, width))

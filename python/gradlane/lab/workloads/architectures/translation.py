@@ -8,6 +8,7 @@ can hide the whole of it (Hieber et al. 2017; P3, section 5.3).
 from __future__ import annotations
 
 from gradlane.lab.workloads.architectures.layers import Architecture, LayerList
+from gradlane.lab.workloads.architectures.recurrent import lstm
 
 SOURCE_WORDS = 36_000
 """Size of the source vocabulary; makes the first embedding about half of the model."""
@@ -26,42 +27,18 @@ def sockeye() -> Architecture:
     """
     layers = LayerList()
     words = WORDS_PER_SENTENCE
-    # An embedding multiplies nothing; it copies one row for each word.
-    embedding_operations = words * EMBEDDING
-    layers.add("encoder.embedding", embedding_operations, weight=(SOURCE_WORDS, EMBEDDING))
-    _lstm(layers, "encoder.lstm0", EMBEDDING, HIDDEN // 2, words, bidirectional=True)
-    _lstm(layers, "encoder.lstm1", HIDDEN, HIDDEN, words)
-    layers.add("decoder.embedding", embedding_operations, weight=(TARGET_WORDS, EMBEDDING))
+    layers.embedding("encoder.embedding", SOURCE_WORDS, EMBEDDING, positions=words)
+    lstm(layers, "encoder.lstm0", EMBEDDING, HIDDEN // 2, words, bidirectional=True)
+    lstm(layers, "encoder.lstm1", HIDDEN, HIDDEN, words)
+    layers.embedding("decoder.embedding", TARGET_WORDS, EMBEDDING, positions=words)
     # The decoder is fed with its previous attention vector beside the embedded word.
-    _lstm(layers, "decoder.lstm0", EMBEDDING + HIDDEN, HIDDEN, words)
-    _lstm(layers, "decoder.lstm1", HIDDEN, HIDDEN, words)
+    lstm(layers, "decoder.lstm0", EMBEDDING + HIDDEN, HIDDEN, words)
+    lstm(layers, "decoder.lstm1", HIDDEN, HIDDEN, words)
     layers.linear("decoder.attention.query", HIDDEN, HIDDEN, positions=words)
     layers.linear("decoder.attention.key", HIDDEN, HIDDEN, positions=words)
     # For each pair of words: add, hyperbolic tangent, dot product; then the weighted sum.
     pairs = words * words
-    layers.add("decoder.attention.score", pairs * 6 * HIDDEN, weight=(1, HIDDEN))
+    layers.add("decoder.attention.score", pairs * 6 * HIDDEN, "Attention", weight=(1, HIDDEN))
     layers.linear("decoder.attention.hidden", 2 * HIDDEN, HIDDEN, positions=words)
     layers.linear("decoder.output", HIDDEN, TARGET_WORDS, positions=words)
     return Architecture("sockeye", tuple(layers.layers), 64, 0.50)
-
-
-def _lstm(
-    layers: LayerList,
-    name: str,
-    inputs: int,
-    hidden: int,
-    words: int,
-    *,
-    bidirectional: bool = False,
-) -> None:
-    """Append one LSTM layer with torch.nn.LSTM's parameters, in its order."""
-    gates = 4 * hidden
-    shapes: dict[str, tuple[int, ...]] = {}
-    for suffix in ("", "_reverse") if bidirectional else ("",):
-        shapes[f"weight_ih_l0{suffix}"] = (gates, inputs)
-        shapes[f"weight_hh_l0{suffix}"] = (gates, hidden)
-        shapes[f"bias_ih_l0{suffix}"] = (gates,)
-        shapes[f"bias_hh_l0{suffix}"] = (gates,)
-    directions = 2 if bidirectional else 1
-    operations = directions * words * 2 * gates * (inputs + hidden)
-    layers.add(name, operations, **shapes)

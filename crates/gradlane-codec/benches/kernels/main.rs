@@ -3,8 +3,11 @@
 //! Each figure is the median of rounds in which the kernel and the copy take turns over the same
 //! memory, so that another program on the machine disturbs both. A figure counts bytes read and
 //! written, in units of 10^9 bytes a second. A share over 1 is no mistake: a copy writes as much as
-//! it reads, a reduction far less, and writes cost more. `--json PATH` writes the rows as well; a
-//! relative path starts at the crate's folder, where cargo runs benchmarks.
+//! it reads, a reduction far less, and writes cost more. Codecs have their own table and count
+//! otherwise, see `codecs.rs`; `--codecs [CODEC [VARIANT]]` measures them alone. `--json PATH` writes
+//! the rows as well; a relative path starts at the crate's folder, where cargo runs benchmarks.
+
+mod codecs;
 
 use std::hint::black_box;
 use std::num::NonZeroU32;
@@ -72,6 +75,7 @@ impl Row {
             "codec": self.codec,
             "variant": self.variant,
             "elements": self.elements,
+            "bytes_counted": "read and written",
             "inputs": if self.codec == "bytes" { 1 } else { INPUTS },
             "working_set_bytes": self.working_set_bytes,
             "gb_per_s": self.speed.gb_per_s,
@@ -309,10 +313,18 @@ fn bench_all() -> Vec<Row> {
 fn main() -> std::io::Result<()> {
     let mut json_path = None;
     let mut asked_for = false;
-    let mut arguments = std::env::args_os().skip(1);
+    let mut only_codecs = None;
+    let mut arguments = std::env::args_os().skip(1).peekable();
     while let Some(argument) = arguments.next() {
         match argument.to_str() {
             Some("--bench") => asked_for = true,
+            Some("--codecs") => {
+                let mut name = || {
+                    let name = arguments.next_if(|it| !it.to_string_lossy().starts_with("--"));
+                    name.map(|it| it.to_string_lossy().into_owned()).unwrap_or_default()
+                };
+                only_codecs = Some((name(), name()));
+            }
             Some("--json") => json_path = arguments.next().map(PathBuf::from),
             _ => {}
         }
@@ -322,16 +334,20 @@ fn main() -> std::io::Result<()> {
         println!("not measuring: start me with cargo bench");
         return Ok(());
     }
-    println!(
-        "{SLICE_ELEMENTS} elements a slice, {INPUTS} inputs; GB/s counts bytes read and written"
-    );
-    println!(
-        "{:<12} {:<6} {:<10} {:>10} {:>10} {:>10} {:>8}",
-        "kernel", "codec", "variant", "set MB", "GB/s", "copy GB/s", "share"
-    );
-    let rows = bench_all();
+    let mut values = Vec::new();
+    if only_codecs.is_none() {
+        println!(
+            "{SLICE_ELEMENTS} elements a slice, {INPUTS} inputs; GB/s counts bytes read and written"
+        );
+        println!(
+            "{:<12} {:<6} {:<10} {:>10} {:>10} {:>10} {:>8}",
+            "kernel", "codec", "variant", "set MB", "GB/s", "copy GB/s", "share"
+        );
+        values.extend(bench_all().iter().map(Row::to_json));
+    }
+    let (codec, variant) = only_codecs.unwrap_or_default();
+    values.extend(codecs::bench_all(&codec, &variant).iter().map(codecs::Row::to_json));
     if let Some(path) = json_path {
-        let values: Vec<_> = rows.iter().map(Row::to_json).collect();
         std::fs::write(&path, serde_json::to_string_pretty(&values)? + "\n")?;
         println!("wrote {}", path.display());
     }

@@ -1,0 +1,230 @@
+//! Encodings of gradients for the wire: fewer bytes, with what is lost known and, where asked for,
+//! kept for the next step.
+//!
+//! What always holds:
+//!
+//! - An encoding depends on values, residual and [`Place`] alone: the same bytes for any cut at
+//!   multiples of [`Codec::granule`], any thread and any [`Variant`].
+//! - A bucket that holds NaN or infinity decodes to NaN as a whole: it is carried, never noise, and
+//!   its residual stays as it was.
+//! - Decoding takes any bytes: a wrong length is an error, everything else is a value.
+//!
+//! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
+
+mod bucketed;
+mod cast;
+mod draw;
+mod int8;
+mod lanes;
+mod memory;
+mod onebit;
+mod qsgd;
+mod source;
+mod spec;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+pub use memory::{narrow, widen};
+pub(crate) use spec::Options;
+pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
+
+use crate::sparse::{Dgc, SparseError, Topk};
+use crate::Variant;
+use bucketed::Bucketed;
+
+/// Where values stand, so that randomness and buckets do not depend on slicing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The job's seed.
+    pub seed: u64,
+    /// The training step.
+    pub step: u64,
+    /// The tensor's number.
+    pub tensor: u32,
+    /// The sender's rank for a push, [`Place::BROADCAST`] for a broadcast: draws differ by leg.
+    pub leg: u32,
+    /// Index in the tensor's storage of the first value; a multiple of the codec's granule.
+    pub first_element: u64,
+}
+
+impl Place {
+    /// The leg of a broadcast from an owner.
+    pub const BROADCAST: u32 = u32::MAX;
+}
+
+/// The sizes of a tensor's dimensions in the order of its storage, slowest first: torch's shape of a
+/// contiguous tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorShape {
+    sizes: Vec<u64>,
+}
+
+impl TensorShape {
+    /// A shape by its sizes; no sizes are a single element.
+    pub fn new(sizes: &[u64]) -> TensorShape {
+        TensorShape { sizes: sizes.to_vec() }
+    }
+
+    /// Elements of the tensor.
+    pub fn elements(&self) -> u64 {
+        self.sizes.iter().product()
+    }
+
+    /// Elements of a column as CNTK cuts them: a run of consecutive values along its first
+    /// dimension, which is the fastest in its storage and so torch's last. At least 1.
+    pub fn column(&self) -> u64 {
+        self.sizes.last().copied().unwrap_or(1).max(1)
+    }
+}
+
+/// An encoding of f32 values.
+///
+/// A codec holds no state: whoever calls it keeps the residual and knows the place. Values of other
+/// dtypes go through [`widen`] and [`narrow`], in blocks of whole granules that stay in cache:
+/// where [`Codec::is_fixed_size`], the encoding of a range is that of its parts one after another.
+pub trait Codec: Send + Sync + Debug {
+    /// What this codec was built from; its `Display` is the canonical text.
+    fn spec(&self) -> &CodecSpec;
+
+    /// Slices begin at multiples of this many elements of their tensor, and end at one or with the
+    /// tensor.
+    fn granule(&self) -> u64;
+
+    /// Whether the length of an encoding depends on the number of elements alone.
+    fn is_fixed_size(&self) -> bool;
+
+    /// Whether the expectation of what is decoded is the value, up to rounding.
+    fn is_unbiased(&self) -> bool;
+
+    /// Whether callers keep a residual for [`Codec::encode`]: as the spec says.
+    fn keeps_residual(&self) -> bool {
+        self.spec().residual
+    }
+
+    /// f32 numbers that a residual has for each value; those of a value follow one another, so that
+    /// the residual of a part is a part of the residual.
+    fn residual_width(&self) -> usize {
+        1
+    }
+
+    /// The most bytes that `elements` values take in any place; exact where the size is fixed.
+    fn max_wire_bytes(&self, elements: usize) -> usize;
+
+    /// The most bytes that `elements` values take in this step and on this leg.
+    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
+        let _ = place;
+        self.max_wire_bytes(elements)
+    }
+
+    /// Encodes values and gives the number of bytes written to the front of `out`.
+    ///
+    /// The residual is added before encoding and replaced by what was not sent.
+    ///
+    /// # Panics
+    ///
+    /// When `out` is shorter than [`Codec::max_wire_bytes_at`], the residual has another length than
+    /// [`Codec::residual_width`] times that of the values, or the place is no multiple of the granule; never because of what the values are.
+    fn encode(
+        &self,
+        place: &Place,
+        values: &[f32],
+        residual: Option<&mut [f32]>,
+        out: &mut [u8],
+    ) -> usize;
+
+    /// Decodes into `out`, which has as many elements as were encoded.
+    ///
+    /// # Errors
+    ///
+    /// [`DecodeError`] when the bytes are no encoding of that many elements; what `out` then holds
+    /// is not said.
+    fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError>;
+
+    /// Decodes and adds to `sum`: each element is rounded once as a value and once as a sum.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Codec::decode`].
+    fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError>;
+}
+
+/// Bytes that are no encoding.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum DecodeError {
+    /// Another number of bytes than the elements ask for.
+    #[error("{elements} elements in {codec} take {expected_bytes} bytes, not {found_bytes}")]
+    Length {
+        /// The codec's name.
+        codec: &'static str,
+        /// Elements to decode.
+        elements: usize,
+        /// Bytes that they take.
+        expected_bytes: usize,
+        /// Bytes that came.
+        found_bytes: usize,
+    },
+    /// Bytes that are no sparse values.
+    #[error(transparent)]
+    Sparse(#[from] SparseError),
+}
+
+/// Builds the codec of a spec for a tensor, with [`Variant::active`] kernels.
+pub fn build(spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
+    build_with(Variant::active(), spec, shape)
+}
+
+/// [`build`] with the kernels of a given variant: the bits are the same.
+pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
+    match &spec.method {
+        Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
+        Method::OneBit(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), onebit::OneBit))
+        }
+        Method::Qsgd(options) => {
+            let quantizer = qsgd::Qsgd::new(*options);
+            Arc::new(Bucketed::new(variant, spec, u64::from(options.bucket), quantizer))
+        }
+        Method::Int8(bucket) => {
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), int8::Int8))
+        }
+        Method::Topk(options) => Arc::new(Topk::new(variant, spec, *options)),
+        Method::Dgc(options) => Arc::new(Dgc::new(variant, spec, *options)),
+    }
+}
+
+/// Checks what every `encode` asks of its arguments.
+pub(crate) fn check_arguments(
+    codec: &dyn Codec,
+    place: &Place,
+    values: &[f32],
+    residual: Option<&[f32]>,
+    out: &[u8],
+) {
+    assert_eq!(
+        place.first_element % codec.granule(),
+        0,
+        "a slice at element {} of tensor {} is encoded in granules of {}",
+        place.first_element,
+        place.tensor,
+        codec.granule(),
+    );
+    if let Some(residual) = residual {
+        let wanted = values.len() * codec.residual_width();
+        assert_eq!(residual.len(), wanted, "numbers of the residual of {} values", values.len());
+    }
+    let needed = codec.max_wire_bytes_at(place, values.len());
+    assert!(out.len() >= needed, "{needed} bytes are needed, {} are there", out.len());
+}
+
+/// Checks the length of an encoding of fixed size.
+fn check_length(codec: &dyn Codec, encoded: &[u8], elements: usize) -> Result<(), DecodeError> {
+    let expected_bytes = codec.max_wire_bytes(elements);
+    if encoded.len() == expected_bytes {
+        return Ok(());
+    }
+    let codec = codec.spec().method.name();
+    Err(DecodeError::Length { codec, elements, expected_bytes, found_bytes: encoded.len() })
+}

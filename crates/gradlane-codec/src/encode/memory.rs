@@ -1,0 +1,48 @@
+//! Between tensors in memory and the f32 values that codecs take.
+//!
+//! A tensor that is not f32 is encoded and decoded in blocks: some thousand elements at a time are
+//! widened into a block of f32 that stays in cache. f16 and bf16 widen exactly; f64 is rounded to f32
+//! first, so that under a lossy codec it has the range and the precision of f32.
+
+use super::cast::{narrow_to, widen_from};
+use crate::element::{Bf16, F16, F32};
+use crate::{Dtype, Variant};
+
+/// Reads elements of a dtype as f32.
+///
+/// # Panics
+///
+/// When `elements` has another number of elements than `values`.
+pub fn widen(dtype: Dtype, elements: &[u8], values: &mut [f32]) {
+    assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to widen");
+    match dtype {
+        Dtype::F32 => widen_from::<F32>(Variant::active(), elements, values),
+        Dtype::F16 => widen_from::<F16>(Variant::active(), elements, values),
+        Dtype::Bf16 => widen_from::<Bf16>(Variant::active(), elements, values),
+        #[allow(clippy::cast_possible_truncation)]
+        Dtype::F64 => {
+            for (value, bytes) in values.iter_mut().zip(elements.as_chunks().0) {
+                *value = f64::from_ne_bytes(*bytes) as f32;
+            }
+        }
+    }
+}
+
+/// Writes f32 values as elements of a dtype, rounded to nearest even.
+///
+/// # Panics
+///
+/// As for [`widen`].
+pub fn narrow(dtype: Dtype, values: &[f32], elements: &mut [u8]) {
+    assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to narrow");
+    match dtype {
+        Dtype::F32 => narrow_to::<F32>(Variant::active(), values, elements),
+        Dtype::F16 => narrow_to::<F16>(Variant::active(), values, elements),
+        Dtype::Bf16 => narrow_to::<Bf16>(Variant::active(), values, elements),
+        Dtype::F64 => {
+            for (value, bytes) in values.iter().zip(elements.as_chunks_mut().0) {
+                *bytes = f64::from(*value).to_ne_bytes();
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! 1-bit SGD: the sign of every value and two averages for a bucket (Seide et al. 2014; as in CNTK a
+//! column, or a bucket of consecutive values, Grubic et al. 2018).
+//!
+//! A value that is at least zero (minus zero is) is sent as the average of all such values of its
+//! bucket, any other as the average of the others. It is biased and lives by its residual.
+
+mod kernel;
+mod oracle;
+
+use super::bucketed::Quantizer;
+use super::lanes::Lanes;
+use super::source::Source;
+use super::Place;
+
+/// Bytes of the two averages, each an f32, before the bits.
+const AVERAGES_BYTES: usize = 8;
+/// Values that are summed in f32 before their sum goes into one of f64: long columns lose nothing.
+const RUN: usize = 1024;
+
+/// Signs and averages of a bucket.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OneBit;
+
+/// The average of values by their sum and number; zero without values.
+#[allow(clippy::cast_possible_truncation)]
+#[inline(always)]
+fn average(sum: f64, count: usize) -> f32 {
+    if count == 0 {
+        0.0
+    } else {
+        (sum / count as f64) as f32
+    }
+}
+
+impl Quantizer for OneBit {
+    const IS_UNBIASED: bool = false;
+
+    fn bucket_bytes(self, elements: usize) -> usize {
+        AVERAGES_BYTES + elements.div_ceil(8)
+    }
+
+    fn encode_plainly(
+        self,
+        _place: &Place,
+        values: &[f32],
+        residual: Option<&mut [f32]>,
+        out: &mut [u8],
+    ) {
+        oracle::encode(values, residual, out);
+    }
+
+    fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32)) {
+        oracle::decode(bytes, out, set);
+    }
+
+    #[inline(always)]
+    unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
+        self,
+        _place: &Place,
+        source: Source<KEEP>,
+        elements: usize,
+        out: &mut [u8],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe { kernel::encode::<R, N, KEEP>(source, elements, out) }
+    }
+
+    #[inline(always)]
+    unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
+        self,
+        bytes: &[u8],
+        out: &mut [f32],
+    ) {
+        // SAFETY: forwarded, the caller's promise covers it.
+        unsafe { kernel::decode::<R, N, ADD>(bytes, out) }
+    }
+}

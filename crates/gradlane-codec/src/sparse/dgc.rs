@@ -1,0 +1,203 @@
+//! `dgc`: deep gradient compression (Lin et al. 2018, algorithm 4) on top of `topk`.
+//!
+//! A worker keeps two numbers for each element, one after the other: what was not sent yet, `v`, and
+//! the momentum, `u`. The gradient `g` of a step is clipped; then `u = momentum * u + g`, `v = v + u`,
+//! the largest `v` are sent, and `u` and `v` are zero there. An owner, whose values are means and have
+//! their momentum already, keeps `v` alone.
+
+use super::options::DgcOptions;
+use super::selection::{count_of, select};
+use super::{topk, wire};
+use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+use crate::variant::Instructions;
+use crate::Variant;
+
+/// Numbers that are kept for an element.
+const KEPT: usize = 2;
+
+/// The codec `dgc`.
+#[derive(Debug)]
+pub(crate) struct Dgc {
+    spec: CodecSpec,
+    variant: Variant,
+    options: DgcOptions,
+}
+
+impl Dgc {
+    pub(crate) fn new(variant: Variant, spec: &CodecSpec, options: DgcOptions) -> Dgc {
+        Dgc { spec: spec.clone(), variant, options }
+    }
+
+    /// What the values are multiplied with so that their 2-norm is within the limit.
+    fn clipping(&self, values: &[f32]) -> f32 {
+        if self.options.clip == 0.0 {
+            return 1.0;
+        }
+        let norm = norm_of(values);
+        // A norm that is no number clips nothing: the values say what is wrong.
+        if norm.is_finite() && norm > self.options.clip {
+            (self.options.clip / norm) as f32
+        } else {
+            1.0
+        }
+    }
+}
+
+impl Codec for Dgc {
+    fn spec(&self) -> &CodecSpec {
+        &self.spec
+    }
+
+    fn granule(&self) -> u64 {
+        1
+    }
+
+    fn is_fixed_size(&self) -> bool {
+        false
+    }
+
+    fn is_unbiased(&self) -> bool {
+        false
+    }
+
+    fn residual_width(&self) -> usize {
+        KEPT
+    }
+
+    fn max_wire_bytes(&self, elements: usize) -> usize {
+        wire::bytes_max(count_of(self.options.ratio_max(), elements), elements)
+    }
+
+    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
+        wire::bytes_max(count_of(self.options.ratio_at(place), elements), elements)
+    }
+
+    fn encode(
+        &self,
+        place: &Place,
+        values: &[f32],
+        residual: Option<&mut [f32]>,
+        out: &mut [u8],
+    ) -> usize {
+        check_arguments(self, place, values, residual.as_deref(), out);
+        let count = count_of(self.options.ratio_at(place), values.len());
+        let Some(residual) = residual else {
+            return wire::write(values, &select(self.variant, values, count), out);
+        };
+        let kept = residual.as_chunks_mut::<KEPT>().0;
+        let mut waiting = vec![0.0; values.len()];
+        if place.leg == Place::BROADCAST {
+            for ((kept, value), waiting) in kept.iter_mut().zip(values).zip(&mut waiting) {
+                kept[0] += value;
+                *waiting = kept[0];
+            }
+        } else {
+            let factors = Factors { momentum: self.options.momentum, clip: self.clipping(values) };
+            accumulate(self.variant, factors, values, kept, &mut waiting);
+        }
+        let chosen = select(self.variant, &waiting, count);
+        let used = wire::write(&waiting, &chosen, out);
+        // What is not finite was chosen first; if there is more of it, the rest is dropped.
+        if chosen.iter().any(|&at| !waiting[at as usize].is_finite()) {
+            let spoiled = kept.iter_mut().filter(|kept| !kept[0].is_finite());
+            spoiled.for_each(|kept| *kept = [0.0; KEPT]);
+        }
+        for &at in &chosen {
+            kept[at as usize] = [0.0; KEPT];
+        }
+        used
+    }
+
+    fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
+        topk::decode(encoded, out)
+    }
+
+    fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
+        topk::decode_add(encoded, sum)
+    }
+}
+
+/// The 2-norm, added up in sixteen lanes whatever the registers: the same bits everywhere.
+fn norm_of(values: &[f32]) -> f64 {
+    const LANES: usize = 16;
+    let mut squares = [0.0_f64; LANES];
+    let (blocks, rest) = values.as_chunks::<LANES>();
+    for block in blocks {
+        for (sum, &value) in squares.iter_mut().zip(block) {
+            *sum += f64::from(value) * f64::from(value);
+        }
+    }
+    for (sum, &value) in squares.iter_mut().zip(rest) {
+        *sum += f64::from(value) * f64::from(value);
+    }
+    squares.iter().sum::<f64>().sqrt()
+}
+
+/// What old momentum and new gradients are multiplied with.
+#[derive(Clone, Copy)]
+struct Factors {
+    momentum: f32,
+    clip: f32,
+}
+
+/// Takes a step's gradient into momentum and what waits; each operation is rounded on its own.
+fn accumulate(
+    variant: Variant,
+    factors: Factors,
+    values: &[f32],
+    kept: &mut [[f32; KEPT]],
+    waiting: &mut [f32],
+) {
+    match variant.instructions() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a variant exists only where the machine has its instructions.
+        Instructions::Avx2 => unsafe { accumulate_avx2(factors, values, kept, waiting) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a variant exists only where the machine has its instructions.
+        Instructions::Avx512 => unsafe { accumulate_avx512(factors, values, kept, waiting) },
+        _ => accumulate_in_lanes(factors, values, kept, waiting),
+    }
+}
+
+#[inline(always)]
+fn accumulate_in_lanes(
+    factors: Factors,
+    values: &[f32],
+    kept: &mut [[f32; KEPT]],
+    waiting: &mut [f32],
+) {
+    for ((&value, kept), waiting) in values.iter().zip(kept).zip(waiting) {
+        let momentum = factors.momentum * kept[1] + factors.clip * value;
+        let sum = kept[0] + momentum;
+        *kept = [sum, momentum];
+        *waiting = sum;
+    }
+}
+
+/// # Safety
+///
+/// The machine has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn accumulate_avx2(
+    factors: Factors,
+    values: &[f32],
+    kept: &mut [[f32; KEPT]],
+    waiting: &mut [f32],
+) {
+    accumulate_in_lanes(factors, values, kept, waiting);
+}
+
+/// # Safety
+///
+/// The machine has AVX-512F.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn accumulate_avx512(
+    factors: Factors,
+    values: &[f32],
+    kept: &mut [[f32; KEPT]],
+    waiting: &mut [f32],
+) {
+    accumulate_in_lanes(factors, values, kept, waiting);
+}

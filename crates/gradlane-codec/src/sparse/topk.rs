@@ -1,0 +1,130 @@
+//! `topk`: the largest magnitudes of values and residual.
+
+use super::options::TopkOptions;
+use super::selection::{count_of, select};
+use super::wire;
+use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+use crate::variant::Instructions;
+use crate::Variant;
+
+/// The codec `topk`.
+#[derive(Debug)]
+pub(crate) struct Topk {
+    spec: CodecSpec,
+    variant: Variant,
+    options: TopkOptions,
+}
+
+impl Topk {
+    pub(crate) fn new(variant: Variant, spec: &CodecSpec, options: TopkOptions) -> Topk {
+        Topk { spec: spec.clone(), variant, options }
+    }
+}
+
+impl Codec for Topk {
+    fn spec(&self) -> &CodecSpec {
+        &self.spec
+    }
+
+    fn granule(&self) -> u64 {
+        1
+    }
+
+    fn is_fixed_size(&self) -> bool {
+        false
+    }
+
+    fn is_unbiased(&self) -> bool {
+        false
+    }
+
+    fn max_wire_bytes(&self, elements: usize) -> usize {
+        wire::bytes_max(count_of(self.options.ratio_max(), elements), elements)
+    }
+
+    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
+        wire::bytes_max(count_of(self.options.ratio_at(place), elements), elements)
+    }
+
+    fn encode(
+        &self,
+        place: &Place,
+        values: &[f32],
+        residual: Option<&mut [f32]>,
+        out: &mut [u8],
+    ) -> usize {
+        check_arguments(self, place, values, residual.as_deref(), out);
+        let count = count_of(self.options.ratio_at(place), values.len());
+        let Some(residual) = residual else {
+            return wire::write(values, &select(self.variant, values, count), out);
+        };
+        add(self.variant, residual, values);
+        let chosen = select(self.variant, residual, count);
+        let used = wire::write(residual, &chosen, out);
+        // What is not finite was chosen first; if there is more of it, the rest is dropped.
+        if chosen.iter().any(|&at| !residual[at as usize].is_finite()) {
+            residual.iter_mut().filter(|kept| !kept.is_finite()).for_each(|kept| *kept = 0.0);
+        }
+        for &at in &chosen {
+            residual[at as usize] = 0.0;
+        }
+        used
+    }
+
+    fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
+        decode(encoded, out)
+    }
+
+    fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
+        decode_add(encoded, sum)
+    }
+}
+
+/// Decodes sparse values; zero is where none is.
+pub(super) fn decode(encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
+    out.fill(0.0);
+    Ok(wire::read(encoded, out.len(), |at, value| out[at] = value)?)
+}
+
+/// Adds sparse values where they are.
+pub(super) fn decode_add(encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
+    Ok(wire::read(encoded, sum.len(), |at, value| sum[at] += value)?)
+}
+
+/// `sum += values`, each addition rounded on its own.
+fn add(variant: Variant, sum: &mut [f32], values: &[f32]) {
+    match variant.instructions() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a variant exists only where the machine has its instructions.
+        Instructions::Avx2 => unsafe { add_avx2(sum, values) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a variant exists only where the machine has its instructions.
+        Instructions::Avx512 => unsafe { add_avx512(sum, values) },
+        _ => add_in_lanes(sum, values),
+    }
+}
+
+#[inline(always)]
+fn add_in_lanes(sum: &mut [f32], values: &[f32]) {
+    for (sum, value) in sum.iter_mut().zip(values) {
+        *sum += value;
+    }
+}
+
+/// # Safety
+///
+/// The machine has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn add_avx2(sum: &mut [f32], values: &[f32]) {
+    add_in_lanes(sum, values);
+}
+
+/// # Safety
+///
+/// The machine has AVX-512F.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn add_avx512(sum: &mut [f32], values: &[f32]) {
+    add_in_lanes(sum, values);
+}

@@ -1,0 +1,291 @@
+//! Encodings: what the engine knows of a codec is how long an encoded slice is at most. What is in it
+//! is the driver's: the engine hands out works that encode and decode, and moves the buffers.
+//!
+//! Contributions are encoded late, most urgent first, and only so many ahead of sending: what is
+//! encoded and waits for its socket holds a buffer, and can no longer be passed over.
+
+use crate::engine::Engine;
+use crate::io::{BufferRef, Operation, Work};
+use crate::plan::{Plan, Update};
+use crate::scheduler::{Body, Key, Message};
+use crate::server::Part;
+use crate::work::Running;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+use alloc::vec::Vec;
+use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_wire::{Codec, FrameKind};
+use serde::{Deserialize, Serialize};
+
+/// How the slices of one tensor travel after step 0.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Encoding {
+    /// The codec, in the canonical text of `gradlane-codec`.
+    pub codec: String,
+    /// Sizes of the tensor's dimensions in the order of its storage, which some codecs go by.
+    pub sizes: Vec<u64>,
+    /// Slices begin at multiples of so many elements.
+    pub granule_elems: u64,
+    /// Whether every encoding of a slice is equally long.
+    pub fixed: bool,
+    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
+    pub residual_width: u32,
+    /// For each length of a slice, in elements, the most bytes of its encoding.
+    pub bytes: Vec<(u64, u64)>,
+}
+
+impl Encoding {
+    /// The most bytes of an encoded slice of so many elements; none for a length of no slice.
+    #[must_use]
+    pub fn bytes_max(&self, elements: u64) -> Option<u64> {
+        self.bytes.iter().find(|(length, _)| *length == elements).map(|&(_, bytes)| bytes)
+    }
+}
+
+/// A codec as plans need to know it. `gradlane-codec` has the codecs themselves.
+pub trait Coding {
+    /// Its canonical text.
+    fn name(&self) -> String;
+    /// Sizes of the tensor's dimensions in the order of its storage, where it goes by them.
+    fn sizes(&self) -> Vec<u64>;
+    /// Slices begin at multiples of so many elements, at least 1.
+    fn granule_elems(&self) -> u64;
+    /// The most bytes of so many encoded elements.
+    fn bytes_max(&self, elements: u64) -> u64;
+    /// Whether that is also the least.
+    fn is_fixed(&self) -> bool;
+    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
+    fn residual_width(&self) -> u32;
+}
+
+impl Plan {
+    /// The most bytes of a slice in one form or the other.
+    ///
+    /// # Panics
+    /// When the tensor has no encoding and is asked for as encoded.
+    #[must_use]
+    pub fn bytes_as(&self, slice: SliceId, form: Codec) -> u64 {
+        match form {
+            Codec::Raw => self.slice_bytes(slice),
+            Codec::Encoded => {
+                let Some(encoding) = self.encoding(slice) else {
+                    unreachable!("{slice} is of a tensor without an encoding");
+                };
+                let elements = self.slice(slice).length;
+                encoding.bytes_max(elements).expect("a plan has the size of each of its slices")
+            }
+        }
+    }
+
+    /// Numbers that are kept for each value of a tensor of what its encoding loses.
+    #[must_use]
+    pub fn residual_width(&self, tensor: TensorId) -> usize {
+        let encoding = self.tensor(tensor).encoding.as_ref();
+        encoding.map_or(0, |encoding| encoding.residual_width as usize)
+    }
+
+    /// The encoding of the tensor that a slice is part of.
+    #[must_use]
+    pub fn encoding(&self, slice: SliceId) -> Option<&Encoding> {
+        self.tensor(self.slice(slice).tensor).encoding.as_ref()
+    }
+
+    /// Whether a frame of this kind may carry a slice as encoded bytes. Step 0 spreads exact values,
+    /// and parameters that were updated on a server are exact as well.
+    #[must_use]
+    pub fn may_be_encoded(&self, kind: FrameKind, slice: SliceId, step: Step) -> bool {
+        let carries = match kind {
+            FrameKind::Push => true,
+            FrameKind::Broadcast => self.update == Update::Worker,
+            _ => false,
+        };
+        carries && step.0 > 0 && self.encoding(slice).is_some()
+    }
+}
+
+/// A contribution that waits to be encoded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Waiting {
+    pub(crate) slice: SliceId,
+    pub(crate) step: Step,
+}
+
+/// Contributions to one owner.
+#[derive(Debug, Default)]
+struct Lane {
+    waiting: BTreeMap<Key, Waiting>,
+    /// Being encoded, or encoded and not yet with the kernel.
+    ahead: BTreeSet<Key>,
+    /// The entry of this lane in `EncodeQueue::heads`.
+    indexed: Option<Key>,
+}
+
+/// Contributions to be encoded, and those that are encoded and wait for their sockets.
+#[derive(Debug)]
+pub(crate) struct EncodeQueue {
+    own: Rank,
+    /// Slices towards one owner that are encoded ahead. One more goes if it is more urgent than all
+    /// of these.
+    ahead_max: usize,
+    lanes: BTreeMap<Rank, Lane>,
+    /// The most urgent contribution of each lane that may be encoded now.
+    heads: BTreeSet<(Key, Rank)>,
+    unsent: BTreeMap<(SliceId, Step), (Key, Rank, BufferRef)>,
+}
+
+impl EncodeQueue {
+    pub(crate) fn new(own: Rank, ahead_max: usize) -> EncodeQueue {
+        EncodeQueue {
+            own,
+            ahead_max: ahead_max.max(1),
+            lanes: BTreeMap::new(),
+            heads: BTreeSet::new(),
+            unsent: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn push(&mut self, owner: Rank, key: Key, waiting: Waiting) {
+        self.lanes.entry(owner).or_default().waiting.insert(key, waiting);
+        self.reindex(owner);
+    }
+
+    /// The key of the most urgent contribution that may be encoded now.
+    pub(crate) fn first(&self) -> Option<Key> {
+        self.heads.first().map(|&(key, _)| key)
+    }
+
+    /// Takes that contribution.
+    pub(crate) fn pop(&mut self) -> Option<(Key, Waiting)> {
+        let (key, owner) = self.heads.first().copied()?;
+        let lane = self.lanes.get_mut(&owner)?;
+        let waiting = lane.waiting.remove(&key)?;
+        // What stays here waits for the other ranks, not for a socket.
+        if owner != self.own {
+            lane.ahead.insert(key);
+        }
+        self.reindex(owner);
+        Some((key, waiting))
+    }
+
+    /// A contribution is encoded and queued for its owner.
+    fn note_encoded(&mut self, waiting: Waiting, key: Key, owner: Rank, buffer: BufferRef) {
+        self.unsent.insert((waiting.slice, waiting.step), (key, owner, buffer));
+    }
+
+    /// All of a contribution is with the kernel; returns its buffer.
+    pub(crate) fn note_sent(&mut self, slice: SliceId, step: Step) -> Option<BufferRef> {
+        let (key, owner, buffer) = self.unsent.remove(&(slice, step))?;
+        if let Some(lane) = self.lanes.get_mut(&owner) {
+            lane.ahead.remove(&key);
+        }
+        self.reindex(owner);
+        Some(buffer)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.lanes.clear();
+        self.heads.clear();
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.unsent.is_empty() && self.lanes.values().all(|lane| lane.waiting.is_empty())
+    }
+
+    fn reindex(&mut self, owner: Rank) {
+        let Some(lane) = self.lanes.get_mut(&owner) else {
+            return;
+        };
+        let head = lane.waiting.first_key_value().map(|(&key, _)| key).filter(|key| {
+            let free = lane.ahead.len() < self.ahead_max;
+            let urgent = lane.ahead.first().is_none_or(|first| key < first);
+            free || (urgent && lane.ahead.len() == self.ahead_max)
+        });
+        if head == lane.indexed {
+            return;
+        }
+        if let Some(old) = core::mem::replace(&mut lane.indexed, head) {
+            self.heads.remove(&(old, owner));
+        }
+        if let Some(key) = head {
+            self.heads.insert((key, owner));
+        }
+    }
+}
+
+impl Engine {
+    /// In this step this rank's contributions travel as they are, whatever the plan says. All ranks
+    /// have to do the same before they contribute: a session whose ranks do not fails.
+    ///
+    /// # Errors
+    /// For another step than the current one, after a contribution, or in an ended session.
+    pub fn send_raw(&mut self, step: Step) -> Result<(), crate::error::UsageError> {
+        use crate::error::UsageError;
+        self.check_step("send_raw", step)?;
+        if self.worker.has_contributed() {
+            let text = "send_raw comes before the step's first contribution";
+            return Err(UsageError::Argument(text.into()));
+        }
+        self.worker.raw = true;
+        Ok(())
+    }
+
+    /// In which form this rank's contribution to a slice travels in the current step.
+    pub(crate) fn own_form(&self, slice: SliceId) -> Codec {
+        let step = self.worker.step;
+        let encoded = self.plan.may_be_encoded(FrameKind::Push, slice, step) && !self.worker.raw;
+        if encoded {
+            Codec::Encoded
+        } else {
+            Codec::Raw
+        }
+    }
+
+    /// In which form a slice's result comes in the current step, as far as that is known.
+    pub(crate) fn result_form(&self, slice: SliceId) -> Codec {
+        let state = self.worker.slice(slice);
+        let may = self.plan.may_be_encoded(FrameKind::Broadcast, slice, self.worker.step);
+        if state.received_bytes > 0 || !may || self.worker.raw {
+            state.form
+        } else {
+            Codec::Encoded
+        }
+    }
+
+    /// A contribution that is to be encoded takes its turn.
+    pub(crate) fn start_encode(&mut self, key: Key, waiting: Waiting) -> Work {
+        let Waiting { slice, step } = waiting;
+        let output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+        let input = self.gradient_region(slice);
+        let operation = Operation::Encode { input, output: output.whole() };
+        self.hand_out(slice, step, operation, Running::Encode { waiting, key, output })
+    }
+
+    /// A contribution is encoded: from now on its gradient memory may be written.
+    pub(crate) fn encoded(&mut self, waiting: Waiting, key: Key, output: BufferRef) {
+        let Waiting { slice, step } = waiting;
+        let owner = self.plan.slice(slice).owner;
+        let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
+        self.worker.slice_mut(slice).push_sent = true;
+        if owner == self.rank() {
+            self.add_part(slice, owner, Part::Encoded(output), priority);
+        } else {
+            self.encodes.note_encoded(waiting, key, owner, output);
+            let mut header = self.slice_header(FrameKind::Push, step, slice, priority);
+            header.codec = Codec::Encoded;
+            let body = Body::Region(output.whole());
+            self.scheduler.push(owner, key, Message { header, body });
+        }
+        self.install_if_open(slice);
+    }
+
+    /// The last frame of a contribution is with the kernel.
+    pub(crate) fn contribution_sent(&mut self, slice: SliceId, step: Step) {
+        match self.encodes.note_sent(slice, step) {
+            Some(buffer) => self.buffers.release(buffer, &mut self.events),
+            None => {
+                self.worker.slice_mut(slice).push_sent = true;
+                self.install_if_open(slice);
+            }
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! What the mean of a tensor must be, to the last bit, by the scheme that the plan gives it.
+
+use gradlane_engine::{Plan, Scheme};
+use gradlane_units::TensorId;
+
+/// The mean over all ranks of a tensor. `gradient` is a rank's, none where it has no gradient; that
+/// counts as zeros. Servers add in rank order; on a ring the rank after a slice's owner is first.
+pub fn mean(plan: &Plan, tensor: TensorId, gradient: impl Fn(u32) -> Option<Vec<f32>>) -> Vec<f32> {
+    let world = plan.world_size;
+    let numel = plan.tensor(tensor).spec.numel as usize;
+    let parts: Vec<Vec<f32>> =
+        (0..world).map(|rank| gradient(rank).unwrap_or_else(|| vec![0.0; numel])).collect();
+    let mut means = Vec::new();
+    for slice in plan.slices_of(tensor).map(|id| plan.slice(id)) {
+        let first = match plan.tensor(tensor).scheme {
+            Scheme::Ps => 0,
+            Scheme::Ring => slice.owner.0 + 1,
+        };
+        let mean = |element: u64| {
+            let value = |turn: u32| parts[((first + turn) % world) as usize][element as usize];
+            let sum = (1..world).fold(value(0), |sum, turn| sum + value(turn));
+            sum / world as f32
+        };
+        means.extend((slice.start..slice.start + slice.length).map(mean));
+    }
+    means
+}

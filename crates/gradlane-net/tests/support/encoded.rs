@@ -1,0 +1,109 @@
+//! Plans with codecs, and what all ranks must have under one: worked out here tensor by tensor, with
+//! nothing cut into slices and no owner.
+#![allow(dead_code, reason = "each test file uses its own part")]
+
+use super::support::{gradient, tensor};
+use gradlane_codec::{build, narrow, widen, Codec, Place, TensorShape};
+use gradlane_engine::{Coding, Plan, Strategy, TensorSpec, Update};
+use gradlane_net::TensorCodec;
+use gradlane_units::Dtype;
+use std::sync::Arc;
+
+/// A plan as JSON in which every tensor has this codec, but where it changes nothing.
+pub fn plan_encoded(
+    tensors: Vec<TensorSpec>,
+    codec: &str,
+    strategy: &str,
+    slice_elems: u64,
+    world_size: u32,
+    update: Update,
+) -> String {
+    let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a strategy");
+    let coded = tensors.into_iter().map(|spec| {
+        let codec = TensorCodec::parse(codec, spec.dtype, &[spec.numel]).expect("a codec");
+        let boxed = codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
+        (spec, boxed)
+    });
+    let plan = Plan::build_encoded(coded.collect(), strategy, update, world_size).expect("a plan");
+    serde_json::to_string(&plan).expect("JSON")
+}
+
+/// Tensors of the sizes at which codecs have ends, and a large one.
+pub fn odd_sizes(dtype: Dtype) -> Vec<TensorSpec> {
+    [1, 63, 64, 65, 100_000].map(|numel| tensor(&format!("of {numel}"), numel, dtype)).to_vec()
+}
+
+fn codec_dtype(dtype: Dtype) -> gradlane_codec::Dtype {
+    match dtype {
+        Dtype::F16 => gradlane_codec::Dtype::F16,
+        Dtype::Bf16 => gradlane_codec::Dtype::Bf16,
+        _ => gradlane_codec::Dtype::F32,
+    }
+}
+
+/// One tensor's aggregation as it is defined.
+pub struct Oracle {
+    spec: TensorSpec,
+    index: u32,
+    codec: Arc<dyn Codec>,
+    pub worker_residuals: Vec<Vec<f32>>,
+    pub owner_residual: Vec<f32>,
+}
+
+impl Oracle {
+    pub fn new(codec: &str, index: u32, spec: &TensorSpec, world_size: u32) -> Oracle {
+        let codec = build(&codec.parse().expect("a codec"), &TensorShape::new(&[spec.numel]));
+        let width = if codec.keeps_residual() { codec.residual_width() } else { 0 };
+        let zeros = vec![0.0; spec.numel as usize * width];
+        Oracle {
+            spec: spec.clone(),
+            index,
+            codec,
+            worker_residuals: vec![zeros.clone(); world_size as usize],
+            owner_residual: zeros,
+        }
+    }
+
+    fn place(&self, step: u64, leg: u32) -> Place {
+        Place { seed: 0, step, tensor: self.index, leg, first_element: 0 }
+    }
+
+    /// The memory of every rank after a step in which each rank has these values.
+    pub fn step(&mut self, step: u64, values: impl Fn(u32) -> Vec<f32>) -> Vec<u8> {
+        let elements = self.spec.numel as usize;
+        let keeps = self.codec.keeps_residual();
+        let world_size = self.worker_residuals.len();
+        let mut sum = vec![0.0; elements];
+        let mut encoded = vec![0; self.codec.max_wire_bytes(elements)];
+        for rank in 0..world_size {
+            let place = self.place(step, rank as u32);
+            let residual = keeps.then_some(self.worker_residuals[rank].as_mut_slice());
+            let used = self.codec.encode(&place, &values(rank as u32), residual, &mut encoded);
+            let done = match rank {
+                0 => self.codec.decode(&encoded[..used], &mut sum),
+                _ => self.codec.decode_add(&encoded[..used], &mut sum),
+            };
+            done.expect("its own encoding");
+        }
+        sum.iter_mut().for_each(|value| *value /= world_size as f32);
+        let place = self.place(step, Place::BROADCAST);
+        let residual = keeps.then_some(self.owner_residual.as_mut_slice());
+        let used = self.codec.encode(&place, &sum, residual, &mut encoded);
+        self.codec.decode(&encoded[..used], &mut sum).expect("its own encoding");
+        let dtype = codec_dtype(self.spec.dtype);
+        let mut bytes = vec![0; elements * dtype.element_bytes()];
+        narrow(dtype, &sum, &mut bytes);
+        bytes
+    }
+
+    /// A step with the values of `gradient`.
+    pub fn usual_step(&mut self, step: u64) -> Vec<u8> {
+        let (spec, index) = (self.spec.clone(), self.index as usize);
+        self.step(step, |rank| {
+            let bytes = gradient(rank, step, index, &spec).bytes;
+            let mut values = vec![0.0; spec.numel as usize];
+            widen(codec_dtype(spec.dtype), &bytes, &mut values);
+            values
+        })
+    }
+}

@@ -1,0 +1,92 @@
+//! Any bytes as the text of a codec, as an encoding and as values: no panic, nothing read or written
+//! beside its place, and every variant gives the same.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use gradlane_codec::{build_with, CodecSpec, Place, TensorShape, Variant};
+use libfuzzer_sys::fuzz_target;
+
+const TEXTS: &[&str] = &[
+    "f32",
+    "bf16",
+    "f16",
+    "onebit",
+    "onebit:bucket=64",
+    "onebit:bucket=tensor",
+    "qsgd:bits=2",
+    "qsgd:bits=4",
+    "qsgd:bits=8,levels=uniform",
+    "qsgd:bits=16,bucket=64,norm=l2",
+    "int8",
+    "topk:ratio=0.1",
+    "dgc:ratio=0.01,clip=1",
+];
+
+#[derive(Arbitrary, Debug)]
+struct Case<'a> {
+    text: &'a str,
+    known: u8,
+    elements: u16,
+    column: u8,
+    granule: u32,
+    seed: u64,
+    with_residual: bool,
+    bytes: &'a [u8],
+}
+
+fn same(one: &[f32], other: &[f32]) -> bool {
+    one.iter().zip(other).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan())
+}
+
+fuzz_target!(|case: Case<'_>| {
+    let text = TEXTS[usize::from(case.known) % TEXTS.len()];
+    let spec = match case.text.parse::<CodecSpec>() {
+        Ok(spec) => {
+            assert_eq!(spec.to_string().parse::<CodecSpec>().as_ref(), Ok(&spec));
+            spec
+        }
+        Err(_) => text.parse().expect("a known text"),
+    };
+    let elements = usize::from(case.elements) % 3000;
+    let column = u64::from(case.column).max(1);
+    let shape = TensorShape::new(&[(elements as u64).div_ceil(column), column]);
+
+    // Bytes from a peer, as they are and in the length that the elements ask for.
+    let scalar = build_with(Variant::SCALAR, &spec, &shape);
+    let mut sum = vec![0.25; elements];
+    let _ = scalar.decode_add(case.bytes, &mut sum);
+    let mut encoded = case.bytes.to_vec();
+    encoded.resize(scalar.max_wire_bytes(elements), 0x5a);
+    let mut sum = vec![0.25; elements];
+    let decoded = scalar.decode_add(&encoded, &mut sum);
+
+    // The same bytes as values.
+    let float = |bytes: &[u8; 4]| f32::from_le_bytes(*bytes);
+    let mut values: Vec<f32> = case.bytes.as_chunks::<4>().0.iter().map(float).collect();
+    values.truncate(elements);
+    let first_element = u64::from(case.granule) * scalar.granule();
+    let place = Place { seed: case.seed, step: 1, tensor: 2, leg: 3, first_element };
+    let mut residual = vec![0.5; values.len() * scalar.residual_width()];
+    let mut out = vec![0; scalar.max_wire_bytes(values.len())];
+    let kept = case.with_residual.then_some(&mut residual[..]);
+    let bytes = scalar.encode(&place, &values, kept, &mut out);
+
+    for variant in Variant::available() {
+        let codec = build_with(variant, &spec, &shape);
+        let mut other_sum = vec![0.25; elements];
+        assert_eq!(codec.decode_add(&encoded, &mut other_sum), decoded);
+        assert!(
+            decoded.is_err() || same(&other_sum, &sum),
+            "{spec} decodes otherwise with {variant}"
+        );
+        let mut other_residual = vec![0.5; residual.len()];
+        let mut other = vec![0; out.len()];
+        let kept = case.with_residual.then_some(&mut other_residual[..]);
+        assert_eq!(codec.encode(&place, &values, kept, &mut other), bytes);
+        assert!(same(&other_residual, &residual), "{spec} keeps otherwise with {variant}");
+        let mut back = [vec![0.0; values.len()], vec![0.0; values.len()]];
+        codec.decode(&out[..bytes], &mut back[0]).expect("what was encoded");
+        codec.decode(&other[..bytes], &mut back[1]).expect("what was encoded");
+        assert!(same(&back[0], &back[1]), "{spec} encodes otherwise with {variant}");
+    }
+});

@@ -1,0 +1,97 @@
+"""`gradlane lab accuracy`: makes the study's runs, shows its tables and writes its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlane.command_options import require_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradlane.accuracy.markdown import Lines
+
+
+def lab_accuracy(
+    output: Annotated[
+        Path, typer.Option(help="Folder for results.json, results.csv, report.html.")
+    ] = Path("accuracy"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer steps, seeds and codecs: ten minutes.")
+    ] = False,
+    task: Annotated[
+        str, typer.Option(help="Only these, comma-separated: mlp, resnet, lstm, transformer.")
+    ] = "",
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(help="In place of the study's: p3, asgd or a codec; may be given repeatedly."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
+    workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
+    budget_s: Annotated[
+        float, typer.Option(help="Begin no further run after so many seconds; call again for more.")
+    ] = 1e9,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables as a page, such as docs/accuracy.md.")
+    ] = None,
+) -> None:
+    """Train four small networks with every codec, and compare loss and accuracy.
+
+    Against steps and against emulated time at 0.1, 1 and 10 Gbit/s. The full study takes some
+    hours of one processor. What was interrupted goes on where it stopped when the same command
+    is given again.
+    """
+    from gradlane.accuracy import study
+    from gradlane.accuracy.markdown import main_table, page_text
+    from gradlane.accuracy.page import write_page
+    from gradlane.lab.display import bar_progress, wide_console
+    from gradlane.lab.presets.folder import PresetFolder
+
+    runs = study.runs_of(
+        quick=quick,
+        tasks=[part.strip() for part in task.split(",") if part.strip()],
+        schemes=scheme or (),
+        seeds=seeds,
+        workers=workers,
+    )
+    folder = PresetFolder(output)
+    folder.prepare()
+    require_writable(markdown)
+    console = wide_console()
+    missing = study.missing(runs, study.read_runs(folder.results))
+    with bar_progress(console, sum(run.steps for run in missing)) as progress:
+        rows = study.make_missing(runs, folder, progress, budget_s=budget_s)
+    still_missing = study.missing(runs, rows)
+    chosen = set(runs)
+    rows = [row for row in rows if study.key_of(row) in chosen]
+    folder.write_table(rows)
+    write_page(rows, folder.page)
+    for name in dict.fromkeys(row["task"] for row in rows):
+        _print(console, name, main_table(rows, name))
+    for path in (folder.results, folder.table, folder.page):
+        console.print(f"wrote {path}", highlight=False)
+    if markdown is not None:
+        command = f"gradlane lab accuracy{' --quick' if quick else ''} --markdown {markdown}"
+        markdown.write_text(page_text(rows, command), encoding="utf-8")
+        console.print(f"wrote {markdown}", highlight=False)
+    if still_missing:
+        verb = "is" if len(still_missing) == 1 else "are"
+        typer.echo(
+            f"{len(still_missing)} of {len(runs)} runs {verb} missing: give the same command again"
+        )
+
+
+def _print(console: Console, name: str, lines: Lines) -> None:
+    """Show what was learned in equal steps; times are on the page."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in lines.columns[:5]:
+        table.add_column(column)
+    for row in lines.body:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row[:5]))
+    console.print(table)

@@ -1,0 +1,58 @@
+"""What commands have in common: options that mean the same everywhere, and files behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
+]
+CostsPath = Annotated[
+    Path | None,
+    typer.Option("--costs", help="Constants of a machine, as `lab calibrate --json` wrote them."),
+]
+HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write a page with plots.")]
+
+
+def read_rows(results: Path) -> list[dict[str, Any]]:
+    """Read the rows of a lab run; `ValueError` where there are none."""
+    return rows_in(read_json(results), results)
+
+
+def read_json(path: Path) -> Any:
+    """Read a file; `ValueError` where it cannot be read or is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise ValueError(f"cannot read {path}: {failure.strerror}") from failure
+    except ValueError as failure:
+        raise ValueError(f"{path} is not JSON: {failure}") from failure
+
+
+def rows_in(content: Any, path: Path) -> list[dict[str, Any]]:
+    """Return what a file held as rows of a lab run; `ValueError` where it is something else."""
+    if not isinstance(content, list) or not content or "strategy" not in content[0]:
+        raise ValueError(
+            f"{path} holds no rows of a lab run or a what-if: make it with `lab run --json` or "
+            "`whatif --json`"
+        )
+    return content
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raise `ValueError` for a path whose folder is missing, before minutes of work are lost."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: its folder does not exist")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write what a command printed."""
+    require_writable(path)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

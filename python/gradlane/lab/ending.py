@@ -1,0 +1,61 @@
+"""Endings that come from outside: SIGTERM unwinds like Ctrl-C, so that nothing is left behind.
+
+The default is to die at once. The kernel would remove the namespaces and the ranks would notice,
+but files under way and temporary folders would stay.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import typer
+
+
+class Terminated(BaseException):
+    """SIGTERM came; not an error of the program, so no handler of those catches it."""
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    # Whoever asks again must not interrupt the cleaning up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def end_in_order(context: typer.Context) -> None:
+    """Raise `Terminated` on SIGTERM until the command is over, unless someone else listens."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    signal.signal(signal.SIGTERM, _raise)
+    context.call_on_close(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+@contextmanager
+def in_one_piece() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the block is over: for what takes well under a second.
+
+    Libraries with an event loop of their own do not bear an exception in its midst.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            os.kill(os.getpid(), came[0])

@@ -1,0 +1,132 @@
+"""The folder that a preset keeps: rows, the same as a table for spreadsheets, and a page.
+
+Room is asked for before anything is measured, since two hours are too much to lose to a full disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradlane.lab.cells import write_failure
+from gradlane.lab.errors import LabError
+
+NEEDED_BYTES = 24 * 10**6
+"""The page carries the plotting library, 5 MB; rows with what ports did over time are as large."""
+FIRST_COLUMNS = (
+    "source",
+    "workload",
+    "strategy",
+    "workers",
+    "rate_bps",
+    "dilation",
+    "slice_elems",
+    "codec",
+    "steps",
+    "samples_per_s",
+    "step_s_median",
+    "wall_step_s_median",
+    "compute_s",
+    "bound_step_s",
+    "step_over_bound",
+    "tx_bytes_per_step",
+    "link_utilization",
+    "cpu_s_per_step",
+    "cpu_share",
+    "cpu_bound",
+)
+"""Columns of the table, in this order; others come after them."""
+
+
+@dataclass(frozen=True)
+class PresetFolder:
+    """Where the files of a preset are."""
+
+    path: Path
+
+    @property
+    def results(self) -> Path:
+        """All rows, measured and simulated."""
+        return self.path / "results.json"
+
+    @property
+    def table(self) -> Path:
+        """The rows without what is a list or an object, comma-separated."""
+        return self.path / "results.csv"
+
+    @property
+    def page(self) -> Path:
+        """Plots and tables."""
+        return self.path / "report.html"
+
+    def prepare(self) -> None:
+        """Make the folder and see that its files can be written.
+
+        Raises:
+            ValueError: there is something else, or it may not be written.
+            LabError: the disk has not room enough.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; name a folder with --output")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            trial = self.path / f".trial.{os.getpid()}"
+            trial.write_bytes(b"")
+            trial.unlink()
+        except OSError as failure:
+            raise write_failure(self.path, failure) from failure
+        free_bytes = shutil.disk_usage(self.path).free
+        if free_bytes < NEEDED_BYTES:
+            raise LabError(
+                f"{self.path} has {free_bytes / 1e6:.1f} MB of free space, and results and page "
+                f"need {NEEDED_BYTES / 1e6:.0f} MB: make room, or name another folder with --output"
+            )
+
+    def write_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows for spreadsheets.
+
+        Raises:
+            LabError: the file cannot be written.
+        """
+        columns = table_columns(rows)
+
+        def write(partial: Path) -> None:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                table = csv.writer(file)
+                table.writerow(columns)
+                table.writerows([row.get(name) for name in columns] for row in rows)
+
+        replace_whole(self.table, write)
+
+
+def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of fields that are numbers, texts or nothing in every row that has them."""
+    names = dict.fromkeys((*FIRST_COLUMNS, *(name for row in rows for name in row)))
+    return [
+        name
+        for name in names
+        if any(row.get(name) is not None for row in rows)
+        and all(isinstance(row.get(name), str | int | float | None) for row in rows)
+    ]
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file beside another and put it in its place: the old one or the new one, whole.
+
+    Raises:
+        LabError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError as failure:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise write_failure(path, failure) from failure

@@ -1,0 +1,121 @@
+"""Codecs as Python sees them: every kernel through the binding, on tensors and arrays."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from gradlane.codecs import BROADCAST, Codec
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+
+SPECS = (
+    "f32",
+    "bf16",
+    "f16",
+    "qsgd:bits=8",
+    "qsgd:bits=2,norm=l2,levels=uniform",
+    "topk:ratio=0.1",
+)
+
+
+def gradient(elements: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("elements", [1, 63, 64, 65, 5_000])
+def test_tensors_and_arrays_give_the_same_bytes(spec: str, elements: int) -> None:
+    codec = Codec(spec)
+    values = gradient(elements)
+    wire = codec.encode(values, seed=3, step=4, tensor=5, leg=1)
+    array = codec.encode(values.numpy(), seed=3, step=4, tensor=5, leg=1)
+    assert isinstance(wire, torch.Tensor) and isinstance(array, np.ndarray)
+    assert wire.dtype == torch.uint8 and np.array_equal(wire.numpy(), array)
+    assert len(wire) <= codec.wire_bytes_max(elements)
+    if codec.is_fixed_size:
+        assert len(wire) == codec.wire_bytes_max(elements)
+    decoded = codec.decode(wire, elements)
+    assert isinstance(decoded, torch.Tensor) and decoded.shape == (elements,)
+    twice = decoded.clone()
+    codec.decode_add(wire, twice)
+    assert torch.equal(twice, decoded + decoded)
+
+
+def test_f32_is_the_values_and_their_bytes() -> None:
+    values = gradient(100).reshape(10, 10)
+    wire = Codec("f32").encode(values)
+    assert np.array_equal(np.asarray(wire), values.numpy().view(np.uint8).ravel())
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=2,residual=on", "topk:ratio=0.01"])
+def test_what_was_sent_and_what_is_kept_are_what_there_was(spec: str) -> None:
+    codec = Codec(spec)
+    assert codec.residual_width == 1
+    residual, sent, given = torch.zeros(3_000), torch.zeros(3_000), torch.zeros(3_000)
+    for step in range(20):
+        values = gradient(3_000, step)
+        codec.decode_add(codec.encode(values, residual=residual, step=step), sent)
+        given += values
+    torch.testing.assert_close(sent + residual, given, rtol=0, atol=1e-4)
+
+
+def test_draws_depend_on_the_place_alone() -> None:
+    codec = Codec("qsgd:bits=2")
+    values = gradient(512)
+    same = [codec.encode(values, seed=1, step=2, tensor=3, leg=4) for _ in range(2)]
+    assert torch.equal(torch.as_tensor(same[0]), torch.as_tensor(same[1]))
+    for place in ((9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9), (1, 2, 3, BROADCAST)):
+        seed, step, tensor, leg = place
+        other = codec.encode(values, seed=seed, step=step, tensor=tensor, leg=leg)
+        assert not torch.equal(torch.as_tensor(same[0]), torch.as_tensor(other)), place
+
+
+def test_a_tensor_may_be_encoded_in_parts() -> None:
+    codec = Codec("qsgd:bits=4")
+    values = gradient(5 * codec.granule + 7)
+    whole = torch.as_tensor(codec.encode(values, step=1))
+    cut = 2 * codec.granule
+    parts = [
+        torch.as_tensor(codec.encode(values[:cut], step=1)),
+        torch.as_tensor(codec.encode(values[cut:], step=1, first_element=cut)),
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_dgc_keeps_two_numbers_a_value_and_sends_more_at_first() -> None:
+    codec = Codec("dgc:ratio=0.001,warmup=4")
+    assert codec.residual_width == 2
+    residual = torch.zeros(2 * 10_000)
+    sizes = [
+        len(codec.encode(gradient(10_000, step), residual=residual, step=step)) for step in range(5)
+    ]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 50 * sizes[-1]
+    assert codec.wire_bytes_max(10_000, step=4) < codec.wire_bytes_max(10_000, step=0)
+
+
+def test_what_is_wrong_is_said() -> None:
+    codec = Codec("qsgd:bits=4")
+    with pytest.raises(ValueError, match="no codec is named"):
+        Codec("gzip")
+    with pytest.raises(ValueError, match="2, 4, 8 or 16"):
+        Codec("qsgd:bits=5")
+    with pytest.raises(ValueError, match="float32"):
+        codec.encode(torch.zeros(8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.encode(torch.zeros(8, 8).t())
+    with pytest.raises(ValueError, match="granule"):
+        codec.encode(torch.zeros(8), first_element=1)
+    with pytest.raises(ValueError, match="residual of 7"):
+        codec.encode(torch.zeros(8), residual=torch.zeros(7))
+    with pytest.raises(ValueError, match="bytes are needed"):
+        codec.encode_into(torch.zeros(8), torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="bytes"):
+        codec.decode(np.zeros(3, dtype=np.uint8), 8)
+    with pytest.raises(ValueError, match="neither a rank"):
+        codec.encode(torch.zeros(8), leg=-2)
