@@ -17,16 +17,16 @@ impl Engine {
     /// A rank's contribution to an owned slice is whole.
     pub(crate) fn add_part(&mut self, slice: SliceId, rank: Rank, part: Part, priority: Priority) {
         let owned = self.server.owned.get_mut(&slice).expect("only the owner collects a slice");
+        if self.plan.strategy.ready == ReadyRule::Each && owned.step.0 > 0 {
+            self.add_push(slice, rank, part, priority);
+            return;
+        }
         let form = match part {
             Part::Own | Part::Buffer(_) => Some(Codec::Raw),
             Part::Encoded(_) => Some(Codec::Encoded),
             Part::Absent => None,
         };
         let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
-        if self.plan.strategy.ready == ReadyRule::Each && owned.step.0 > 0 {
-            self.add_push(slice, rank, part, priority);
-            return;
-        }
         owned.parts.insert(rank, part);
         owned.priority = priority;
         let step = owned.step;

@@ -229,8 +229,13 @@ impl Driver {
                 Command::ReadState(read, step) => {
                     self.works.read_state(read);
                     self.engine.updates_paused();
-                    // State is exact: owners broadcast it as it is.
-                    self.engine.send_raw(step)
+                    if self.engine.plan().strategy.ready == ReadyRule::Each {
+                        // It is asked for between steps there, and nothing is ever encoded.
+                        Ok(())
+                    } else {
+                        // State is exact: owners broadcast it as it is.
+                        self.engine.send_raw(step)
+                    }
                 }
                 Command::WorkerResidual(tensor, reply) => {
                     // Who asked may have been interrupted.

@@ -60,9 +60,12 @@ impl Works {
         })
     }
 
-    /// A step begins: its slices are not read until that is asked for.
+    /// A step begins: its slices are not read until that is asked for. Where each push is applied
+    /// alone, this rank's steps say nothing about the others': there settings end a reading.
     pub(crate) fn begin_step(&mut self) {
-        self.reading = None;
+        if !self.applies_each {
+            self.reading = None;
+        }
     }
 
     /// Settings in force from now on.
