@@ -2,7 +2,7 @@
 
 A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
 Given alone, it is for all tensors but the smallest, which are left in full precision as long as
-more than 99 % of all parameters are encoded (Grubic et al. 2018, section 5.1): biases and norms
+more than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases and norms
 hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's
 name counts, and nothing else: tensors that no pattern fits are left alone.
 """
@@ -184,14 +184,19 @@ def choose_codecs(rules: CodecRules, tensors: Sequence[CodedTensor]) -> list[Cod
     if rules == RAW:
         return [CodecChoice(tensor.name, RAW, "no codec is given") for tensor in tensors]
     if isinstance(rules, str):
-        smallest = _smallest_encoded(tensors)
+        encodable = (one.numel for one in tensors if one.dtype in ENCODED_DTYPES)
+        smallest = smallest_encoded(encodable)
         return [_by_size(rules, tensor, smallest) for tensor in tensors]
     return [_by_pattern(rules, tensor) for tensor in tensors]
 
 
-def _smallest_encoded(tensors: Iterable[CodedTensor]) -> int:
-    """Elements from which on tensors are encoded: the most with which over 99 % of all are."""
-    sizes = sorted(tensor.numel for tensor in tensors if tensor.dtype in ENCODED_DTYPES)
+def smallest_encoded(numels: Iterable[int]) -> int:
+    """Return from how many elements on tensors are encoded: the most with which over 99 % are.
+
+    Args:
+        numels: elements of each tensor that could be; 0 is returned where there is none.
+    """
+    sizes = sorted(numels)
     total, below = sum(sizes), 0
     for position, size in enumerate(sizes):
         first_of_size = position == 0 or sizes[position - 1] < size

@@ -94,9 +94,7 @@ class Codec:
         """
         place = (seed, step, tensor, leg, first_element)
         wire = np.empty(self._codec.max_wire_bytes(place, _count(values)), dtype=np.uint8)
-        kept = (0, 0) if residual is None else _floats(residual, "the residual")
-        used = self._codec.encode(place, _floats(values, "the values"), kept, _bytes(wire))
-        return _like(values, wire[:used])
+        return _like(values, wire[: self._encode(place, values, residual, wire)])
 
     def encode_into(
         self,
@@ -115,7 +113,15 @@ class Codec:
         Raises:
             ValueError: the buffer is shorter than `wire_bytes_max`, or as for `encode`.
         """
-        place = (seed, step, tensor, leg, first_element)
+        return self._encode((seed, step, tensor, leg, first_element), values, residual, wire)
+
+    def _encode(
+        self,
+        place: tuple[int, int, int, int, int],
+        values: Array,
+        residual: Array | None,
+        wire: Array,
+    ) -> int:
         kept = (0, 0) if residual is None else _floats(residual, "the residual")
         return self._codec.encode(place, _floats(values, "the values"), kept, _bytes(wire))
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import gradlane.torch
+from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import Codec
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.torch.layout import Part, cut
-from gradlane.torch.parameters import Parameters, small_below
+from gradlane.torch.parameters import Parameters
 from gradlane.torch.residuals import Residuals
 from tests.adapter.pool import RankPool
 from tests.ddp_hook.scenarios import emulate, make_model
@@ -151,11 +152,11 @@ def test_what_an_owner_kept_goes_back_when_the_piece_is_anothers() -> None:
 
 
 def test_the_99_percent_rule_leaves_out_less_than_a_hundredth() -> None:
-    assert small_below([10, 10, 980, 5_000]) == 980
-    assert small_below([1_000]) == 1_000
-    assert small_below([]) == 0
+    assert smallest_encoded([10, 10, 980, 5_000]) == 980
+    assert smallest_encoded([1_000]) == 1_000
+    assert smallest_encoded([]) == 0
     sizes = [one.numel() for one in make_model().parameters()]
-    left_out = sum(numel for numel in sizes if numel < small_below(sizes))
+    left_out = sum(numel for numel in sizes if numel < smallest_encoded(sizes))
     assert 0 < left_out < 0.01 * sum(sizes)
 
 

@@ -11,7 +11,7 @@
 //! answered for the step before, so an owner owes each rank at most one answer a slice.
 
 use crate::engine::Engine;
-use crate::io::{BufferRef, Event, Memory, Operation, Work};
+use crate::io::{BufferRef, Event, Operation, Work};
 use crate::plan::Plan;
 use crate::scheduler::Body;
 use crate::server::Part;
@@ -211,7 +211,7 @@ impl Engine {
     pub(crate) fn start_apply(&mut self, slice: SliceId, push: Push) -> Work {
         let bytes = self.plan.slice_bytes(slice);
         let (input, output) = match push.part {
-            Part::Buffer(buffer) => (whole(buffer), buffer),
+            Part::Buffer(buffer) => (buffer.whole(), buffer),
             _ => (self.gradient_region(slice), self.buffers.acquire(bytes)),
         };
         let owned = self.each.owned.get(&slice).expect("a state is there after step 0");
@@ -220,8 +220,8 @@ impl Engine {
             absent: false,
             // The learning rate was chosen for gradients of this size: one rank's own mean.
             divisor: 1,
-            parameters: whole(owned.state),
-            output: whole(output),
+            parameters: owned.state.whole(),
+            output: output.whole(),
         };
         let running = Running::Apply { slice, push, output };
         self.hand_out(slice, push.step, operation, running)
@@ -284,9 +284,4 @@ impl Engine {
             self.buffers.release(state, &mut self.events);
         }
     }
-}
-
-/// All of a buffer.
-fn whole(buffer: BufferRef) -> crate::io::Region {
-    crate::io::Region { memory: Memory::Buffer(buffer), offset: 0, length: buffer.bytes }
 }

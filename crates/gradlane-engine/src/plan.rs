@@ -88,10 +88,28 @@ impl Slice {
 pub struct TensorSetting {
     /// The tensor as the user has it.
     pub spec: TensorSpec,
-    /// How it is aggregated.
-    pub scheme: Scheme,
+    /// How it is aggregated; none: as the strategy says.
+    pub scheme: Option<Scheme>,
     /// How its slices travel after step 0; none: as they are.
     pub coding: Option<Box<dyn Coding>>,
+}
+
+impl From<TensorSpec> for TensorSetting {
+    fn from(spec: TensorSpec) -> TensorSetting {
+        TensorSetting { spec, scheme: None, coding: None }
+    }
+}
+
+impl From<(TensorSpec, Scheme)> for TensorSetting {
+    fn from((spec, scheme): (TensorSpec, Scheme)) -> TensorSetting {
+        TensorSetting { spec, scheme: Some(scheme), coding: None }
+    }
+}
+
+impl From<(TensorSpec, Option<Box<dyn Coding>>)> for TensorSetting {
+    fn from((spec, coding): (TensorSpec, Option<Box<dyn Coding>>)) -> TensorSetting {
+        TensorSetting { spec, scheme: None, coding }
+    }
 }
 
 /// Everything that the ranks must agree on before the first frame.
@@ -110,62 +128,16 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server.
+    /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server; the
+    /// slices of servers are placed as if there were no others. A world of one sends nothing, and
+    /// encodes nothing.
     ///
     /// # Errors
-    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, or the
-    /// strategy's ready rule does not go with the rest.
-    pub fn build(
-        tensors: Vec<TensorSpec>,
-        strategy: Strategy,
-        update: Update,
-        world_size: u32,
-    ) -> Result<Plan, PlanError> {
-        let scheme = strategy.scheme;
-        let plain = |spec| TensorSetting { spec, scheme, coding: None };
-        let tensors = tensors.into_iter().map(plain).collect();
-        Plan::build_from(tensors, strategy, update, world_size)
-    }
-
-    /// The same with a scheme for each tensor.
-    ///
-    /// # Errors
-    /// As [`Plan::build_from`].
-    pub fn build_mixed(
-        tensors: Vec<(TensorSpec, Scheme)>,
-        strategy: Strategy,
-        update: Update,
-        world_size: u32,
-    ) -> Result<Plan, PlanError> {
-        let plain = |(spec, scheme)| TensorSetting { spec, scheme, coding: None };
-        let tensors = tensors.into_iter().map(plain).collect();
-        Plan::build_from(tensors, strategy, update, world_size)
-    }
-
-    /// The same with the codec of each tensor that has one.
-    ///
-    /// # Errors
-    /// As [`Plan::build_from`].
-    pub fn build_encoded(
-        tensors: Vec<(TensorSpec, Option<Box<dyn Coding>>)>,
-        strategy: Strategy,
-        update: Update,
-        world_size: u32,
-    ) -> Result<Plan, PlanError> {
-        let scheme = strategy.scheme;
-        let coded = |(spec, coding)| TensorSetting { spec, scheme, coding };
-        let tensors = tensors.into_iter().map(coded).collect();
-        Plan::build_from(tensors, strategy, update, world_size)
-    }
-
-    /// The same with a scheme and, where wanted, a codec for each tensor. The slices of servers are
-    /// placed as if there were no others. A world of one sends nothing, and encodes nothing.
-    ///
-    /// # Errors
-    /// As [`Plan::build`]; when a scheme does not go with the other rules, or a codec is given for a
-    /// tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
-    pub fn build_from(
-        tensors: Vec<TensorSetting>,
+    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, the
+    /// strategy's ready rule or a tensor's scheme does not go with the rest, or a codec is given for
+    /// a tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    pub fn build<Tensor: Into<TensorSetting>>(
+        tensors: Vec<Tensor>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
@@ -178,7 +150,9 @@ impl Plan {
         let mut ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
-        for (index, TensorSetting { spec, scheme, coding }) in tensors.into_iter().enumerate() {
+        for (index, tensor) in tensors.into_iter().enumerate() {
+            let TensorSetting { spec, scheme, coding } = tensor.into();
+            let scheme = scheme.unwrap_or(plan.strategy.scheme);
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, world_size)?;
             if let Some(coding) = &coding {
@@ -378,8 +352,9 @@ fn check_coding(
     }
     if scheme != Scheme::Ps {
         return Err(PlanError::new(format!(
-            "tensor {name:?} has scheme ring and codec {codec:?}: sums that go round a ring cannot be \
-             encoded; use scheme ps, or no codec"
+            "tensor {name:?} has scheme {} and codec {codec:?}, but only what servers add up can be \
+             encoded: use scheme ps, or no codec",
+            scheme.name()
         )));
     }
     let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);

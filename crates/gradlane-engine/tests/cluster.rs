@@ -252,20 +252,7 @@ fn updates_on_the_server_land_only_after_the_step_has_ended() {
 #[test]
 fn wfbp_releases_nothing_before_the_whole_step_is_there() {
     let plan = plan(&[10, 10], "wfbp", 10, 2);
-    let mut cluster = Cluster::new(&plan, 64, 64, 5);
-    cluster.step_zero();
-    cluster.begin(Step(1));
-    for node in &mut cluster.nodes {
-        node.ready.clear();
-        node.engine.gradient_ready(TensorId(1), Step(1)).expect("ok");
-    }
-    cluster.run();
-    assert!(cluster.nodes.iter().all(|node| node.ready.is_empty()));
-    for node in &mut cluster.nodes {
-        node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
-    }
-    cluster.run();
-    assert!(cluster.nodes.iter().all(|node| node.ready.len() == 2));
+    common::releases_nothing_before_the_whole_step(&plan);
 }
 
 #[test]
@@ -314,14 +301,7 @@ fn a_lost_rank_is_named_by_all_others_whatever_the_moment() {
         cluster.kill(3);
         cluster.run();
         for node in &cluster.nodes[..3] {
-            let failure = node.failure.as_ref().expect("a failure");
-            assert_eq!(failure.peer, Some(Rank(3)), "{failure}");
-            assert_eq!(failure.last_complete, Some(Step(1)));
-            assert!(
-                failure.outstanding.tensors.contains(&"layer0.weight".to_string()),
-                "{failure}"
-            );
-            assert!(failure.outstanding.bytes > 0, "{failure}");
+            common::names_the_lost(node, Rank(3), seed);
         }
     }
 }

@@ -242,7 +242,7 @@ fn only_short_floats_that_are_trained_have_codecs() {
         let mut spec = tensors(&[10]).remove(0);
         change(&mut spec);
         let strategy = Strategy::named("p3", None, 0).expect("p3");
-        Plan::build_encoded(vec![(spec, toy())], strategy, Update::Worker, 2)
+        Plan::build(vec![(spec, toy())], strategy, Update::Worker, 2)
             .map(Arc::new)
             .map_err(|error| error.to_string())
     };
@@ -257,9 +257,9 @@ fn only_short_floats_that_are_trained_have_codecs() {
 #[test]
 fn sums_that_go_round_have_no_codecs() {
     let spec = tensors(&[10]).remove(0);
-    let toy = Toy { granule_elems: 1, varies: false };
+    let toy: Box<dyn gradlane_engine::Coding> = Box::new(Toy { granule_elems: 1, varies: false });
     let strategy = Strategy::named("ring", None, 0).expect("ring");
-    let plan = Plan::build_encoded(vec![(spec, Some(Box::new(toy)))], strategy, Update::Worker, 2);
+    let plan = Plan::build(vec![(spec, Some(toy))], strategy, Update::Worker, 2);
     let text = plan.expect_err("refused").to_string();
     assert!(text.contains("layer0.weight") && text.contains("scheme ring"), "{text}");
 }

@@ -14,7 +14,7 @@ fn plan(tensors: &[(u64, Scheme)], slice_elems: u64, world: u32) -> Arc<Plan> {
     let sizes: Vec<u64> = tensors.iter().map(|&(numel, _)| numel).collect();
     let specs = common::tensors(&sizes).into_iter().zip(tensors.iter().map(|it| it.1)).collect();
     let strategy = Strategy::named("p3", Some(slice_elems), 0).expect("p3");
-    Arc::new(Plan::build_mixed(specs, strategy, Update::Worker, world).expect("a plan"))
+    Arc::new(Plan::build(specs, strategy, Update::Worker, world).expect("a plan"))
 }
 
 /// What a rank gives in a step: a block of some size up to the plan's, or none.

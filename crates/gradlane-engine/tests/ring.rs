@@ -34,7 +34,7 @@ fn mixed(tensors: &[(u64, Scheme)], slice_elems: u64, world: u32, seed: u64) -> 
     let sizes: Vec<u64> = tensors.iter().map(|&(numel, _)| numel).collect();
     let specs = common::tensors(&sizes).into_iter().zip(tensors.iter().map(|it| it.1)).collect();
     let strategy = Strategy::named("p3", Some(slice_elems), 0).expect("p3");
-    let mut plan = Plan::build_mixed(specs, strategy, Update::Worker, world).expect("a plan");
+    let mut plan = Plan::build(specs, strategy, Update::Worker, world).expect("a plan");
     let mut rng = Rng::new(seed);
     for slice in &mut plan.slices {
         slice.owner = Rank(rng.below(world));
@@ -149,7 +149,7 @@ fn two_ranks_get_the_bits_of_servers() {
     let results = [Scheme::Ps, Scheme::Ring].map(|scheme| {
         let specs = common::tensors(&[6, 6]).into_iter().map(|spec| (spec, scheme)).collect();
         let strategy = Strategy::named("p3", Some(2), 0).expect("p3");
-        let plan = Plan::build_mixed(specs, strategy, Update::Worker, 2).expect("a plan");
+        let plan = Plan::build(specs, strategy, Update::Worker, 2).expect("a plan");
         let mut cluster = Cluster::new(&Arc::new(plan), 64, 64, 3);
         cluster.step_zero();
         cluster.begin(Step(1));
@@ -208,7 +208,7 @@ fn the_order_of_addition_does_not_depend_on_slices_or_on_other_tensors_schemes()
     let tensors: Vec<(TensorSpec, Scheme)> =
         common::tensors(&sizes).into_iter().zip(schemes).collect();
     let strategy = Strategy::named("p3", None, 0).expect("p3");
-    let some = Plan::build_mixed(tensors, strategy, Update::Worker, 3).expect("a plan");
+    let some = Plan::build(tensors, strategy, Update::Worker, 3).expect("a plan");
     assert_eq!(owners(&some, 2), owners(&whole, 2));
 }
 
@@ -217,7 +217,7 @@ fn rules_that_need_servers_refuse_a_ring() {
     let refused = |name: &str, update: Update, world: u32| -> String {
         let strategy = Strategy::named(name, None, 0).expect("a strategy");
         let tensors = common::tensors(&[10]).into_iter().map(|it| (it, Scheme::Ring)).collect();
-        Plan::build_mixed(tensors, strategy, update, world).expect_err("refused").to_string()
+        Plan::build(tensors, strategy, update, world).expect_err("refused").to_string()
     };
     for (name, update, world, why) in [
         ("p3", Update::Server, 2, "update=worker"),
@@ -284,20 +284,7 @@ fn a_barrier_between_steps_holds_ring_tensors_too() {
         Strategy { scheme: Scheme::Ring, ..Strategy::named("wfbp", None, 0).expect("wfbp") };
     let specs = common::tensors(&[10, 10]);
     let plan = Arc::new(Plan::build(specs, strategy, Update::Worker, 3).expect("a plan"));
-    let mut cluster = Cluster::new(&plan, 64, 64, 5);
-    cluster.step_zero();
-    cluster.begin(Step(1));
-    for node in &mut cluster.nodes {
-        node.ready.clear();
-        node.engine.gradient_ready(TensorId(1), Step(1)).expect("ok");
-    }
-    cluster.run();
-    assert!(cluster.nodes.iter().all(|node| node.ready.is_empty()));
-    for node in &mut cluster.nodes {
-        node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
-    }
-    cluster.run();
-    assert!(cluster.nodes.iter().all(|node| node.ready.len() == 2));
+    common::releases_nothing_before_the_whole_step(&plan);
 }
 
 #[test]
@@ -318,11 +305,7 @@ fn a_lost_rank_is_named_by_all_others_whatever_the_moment() {
         cluster.kill(3);
         cluster.run();
         for node in &cluster.nodes[..3] {
-            let failure = node.failure.as_ref().expect("a failure");
-            assert_eq!(failure.peer, Some(Rank(3)), "seed {seed}: {failure}");
-            assert_eq!(failure.last_complete, Some(Step(1)));
-            assert!(failure.outstanding.tensors.contains(&"layer0.weight".to_string()));
-            assert!(failure.outstanding.bytes > 0, "{failure}");
+            common::names_the_lost(node, Rank(3), seed);
         }
     }
 }

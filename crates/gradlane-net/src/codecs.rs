@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// Why a text is no codec for a tensor.
 pub use gradlane_codec::CodecSpecError;
 
-/// A codec for one tensor, as [`Plan::build_encoded`] takes it.
+/// A codec for one tensor, as [`Plan::build`] takes it.
 #[derive(Debug)]
 pub struct TensorCodec {
     codec: Arc<dyn Codec>,

@@ -172,6 +172,11 @@ impl Works {
         Ok(())
     }
 
+    /// What is kept of a slice goes with its work, and comes back with what was done.
+    fn take_state(&mut self, slice: SliceId) -> SliceState {
+        self.states[slice.index()].take().unwrap_or_default()
+    }
+
     fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
         let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
@@ -187,7 +192,7 @@ impl Works {
                 dtype,
                 output: locate(output)?,
                 copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                state: self.states[work.slice.index()].take().unwrap_or_default(),
+                state: self.take_state(work.slice),
             },
             (Operation::Reduce { inputs, absent, divisor, output, copy_to }, None) => {
                 Kernel::Reduce {
@@ -206,12 +211,12 @@ impl Works {
                 dtype,
                 output: locate(output)?,
                 copy_to: None,
-                state: self.states[work.slice.index()].take().unwrap_or_default(),
+                state: self.take_state(work.slice),
             },
             (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
                 let rule = self.rules[work.tensor.index()]
                     .ok_or("no optimizer settings: call set_optimizer before gradients")?;
-                let mut state = self.states[work.slice.index()].take().unwrap_or_default();
+                let mut state = self.take_state(work.slice);
                 let rule = if self.applies_each { state.count(rule) } else { rule };
                 Kernel::Apply {
                     from: Contributions {
@@ -234,7 +239,7 @@ impl Works {
                     coder,
                     from: locate(input)?,
                     output: locate(output)?,
-                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                    state: self.take_state(work.slice),
                 }
             }
             (Operation::Recode { inputs, absent, divisor, output, copy_to }, _) => Kernel::Recode {
@@ -246,7 +251,7 @@ impl Works {
                 },
                 output: locate(output)?,
                 copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                state: self.states[work.slice.index()].take().unwrap_or_default(),
+                state: self.take_state(work.slice),
             },
             (Operation::DecodeApply { inputs, absent, divisor, parameters, output }, _) => {
                 Kernel::DecodeApply {
@@ -261,7 +266,7 @@ impl Works {
                     output: locate(output)?,
                     rule: self.rules[work.tensor.index()]
                         .ok_or("no optimizer settings: call set_optimizer before gradients")?,
-                    state: self.states[work.slice.index()].take().unwrap_or_default(),
+                    state: self.take_state(work.slice),
                 }
             }
             (Operation::Decode { from, to }, _) => Kernel::Decode {

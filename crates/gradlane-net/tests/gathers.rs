@@ -18,7 +18,7 @@ fn plan(world_size: u32) -> String {
         (tensor("rows", 9, Dtype::Bf16), Scheme::Gather),
     ];
     let strategy = Strategy::named("p3", Some(7_000), 0).expect("p3");
-    let plan = Plan::build_mixed(tensors, strategy, Update::Worker, world_size).expect("a plan");
+    let plan = Plan::build(tensors, strategy, Update::Worker, world_size).expect("a plan");
     serde_json::to_string(&plan).expect("JSON")
 }
 

@@ -170,7 +170,7 @@ fn rings_and_servers_share_one_step() {
     let schemes = [Scheme::Ring, Scheme::Ps].into_iter().cycle();
     let strategy = Strategy::named("p3", Some(2_000), 0).expect("p3");
     let tensors = model().into_iter().zip(schemes).collect();
-    let plan = Plan::build_mixed(tensors, strategy, Update::Worker, world_size).expect("a plan");
+    let plan = Plan::build(tensors, strategy, Update::Worker, world_size).expect("a plan");
     let json = serde_json::to_string(&plan).expect("JSON");
     let channels = world_with("127.0.0.1", world_size, &json, |options| options.trace = true);
     each_rank(channels, move |channel| {

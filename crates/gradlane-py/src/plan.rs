@@ -58,10 +58,9 @@ pub(crate) fn plan_json(
             None => None,
         };
         let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
-        let scheme = scheme.unwrap_or(strategy.scheme);
         tensors.push(TensorSetting { spec, scheme, coding });
     }
-    let plan = Plan::build_from(tensors, strategy, update, world_size).map_err(refuse)?;
+    let plan = Plan::build(tensors, strategy, update, world_size).map_err(refuse)?;
     serde_json::to_string(&plan).map_err(refuse)
 }
 

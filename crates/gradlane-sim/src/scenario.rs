@@ -353,7 +353,7 @@ impl Scenario {
         let specs = self.profile.specs();
         let Some(plan) = &self.plan else {
             let rows = codecs::rows(specs, &self.codecs)?;
-            return Plan::build_encoded(rows, self.strategy()?, self.update, workers)
+            return Plan::build(rows, self.strategy()?, self.update, workers)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));

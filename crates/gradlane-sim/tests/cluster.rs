@@ -533,7 +533,7 @@ fn blocks_go_from_every_rank_to_every_other() {
     let mut scenario = free(layers(&[100_000]), workers, "p3", ideal(1e9));
     let tensors = scenario.profile.specs().into_iter().map(|spec| (spec, Scheme::Gather)).collect();
     let strategy = Strategy::named("p3", None, 0).expect("p3");
-    let plan = Plan::build_mixed(tensors, strategy, Default::default(), workers).expect("a plan");
+    let plan = Plan::build(tensors, strategy, Default::default(), workers).expect("a plan");
     scenario.plan = Some(plan);
     let report = run(&scenario);
     let bytes = f64::from(workers - 1) * 400_000.0;

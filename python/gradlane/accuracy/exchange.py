@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import BROADCAST, Codec
-from gradlane.torch.parameters import small_below
 
 SLICE_ELEMS = 50_000
 """Elements of a slice: the default of `p3`."""
@@ -68,7 +68,7 @@ class Exchange:
         parameters = list(model.parameters())
         convolutions = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv2d)}
         if small_elems is None:
-            small_elems = small_below(one.numel() for one in parameters)
+            small_elems = smallest_encoded(one.numel() for one in parameters)
         self._slices: list[list[_Slice]] = []
         for number, parameter in enumerate(parameters):
             plain = parameter.numel() < small_elems

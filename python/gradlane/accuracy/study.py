@@ -6,7 +6,6 @@ after every run; a run that is in it is not made again.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,8 @@ from gradlane.accuracy.schemes import FULL_PRECISION, parse_scheme
 from gradlane.accuracy.tasks import TASKS
 from gradlane.accuracy.timing import step_s
 from gradlane.accuracy.training import train
-from gradlane.lab.presets.folder import PresetFolder, replace_whole
+from gradlane.lab.cells import read_json, save_rows
+from gradlane.lab.presets.folder import PresetFolder
 from gradlane.lab.run import LabProgress
 
 NAME = "accuracy"
@@ -200,12 +200,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: the file is none of this study's.
     """
-    if not path.exists():
-        return []
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; move it away to begin anew") from error
+    rows = read_json(path)
     if not isinstance(rows, list) or any(row.get("preset") != NAME for row in rows):
         raise ValueError(f"{path} holds other rows than this study's; name another folder")
     return rows
@@ -241,13 +236,5 @@ def make_missing(
         layers = "" if run.layers == ALL else f", {run.layers} only"
         progress.phase(f"{run.task} with {run.scheme}{layers}, seed {run.seed}")
         rows.append(make_run(run, progress))
-        content = json.dumps(rows)
-        replace_whole(
-            folder.results,
-            lambda partial, content=content: _write(partial, content),  # type: ignore[misc]
-        )
+        save_rows(rows, folder.results)
     return rows
-
-
-def _write(path: Path, content: str) -> None:
-    path.write_text(content, encoding="utf-8")

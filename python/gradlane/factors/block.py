@@ -87,11 +87,6 @@ def part_bytes(part: Part) -> int:
     return _HEADER.size + _padded(sum(tensor.nbytes for tensor in _tensors(part)))
 
 
-def dense_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return the size of a block with a whole gradient alone."""
-    return _HEADER.size + _padded(shape.numel() * dtype.itemsize)
-
-
 def pack(parts: Sequence[Part]) -> Tensor:
     """Return a block with these parts, in this order: u8, on the CPU.
 

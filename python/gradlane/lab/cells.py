@@ -138,18 +138,27 @@ def warmup_of(strategy: str) -> int:
     return WARMUP_PRIORITY if strategy == "p3" else WARMUP_USUAL
 
 
+def read_json(path: Path) -> Any:
+    """Return what a file of rows holds; no rows where there is no file yet.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; move it away to begin anew") from error
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows that were measured so far; none where there is no file yet.
 
     Raises:
         ValueError: the file is none of rows.
     """
-    if not path.exists():
-        return []
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; move it away to begin anew") from error
+    rows = read_json(path)
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and {"workload", "strategy", "rate_bps", "cpu_bound"} <= row.keys()
         for row in rows
@@ -164,13 +173,26 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     Raises:
         LabError: the disk is full, or the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+
+    def write(partial: Path) -> None:
         with partial.open("w", encoding="utf-8") as file:
             # A row a line: to be searched and compared with the tools for lines.
             file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
             file.flush()
             os.fsync(file.fileno())
+
+    replace_whole(path, write)
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file beside another and put it in its place: the old one or the new one, whole.
+
+    Raises:
+        LabError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
         partial.replace(path)
     except OSError as failure:
         with contextlib.suppress(OSError):

@@ -11,29 +11,12 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import Codec
 from gradlane.torch.layout import Part
 
 UNNAMED = "parameter "
 """Before the number of a parameter whose name is not known."""
-QUANTIZED_SHARE = 0.99
-"""More than this share of all elements is encoded where small parameters are left out (Grubic et
-al. 2018, section 4)."""
-
-
-def small_below(sizes: Iterable[int]) -> int:
-    """Return the number of elements below which parameters may be left as they are.
-
-    It is the largest with which more than 99 % of all elements are still encoded.
-    """
-    ordered = sorted(sizes)
-    total = sum(ordered)
-    left_out = 0
-    for numel in ordered:
-        left_out += numel
-        if left_out >= (1.0 - QUANTIZED_SHARE) * total:
-            return numel
-    return 0
 
 
 class Parameters:
@@ -70,7 +53,9 @@ class Parameters:
         if self._overrides and not known:
             raise ValueError("codecs by name need the model: ddp_hook(..., model=model)")
         self.small_elems = (
-            small_elems if small_elems is not None else small_below(one.numel() for _, one in known)
+            smallest_encoded(one.numel() for _, one in known)
+            if small_elems is None
+            else small_elems
         )
         for name, parameter in known:
             self._add(name, parameter)

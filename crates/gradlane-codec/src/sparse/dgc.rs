@@ -6,7 +6,7 @@
 //! their momentum already, keeps `v` alone.
 
 use super::options::DgcOptions;
-use super::selection::{count_of, select};
+use super::selection::count_of;
 use super::{topk, wire};
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
 #[cfg(target_arch = "x86_64")]
@@ -83,8 +83,7 @@ impl Codec for Dgc {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
-            let values = values.as_chunks::<1>().0;
-            return wire::write(values, &select(self.variant, values, count), out);
+            return topk::write_largest(self.variant, values, count, out);
         };
         let kept = residual.as_chunks_mut::<KEPT>().0;
         if place.leg == Place::BROADCAST {
@@ -95,17 +94,7 @@ impl Codec for Dgc {
             let factors = Factors { momentum: self.options.momentum, clip: self.clipping(values) };
             accumulate(self.variant, factors, values, kept);
         }
-        let chosen = select(self.variant, kept, count);
-        let used = wire::write(kept, &chosen, out);
-        // What is not finite was chosen first; if there is more of it, the rest is dropped.
-        if chosen.iter().any(|&at| !kept[at as usize][0].is_finite()) {
-            let spoiled = kept.iter_mut().filter(|kept| !kept[0].is_finite());
-            spoiled.for_each(|kept| *kept = [0.0; KEPT]);
-        }
-        for &at in &chosen {
-            kept[at as usize] = [0.0; KEPT];
-        }
-        used
+        topk::send_kept(self.variant, kept, count, out)
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {

@@ -57,20 +57,10 @@ impl Codec for Topk {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
-            let values = values.as_chunks::<1>().0;
-            return wire::write(values, &select(self.variant, values, count), out);
+            return write_largest(self.variant, values, count, out);
         };
         add(self.variant, residual, values);
-        let chosen = select(self.variant, residual.as_chunks::<1>().0, count);
-        let used = wire::write(residual.as_chunks::<1>().0, &chosen, out);
-        // What is not finite was chosen first; if there is more of it, the rest is dropped.
-        if chosen.iter().any(|&at| !residual[at as usize].is_finite()) {
-            residual.iter_mut().filter(|kept| !kept.is_finite()).for_each(|kept| *kept = 0.0);
-        }
-        for &at in &chosen {
-            residual[at as usize] = 0.0;
-        }
-        used
+        send_kept(self.variant, residual.as_chunks_mut::<1>().0, count, out)
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
@@ -80,6 +70,38 @@ impl Codec for Topk {
     fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
         decode_add(encoded, sum)
     }
+}
+
+/// Writes the largest values, of which nothing is kept; gives the bytes that they take.
+pub(super) fn write_largest(
+    variant: Variant,
+    values: &[f32],
+    count: usize,
+    out: &mut [u8],
+) -> usize {
+    let values = values.as_chunks::<1>().0;
+    wire::write(values, &select(variant, values, count), out)
+}
+
+/// Writes the largest of what is kept, by the first number of each element, and forgets what was
+/// written; gives the bytes that it takes.
+pub(super) fn send_kept<const WIDTH: usize>(
+    variant: Variant,
+    kept: &mut [[f32; WIDTH]],
+    count: usize,
+    out: &mut [u8],
+) -> usize {
+    let chosen = select(variant, kept, count);
+    let used = wire::write(kept, &chosen, out);
+    // What is not finite was chosen first; if there is more of it, the rest is dropped.
+    if chosen.iter().any(|&at| !kept[at as usize][0].is_finite()) {
+        let spoiled = kept.iter_mut().filter(|kept| !kept[0].is_finite());
+        spoiled.for_each(|kept| *kept = [0.0; WIDTH]);
+    }
+    for &at in &chosen {
+        kept[at as usize] = [0.0; WIDTH];
+    }
+    used
 }
 
 /// Decodes sparse values; zero is where none is.

@@ -147,6 +147,33 @@ impl Toy {
     }
 }
 
+/// Two tensors of a plan with a barrier between steps: neither is released before both are there.
+pub fn releases_nothing_before_the_whole_step(plan: &Arc<Plan>) {
+    let mut cluster = Cluster::new(plan, 64, 64, 5);
+    cluster.step_zero();
+    cluster.begin(Step(1));
+    for node in &mut cluster.nodes {
+        node.ready.clear();
+        node.engine.gradient_ready(TensorId(1), Step(1)).expect("ok");
+    }
+    cluster.run();
+    assert!(cluster.nodes.iter().all(|node| node.ready.is_empty()));
+    for node in &mut cluster.nodes {
+        node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
+    }
+    cluster.run();
+    assert!(cluster.nodes.iter().all(|node| node.ready.len() == 2));
+}
+
+/// A node that lost a rank in step 2, with the first tensor of that rank outstanding, says so.
+pub fn names_the_lost(node: &Node, rank: Rank, seed: u64) {
+    let failure = node.failure.as_ref().expect("a failure");
+    assert_eq!(failure.peer, Some(rank), "seed {seed}: {failure}");
+    assert_eq!(failure.last_complete, Some(Step(1)));
+    assert!(failure.outstanding.tensors.contains(&"layer0.weight".to_string()), "{failure}");
+    assert!(failure.outstanding.bytes > 0, "{failure}");
+}
+
 /// A plan in which some tensors are encoded.
 pub fn encoded_plan(
     tensors: Vec<(TensorSpec, Option<Toy>)>,
@@ -158,7 +185,7 @@ pub fn encoded_plan(
     let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a known strategy");
     let boxed = |toy: Toy| -> Box<dyn Coding> { Box::new(toy) };
     let tensors = tensors.into_iter().map(|(spec, toy)| (spec, toy.map(boxed))).collect();
-    let plan = Plan::build_encoded(tensors, strategy, update, world_size);
+    let plan = Plan::build(tensors, strategy, update, world_size);
     Arc::new(plan.expect("a plan that can be built"))
 }
 

@@ -24,7 +24,7 @@ pub fn plan_encoded(
         let boxed = codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
         (spec, boxed)
     });
-    let plan = Plan::build_encoded(coded.collect(), strategy, update, world_size).expect("a plan");
+    let plan = Plan::build(coded.collect(), strategy, update, world_size).expect("a plan");
     serde_json::to_string(&plan).expect("JSON")
 }
 

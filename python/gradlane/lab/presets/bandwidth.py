@@ -79,8 +79,6 @@ def bandwidth(
         for workload in chosen
         for rate_bps in rates_bps or rates.get(workload, RATES_BPS[workload])
     ]
-    for cell in cells:
-        cell.options(cell.strategies)
 
     return Preset(NAME, cells, curves)
 

@@ -5,16 +5,15 @@ Room is asked for before anything is measured, since two hours are too much to l
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.cells import write_failure
+from gradlane.lab.cells import replace_whole, write_failure
 from gradlane.lab.errors import LabError
 
 NEEDED_BYTES = 24 * 10**6
@@ -114,19 +113,3 @@ def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if any(row.get(name) is not None for row in rows)
         and all(isinstance(row.get(name), str | int | float | None) for row in rows)
     ]
-
-
-def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside another and put it in its place: the old one or the new one, whole.
-
-    Raises:
-        LabError: the file cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        partial.replace(path)
-    except OSError as failure:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise write_failure(path, failure) from failure

@@ -16,6 +16,7 @@ from gradlane.lab.cells import (
     measure_missing,
     read_rows,
     remaining_estimate_s,
+    replace_whole,
     save_rows,
     still_missing,
 )
@@ -24,7 +25,7 @@ from gradlane.lab.ending import Terminated
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.completed import completed
 from gradlane.lab.presets.findings import measured
-from gradlane.lab.presets.folder import PresetFolder, replace_whole
+from gradlane.lab.presets.folder import PresetFolder
 from gradlane.lab.presets.simulated import Simulation, simulate_missing
 from gradlane.lab.results import Row
 from gradlane.lab.run import run_lab
@@ -51,6 +52,15 @@ class Preset:
     extra: Callable[[Row], Mapping[str, Any]] = lambda row: {}
     run: Callable[..., list[Row]] = run_lab
     finish: Callable[[Rows], list[dict[str, Any]]] = completed
+
+    def __post_init__(self) -> None:
+        """Refuse what the lab would refuse in the middle of the runs.
+
+        Raises:
+            ValueError: a cell has a strategy, a rate or a number that makes no sense.
+        """
+        for cell in self.cells:
+            cell.options(cell.strategies)
 
     @property
     def estimate_s(self) -> float:

@@ -7,6 +7,7 @@ nothing dilated and without token buckets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gradlane.lab.cells import CEILING, MEASURED, STEPS, Cell, usual_dilation
 from gradlane.lab.presets.bandwidth import GBIT, chosen_strategies, chosen_workloads
@@ -68,8 +69,6 @@ def scaling(
         for workload in chosen_workloads(workloads, WORKLOADS) or WORKLOADS
         for count in workers
     ]
-    for cell in cells:
-        cell.options(cell.strategies)
     return Preset(NAME, cells, _simulations)
 
 
@@ -98,8 +97,7 @@ def without_large_cells(preset: Preset, available_bytes: float) -> tuple[Preset,
         for cell in preset.cells
         if cell not in fitting
     ]
-    kept = Preset(preset.name, fitting, preset.simulations, preset.extra, preset.run, preset.finish)
-    return kept, said
+    return replace(preset, cells=fitting), said
 
 
 def _simulations(rows: Rows) -> list[Simulation]:

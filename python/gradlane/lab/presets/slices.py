@@ -69,8 +69,6 @@ def slices(
         for rate_bps in rates_bps or RATES_BPS[workload]
         for size in chosen_sizes
     ]
-    for cell in cells:
-        cell.options(cell.strategies)
     return Preset(NAME, cells, _simulations, finish=_with_plans)
 
 

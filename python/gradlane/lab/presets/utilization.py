@@ -89,7 +89,5 @@ def utilization(
         for workload in chosen_workloads(workloads, tuple(RATES_BPS)) or RATES_BPS
         for rate_bps in rates_bps or RATES_BPS[workload]
     ]
-    for cell in cells:
-        cell.options(cell.strategies)
     recorder = _Recorder()
     return Preset(NAME, cells, lambda rows: [], extra=recorder.extra, run=recorder.run)
