@@ -47,7 +47,7 @@ from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
 from gradlane.observability.summary import is_wanted
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import Options, strategy_of
+from gradlane.options import SFB, Options, strategy_of
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
@@ -116,7 +116,9 @@ def init(
             `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
             are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
-            ring, which makes strategy `p3` strategy `ring`; None: as the strategy does.
+            ring, which makes strategy `p3` strategy `ring`; `"sfb"`: weights of linear layers and
+            embeddings from factors, which every rank sends to every other, see `docs/factors.md`;
+            None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -167,6 +169,7 @@ def init(
         slice_elems=slice_elems,
         seed=seed,
         codec=codec_rules(codec),
+        factors=scheme == SFB,
         update=update,
         interface=interface,
         advertise=advertise,
@@ -288,8 +291,9 @@ class Session(SessionState, SessionReports):
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
-                (see `docs/planning.md`); None: the session's. Results are the same bits, but of
-                tensors with another scheme.
+                (see `docs/planning.md`); `"poseidon"`: record some steps, and from then on send
+                factors of the linear layers where they are fewer numbers (see `docs/factors.md`);
+                None: the session's. Results are the same bits, but of tensors with another scheme.
 
         Returns:
             The same two objects.
@@ -328,7 +332,7 @@ class Session(SessionState, SessionReports):
             options = agreed.plan.settings.applied_to(around.options)
             around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
-        learns = agreed.learns and self.world_size > 1
+        learns = agreed.rule != "" and self.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
@@ -336,7 +340,7 @@ class Session(SessionState, SessionReports):
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
-            self._plans.learn(prepared, links)
+            self._plans.learn(prepared, links, agreed.rule)
         if defer is None and not deferred and self._around.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
