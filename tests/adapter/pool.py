@@ -16,7 +16,6 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-
 ROOT = Path(__file__).parent.parent.parent
 
 
