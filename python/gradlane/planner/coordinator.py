@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
@@ -17,11 +17,16 @@ from gradlane.lab.bound import Bound, bound_step_s
 from gradlane.options import RING
 from gradlane.planner.candidates import Candidate, Simulated
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
-from gradlane.planner.layers import Schemes, layers_of, operations_per_s, simulated_schemes
+from gradlane.planner.layers import (
+    Schemes,
+    factors_of,
+    layers_of,
+    operations_per_s,
+    simulated_schemes,
+)
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
 from gradlane.planner.schemes import (
-    ENGINE_SCHEMES,
     RULES,
     SCHEMES,
     Cost,
@@ -292,16 +297,23 @@ class Coordinator:
         codecs = codecs_in(self._profile, codec_rules(settings.codec))
         slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
+        own = RING if settings.strategy == RING else "ps"
         for layer in self._layers:
-            schemes.update(dict.fromkeys(layer.parameters, layers[layer.name]))
+            choice = layers[layer.name]
+            schemes.update(dict.fromkeys(layer.parameters, choice))
+            factors = factors_of(layer, self._profile) if choice.scheme == "sfb" else None
+            for name in layer.parameters:
+                if factors is not None and name != factors.tensor:
+                    reason = f"{own}: only the layer's matrix has factors"
+                    schemes[name] = replace(choice, scheme=own, reason=reason)
         return tuple(
             PlannedTensor(
                 name=tensor.name,
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
                 codec=codec.codec,
-                # Factors travel whole: no scheme cuts them yet.
-                slices=count if schemes[tensor.name].scheme in ENGINE_SCHEMES else min(count, 1),
+                # How long factors are, the batch says: only whole gradients are known to be cut.
+                slices=count if schemes[tensor.name].scheme in ("ps", RING) else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
                 else f"{schemes[tensor.name].reason}; codec: {codec.reason}",
@@ -375,7 +387,6 @@ def _choice_row(choice: Choice) -> dict[str, Any]:
         "runner_up_step_s": runner_up.step_s if runner_up else None,
         "tried": [{"value": one.value, "step_s": one.step_s} for one in choice.tried],
         "skipped": list(choice.skipped),
-        "declined": choice.declined.value if choice.declined else None,
-        "declined_step_s": choice.declined.step_s if choice.declined else None,
+        "declined": [asdict(one) for one in choice.declined],
         "reason": reason_of(choice),
     }

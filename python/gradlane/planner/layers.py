@@ -140,6 +140,16 @@ def operations_per_s(profile: Profile) -> float:
     return 3.0 * profile.flops / profile.compute_s
 
 
+def _speed_in(layer: Layer, profile: Profile) -> float:
+    """How fast the accelerator is in a layer's forward, where no operations were counted."""
+    if profile.flops or layer.matrix is None or not layer.rows:
+        return operations_per_s(profile)
+    calls = next((one.forwards_s for one in profile.modules if one.name == layer.name), ())
+    took_s = sum(end - start for start, end in calls)
+    outputs, inputs = layer.matrix
+    return 2.0 * layer.rows * outputs * inputs / took_s if took_s > 0.0 else math.inf
+
+
 def simulated_schemes(
     profile: Profile, schemes: Iterable[tuple[str, str]], workers: int, speed: float | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -150,13 +160,12 @@ def simulated_schemes(
         schemes: layers, each with `ps`, `ring` or `sfb`.
         workers: ranks.
         speed: operations a second at which gradients are made of factors; None: as fast as the
-            profile's own arithmetic.
+            profile's own arithmetic, or else as its layer's forward.
 
     Raises:
         ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
     """
     layers = {layer.name: layer for layer in layers_of(profile)}
-    speed = operations_per_s(profile) if speed is None else speed
     found: dict[str, dict[str, Any]] = {}
     for name, scheme in schemes:
         if name not in layers:
@@ -166,12 +175,13 @@ def simulated_schemes(
             continue
         if scheme != "sfb":
             raise ValueError(f"the simulator has no scheme {scheme!r}: use ps, {RING} or sfb")
-        factors = factors_of(layers[name], profile)
+        layer = layers[name]
+        factors = factors_of(layer, profile)
         if factors is None:
             raise ValueError(f"layer {name!r} has no factors: its scheme cannot be 'sfb'")
         found[factors.tensor] = {
             "scheme": scheme,
             "block_bytes": factors.block_bytes,
-            "rebuild_s": (workers - 1) * factors.operations / speed,
+            "rebuild_s": (workers - 1) * factors.operations / (speed or _speed_in(layer, profile)),
         }
     return found

@@ -9,12 +9,11 @@ from gradlane.lab.bound import Bound
 from gradlane.lab.rates import format_rate
 from gradlane.planner.candidates import TIE
 from gradlane.planner.hybrid import HybridStep
-from gradlane.planner.schemes import ENGINE_SCHEMES, Cost, Counts, Layer
+from gradlane.planner.schemes import Cost, Counts, Layer
 from gradlane.planner.search import Choice, Found, Value
 from gradlane.planner.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002
-_REFUSED = " Sessions cannot run scheme sfb yet and refuse this plan."
 _WHAT = {
     "strategy": {
         "p3": "slices, the most urgent first",
@@ -73,14 +72,16 @@ def reason_of(choice: Choice) -> str:
 
 def _declined_reason(choice: Choice) -> str:
     """Say what would be faster and may not be chosen."""
-    other = choice.declined
-    if other is None:
-        return ""
-    gain = _percent(1.0 - other.step_s / choice.step_s)
-    return (
-        f"; declined: {other.value} would give {_ms(other.step_s)}, {gain} less, but "
-        f"{choice.why_declined}"
-    )
+    text = ""
+    for why in dict.fromkeys(one.why for one in choice.declined):
+        values = [
+            f"{one.value} would give {_ms(one.step_s)}, "
+            f"{_percent(1.0 - one.step_s / choice.step_s)} less"
+            for one in choice.declined
+            if one.why == why
+        ]
+        text += f"; declined: {', and '.join(values)}, but {why}"
+    return text
 
 
 def _codec_reason(choice: Choice) -> str:
@@ -162,7 +163,6 @@ def poseidon_summary(
     if not factored:
         return f"Factors are fewer numbers for no layer on {where}: all by servers."
     share = max(hybrid.node_bytes) / max(plain.node_bytes) if max(plain.node_bytes) else 1.0
-    refused = "" if "sfb" in ENGINE_SCHEMES else _REFUSED
     step_s, base_step_s = steps_s["step_s"], steps_s["base_step_s"]
     if step_s is None or base_step_s is None:
         how, step_s, base_step_s = "By bytes alone a step takes", hybrid.step_s, plain.step_s
@@ -172,7 +172,7 @@ def poseidon_summary(
         f"Factors for {len(factored)} of {len(schemes)} layers: {_percent(share)} of the bytes "
         f"of servers alone, {max(hybrid.node_bytes) / 1e6:.1f} MB a node and step. {how} "
         f"{_ms(step_s)} on {where}, {_ms(base_step_s)} with servers alone "
-        f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients).{refused}"
+        f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients)."
     )
 
 

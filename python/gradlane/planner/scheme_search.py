@@ -20,7 +20,7 @@ from gradlane.codec_choice import RAW
 from gradlane.options import RING, ring_refusal
 from gradlane.planner.candidates import TIE, Candidate, Simulated
 from gradlane.planner.layers import factors_of, layers_of, simulated_schemes
-from gradlane.planner.schemes import ENGINE_SCHEMES, Layer
+from gradlane.planner.schemes import Layer
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.grid import rebuild_s
 from gradlane.whatif.profiles import Profile
@@ -65,8 +65,6 @@ class Allowed:
             ring = ""
         if codec not in (None, RAW):
             ring = f"what goes round a ring is not encoded, and {codec} is asked for"
-        if not factors and "sfb" not in ENGINE_SCHEMES:
-            factors = "sessions cannot run scheme sfb yet"
         return cls(ring, factors)
 
     def why_not(self, label: str) -> str:
@@ -86,8 +84,8 @@ class SchemeSearch:
         base_step_s: without a choice.
         tried: labels of what was allowed and simulated, with step times.
         skipped: labels for which there was no time.
-        declined: the fastest of what is not allowed; None where it is not faster than `best`.
-        why_declined: why it is not allowed.
+        declined: labels of what is faster and not allowed, with step times and why not, the fastest
+            first.
         reasons: by layer, where there is something to say.
     """
 
@@ -98,8 +96,7 @@ class SchemeSearch:
     base_step_s: float
     tried: tuple[tuple[str, float], ...]
     skipped: tuple[str, ...] = ()
-    declined: tuple[str, float] | None = None
-    why_declined: str = ""
+    declined: tuple[tuple[str, float, str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -142,7 +139,8 @@ class _Search:
         self._reasons: dict[str, str] = {}
 
     def run(self) -> SchemeSearch:
-        best, declined = self._kept, None
+        best = self._kept
+        declined: list[tuple[str, float, str]] = []
         # What needs servers for its pulls or its updates has no other scheme.
         if not ring_refusal(self._kept.settings.strategy, self._facts.update):
             for candidate in self._rings():
@@ -163,8 +161,7 @@ class _Search:
             self._kept_s,
             tuple(self._tried.items()),
             tuple(self._skipped),
-            declined,
-            self._allowed.why_not(declined[0]) if declined else "",
+            tuple(declined),
             self._reasons,
         )
 
@@ -304,8 +301,8 @@ class _Search:
             f"{whole / 1e6:.2f} MB, for {cost}"
         )
 
-    def _declined(self, best: Candidate) -> tuple[str, float] | None:
-        """The fastest of what is not allowed, where it is faster than what is chosen."""
+    def _declined(self, best: Candidate) -> list[tuple[str, float, str]]:
+        """What is not allowed and faster than what is chosen, the fastest first."""
         others = []
         bases = [self._kept]
         ring = self._kept._replace(settings=_round_a_ring(self._kept.settings))
@@ -320,11 +317,11 @@ class _Search:
         assert best_s is not None
         timed = [(self._label(one), self._simulated.step_s(one)) for one in others]
         faster = [
-            (label, step_s)
+            (label, step_s, self._allowed.why_not(label))
             for label, step_s in timed
             if step_s is not None and step_s < best_s * (1.0 - TIE)
         ]
-        return min(faster, key=lambda one: one[1], default=None)
+        return sorted(faster, key=lambda one: one[1])
 
 
 def _round_a_ring(settings: Settings) -> Settings:

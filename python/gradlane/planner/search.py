@@ -41,6 +41,15 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Declined:
+    """A value that is predicted to be faster and may not be chosen."""
+
+    value: Value
+    step_s: float
+    why: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """What was chosen for one setting.
 
@@ -52,8 +61,7 @@ class Choice:
         base_step_s: with `base`.
         tried: everything that was simulated, in the order of values.
         skipped: values that were not, since there was no time.
-        declined: the fastest of what was simulated and may not be chosen; None if nothing was.
-        why_declined: why it may not.
+        declined: what is faster and may not be chosen, the fastest first.
     """
 
     setting: str
@@ -63,8 +71,7 @@ class Choice:
     base_step_s: float
     tried: tuple[Tried, ...]
     skipped: tuple[Value, ...] = ()
-    declined: Tried | None = None
-    why_declined: str = ""
+    declined: tuple[Declined, ...] = ()
 
     @property
     def runner_up(self) -> Tried | None:
@@ -166,7 +173,7 @@ def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequen
 
 def _scheme_choice(found: SchemeSearch) -> list[Choice]:
     """The choice of schemes as a row beside those of settings; none where there was none."""
-    if len(found.tried) < 2 and found.declined is None:
+    if len(found.tried) < 2 and not found.declined:
         return []
     tried = tuple(Tried(label, step_s) for label, step_s in found.tried)
     return [
@@ -178,8 +185,7 @@ def _scheme_choice(found: SchemeSearch) -> list[Choice]:
             found.base_step_s,
             tried,
             found.skipped,
-            None if found.declined is None else Tried(*found.declined),
-            found.why_declined,
+            tuple(Declined(*one) for one in found.declined),
         )
     ]
 

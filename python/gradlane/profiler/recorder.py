@@ -22,6 +22,7 @@ from gradlane.compiled import is_tracing
 from gradlane.pauses import PAUSE
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.profiler.nested import samples_in
+from gradlane.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.profiler.timeline import Steps, read_step
 
@@ -89,6 +90,7 @@ class Recorder:
         self._tape = Tape(clock)
         self._batch_size = batch_size
         self._samples = _SampleCount(self._tape)
+        self._rows = RowCounts()
         self._handles: list[Any] = []
         self._steps: deque[list[Mark]] = deque(maxlen=STEPS_MAX)
 
@@ -120,13 +122,16 @@ class Recorder:
                 ),
                 nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
             ]
+            if has_rows(module):
+                mark = RowMark(self._rows)
+                self._handles.append(nn.Module.register_forward_pre_hook(module, mark))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
         for index, parameter in enumerate(self._parameters.values()):
             code = 2 * len(self._modules) + index
-            mark = _GradientMark(self._tape, code)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
+            gradient = _GradientMark(self._tape, code)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(gradient))  # type: ignore[no-untyped-call]
         PAUSE.observe(self._tape)
 
     def detach(self) -> None:
@@ -149,6 +154,7 @@ class Recorder:
         if self._tape.runs:
             raise RuntimeError("begin_step() inside a step: call end_step() first")
         self._samples.begin()
+        self._rows.begin()
         self._tape.begin()
 
     def end_step(self) -> None:
@@ -161,6 +167,7 @@ class Recorder:
             raise RuntimeError("end_step() without a step: call begin_step() first")
         self._steps.append(self._tape.end())
         self._samples.end()
+        self._rows.end()
 
     def profile(self, model_name: str) -> Profile:
         """Return the medians over the recorded steps. On CUDA, waits until the device is done.
@@ -219,6 +226,7 @@ class Recorder:
                     ),
                     layer=layers[id(parameter)],
                     gradients=steps.gradients(index),
+                    rows=self._rows.rows_of(parameter),
                 )
             )
         return tensors
