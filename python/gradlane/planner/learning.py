@@ -45,6 +45,10 @@ class Learner(Protocol):
     def model(self) -> nn.Module:
         """The user's model."""
 
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor is aggregated, by name."""
+
 
 class Learning:
     """Learns what one model computes during its first steps, and decides its plan."""
@@ -166,7 +170,15 @@ class Learning:
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
 
     def _runnable(self, plan: Plan) -> Plan:
-        """Take factors from layers of the model that cannot be tapped."""
+        """Take factors from layers that cannot be tapped; leave those that the session gave."""
+        if self._options.factors and self._options.exact_order:
+            given = self._learner.schemes
+            reason = "as the session says: what adds up in another order is another result"
+            kept = tuple(
+                replace(tensor, scheme=given[tensor.name], reason=f"{given[tensor.name]}: {reason}")
+                for tensor in plan.tensors
+            )
+            return replace(plan, tensors=kept)
         layers = layers_by_weight(self._learner.model)
         weights = dict(self._learner.model.named_parameters())
 
