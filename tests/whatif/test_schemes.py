@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from gradlane.planner.layers import factors_of, layers_of, schemes_by_rule, simulated_schemes
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import clusters_of, evaluate
-from gradlane.whatif.profiles import Profile, ProfileTensor, synthetic_profile
+from gradlane.whatif.profiles import Profile, ProfileTensor, synthetic_profile, write_profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
+from tests.command_line import run
 
 MODEL = Profile(
     "three layers",
@@ -115,6 +118,24 @@ def test_rows_of_a_what_if_have_the_bound_of_their_schemes() -> None:
     assert poseidon.bound_step_s < poseidon.step_s < 1.05 * poseidon.bound_step_s
     assert poseidon.step_s < 0.8 * servers.step_s
     assert math.isclose(poseidon.compute_s, vgg.compute_s)
+
+
+def test_rows_of_asynchronous_training_say_how_late_gradients_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, target = tmp_path / "profile.json", tmp_path / "rows.json"
+    write_profile(MODEL, source)
+    arguments = ("whatif", str(source), "--workers", "4", "--rate", "1gbit")
+    status, out, errors = run(
+        monkeypatch, capsys, *arguments, "--strategy", "asgd,p3", "--json", str(target)
+    )
+    assert status == 0, errors
+    late, together = json.loads(target.read_text())["rows"]
+    assert 1.0 < late["staleness_mean"] <= late["staleness_max"]
+    assert together["staleness_mean"] is None
+    assert "asgd: gradients are applied" in out
+    # What changes the results is no advice.
+    assert "with p3" in out and "change that reaches 95 %: asgd" not in out
 
 
 def test_factors_are_not_encoded() -> None:

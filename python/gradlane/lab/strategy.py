@@ -14,6 +14,9 @@ from gradlane.planner.settings import LEARNING_STEPS
 AUTO = "auto"
 """The strategy that is none: gradlane finds its settings while training."""
 
+ANY_ROUNDING = "any-rounding"
+"""Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
+
 DDP_BUCKET_MB_DEFAULT = 25.0
 
 Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
@@ -31,6 +34,8 @@ class Strategy:
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
+        any_rounding: whether what gradlane finds may add up in another order than that of the
+            ranks.
     """
 
     text: str
@@ -38,6 +43,7 @@ class Strategy:
     setting: str = ""
     bucket_mb: float = 0.0
     hook: str = ""
+    any_rounding: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -72,7 +78,7 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        sums_on_servers = self.setting not in (RING, ASGD)
+        sums_on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -98,6 +104,8 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
+    if name == AUTO and argument == ANY_ROUNDING:
+        return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
         if colon:
@@ -110,7 +118,7 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO))
+    known = ", ".join(("none", *ddp, *STRATEGIES, f"{AUTO}[:{ANY_ROUNDING}]"))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 
