@@ -261,7 +261,7 @@ def train(
             digests.append(digest(model))
         session.synchronize()
         values = [parameter.detach().double() for parameter in model.parameters()]
-        schemes = session._prepared[0].schemes
+        schemes = session.schemes
         return {
             "digests": digests,
             "values": values,
@@ -334,7 +334,7 @@ def wide(
             "sent": sent / 4,
             "computed": len(computed),
             "plan": session.plan.to_json() if session.plan is not None else None,
-            "schemes": session._prepared[0].schemes,
+            "schemes": session.schemes,
         }
 
 

@@ -240,7 +240,8 @@ class Recorder:
             outer_s = _start_around(name, starts_s)
             for _, parameter in module.named_parameters(recurse=False):
                 key = id(parameter)
-                layers.setdefault(key, type(module).__name__)
+                # A layer that replays another one says so.
+                layers.setdefault(key, getattr(module, "stands_for", type(module).__name__))
                 around_s[key] = min(around_s.get(key, outer_s), outer_s)
                 if start_s is not None:
                     needs_s[key] = min(needs_s.get(key, start_s), start_s)
