@@ -34,6 +34,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradlane import lifecycle
+from gradlane.arrays.exchange import ArrayExchange
+from gradlane.arrays.surface import SessionArrays
 from gradlane.buffers import MODES
 from gradlane.checkpoints.keeper import make_checkpoints
 from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
@@ -199,7 +201,7 @@ def init(
     return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
 
 
-class Session(SessionState, SessionReports):
+class Session(SessionArrays, SessionState, SessionReports):
     """A rank's part in a training job; made by `init`."""
 
     def __init__(
@@ -231,6 +233,7 @@ class Session(SessionState, SessionReports):
         )
         self._store = store
         self._prepared: list[Prepared] = []
+        self._start_arrays()
         self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
         self._ended: str | None = None
         lifecycle.watch(self)
@@ -353,8 +356,8 @@ class Session(SessionState, SessionReports):
 
     @property
     def codecs(self) -> list[CodecChoice]:
-        """Which codec each trained tensor of the models travels in, and why."""
-        return [choice for prepared in self._prepared for choice in prepared.codecs]
+        """Which codec each trained tensor of the models, and each array, travels in, and why."""
+        return [choice for part in self._parts() for choice in part.codecs]
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -486,9 +489,9 @@ class Session(SessionState, SessionReports):
         lifecycle.unwatch(self)
         self._plans.stop()
         errors: list[GradlaneError] = []
-        for prepared in self._prepared:
+        for part in self._parts():
             try:
-                prepared.close(timeout_s)
+                part.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
         if self._checkpoints is not None:
@@ -511,8 +514,8 @@ class Session(SessionState, SessionReports):
         self._plans.stop()
         if self._checkpoints is not None:
             self._checkpoints.stop()
-        for prepared in self._prepared:
-            prepared.abort(reason)
+        for part in self._parts():
+            part.abort(reason)
         self._standstill.close()
         self._write_reports()
 
@@ -535,7 +538,7 @@ class Session(SessionState, SessionReports):
     def close_at_exit(self) -> None:
         """Close while the interpreter ends: what goes wrong is printed, not raised."""
         try:
-            if any(prepared.in_step for prepared in self._prepared):
+            if any(part.in_step for part in self._parts()):
                 self.abort("the program ended between backward() and optimizer.step()")
             else:
                 self.close()
@@ -546,8 +549,12 @@ class Session(SessionState, SessionReports):
         """Drop the session in a forked child, where it cannot be used."""
         self._ended = "left behind in the parent of this forked child"
         self._observer.forget_in_child()
-        for prepared in self._prepared:
-            prepared.forget_in_child()
+        for part in self._parts():
+            part.forget_in_child()
+
+    def _parts(self) -> list[Prepared | ArrayExchange]:
+        """Return what has a channel of its own: models, and the arrays if there are some."""
+        return [*self._prepared, *([self._exchange] if self._exchange is not None else [])]
 
     def _meet(self) -> Meeting:
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
