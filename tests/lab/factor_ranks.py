@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.adapter.scenarios import open_session
 from torch._C._distributed_c10d import Store
 
 from gradlane.lab.trial import digest_parameters
 from gradlane.lab.workloads.replay import ReplayWorkload
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.settings import ClusterFacts
+from tests.adapter.scenarios import open_session
 
 
 def replay(

@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from tests.adapter.pool import RankPool
 
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.run import LabOptions
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads.contract import TensorTiming
+from tests.adapter.pool import RankPool
 
 MODULE = "tests.lab.factor_ranks"
 

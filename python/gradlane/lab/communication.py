@@ -223,12 +223,12 @@ class Gradlane:
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
         counters = dict(self._session.metrics())
+        counters["tensors_by_scheme"] = dict(Counter(self.schemes()))
         if staleness := self._session.staleness():
             counters["staleness_by_rank"] = staleness
         if self._session.plan is not None:
             plan = self._session.plan.to_json()
-            schemes = Counter(tensor.pop("scheme") for tensor in plan.pop("tensors"))
-            plan["tensors_by_scheme"] = dict(schemes)
+            del plan["tensors"]
             counters["plan"] = plan
         return counters
 

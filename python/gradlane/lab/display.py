@@ -184,7 +184,7 @@ def _factors_caption(rows: Sequence[Row]) -> str:
     plain = next((row for row in rows if row.strategy == "p3" and row.expected_tx_bytes), None)
     lines = []
     for row in {row.strategy: row for row in rows}.values():
-        factored = row.metrics.get("plan", {}).get("tensors_by_scheme", {}).get("sfb", 0)
+        factored = row.metrics.get("tensors_by_scheme", {}).get("sfb", 0)
         if not factored or row.expected_tx_bytes is None:
             continue
         expected_mb, sent_mb = row.expected_tx_bytes / 1e6, row.tx_bytes_per_step / 1e6

@@ -130,7 +130,8 @@ class ReplayWorkload(Workload):
         self._accelerator = Accelerator(self.clock, self.pattern, rank, speed)
         self._layers = layers
         self.flops = architecture.operations * self.batch_size if profile_path is None else None
-        self.model = ReplayModel(layers, self._accelerator, self.batch_size)
+        self._chain = ReplayModel(layers, self._accelerator, self.batch_size)
+        self.model = self._chain
         stages = [layer.stage() for layer in layers]
         timings = {timing.name: timing for timing in timings_of(stages)}
         named = list(self.model.named_parameters())
@@ -160,7 +161,7 @@ class ReplayWorkload(Workload):
         """Layers that can give factors, by the number of their weight."""
         numbers = {id(one): index for index, one in enumerate(self.model.parameters())}
         found = {}
-        for layer in self.model.layers:
+        for layer in self._chain.layers:
             if layer.gives_factors:
                 found[numbers[id(next(layer.parameters(recurse=False)))]] = layer
         return found
