@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradlane.profiler import Recorder
 from tests.adapter.fake_core import FakeCore
 from tests.adapter.pool import RankPool
 from tests.adapter.ranks import run_ranks
@@ -56,6 +57,21 @@ class TestInOneProcess:
             assert blocks == [5, 4, 2]
             first = [(call, step) for call, step, tensor in calls if tensor == 7]
             assert first[-1] == ("block_absent", 1)
+
+
+def test_rows_of_factors_are_recorded_as_seen() -> None:
+    model = sessions.seeded(sessions.Words)
+    recorder = Recorder(model)
+    recorder.attach()
+    recorder.begin_step()
+    sessions.backward(sessions.loss_of(model, rank=0, step=0, rows=3))
+    recorder.end_step()
+    recorder.detach()
+    rows = {tensor.name: tensor.rows for tensor in recorder.profile("words").tensors}
+    # Three sentences of six words.
+    assert rows["inner.weight"] == 18
+    assert rows["inner.bias"] is None
+    assert rows["places.weight"] is None
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,7 @@ class SleepingLayer(nn.Module):
         self.stands_for = layer.kind or type(self).__name__
         self.gives_factors = layer.kind == "Linear" and layer.positions is not None
         self._rows = batch_size * (layer.positions or 1)
+        self.factor_rows = self._rows if self.gives_factors else None
         self._factors: list[Float32Array] = []
         self.factor_steps: set[int] = set()
         """Steps in which it gave factors of its weight, not a gradient."""
