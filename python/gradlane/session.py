@@ -360,6 +360,14 @@ class Session(SessionArrays, SessionState, SessionReports):
         return [choice for part in self._parts() for choice in part.codecs]
 
     @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        found: dict[str, str] = {}
+        for prepared in self._prepared:
+            found.update(prepared.schemes)
+        return found
+
+    @property
     def plan(self) -> Plan | None:
         """The plan in force: the last one that was given, or found; None before."""
         return self._plans.plan
