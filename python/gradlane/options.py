@@ -45,6 +45,7 @@ class Options:
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         factors: whether weights of linear layers and embeddings travel as factors.
+        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         interface: network interface to use, or None.
@@ -72,6 +73,7 @@ class Options:
     seed: int = 0
     codec: CodecRules = RAW
     factors: bool = False
+    exact_order: bool = True
     update: str = "worker"
     interface: str | None = None
     advertise: str | None = None
@@ -169,6 +171,7 @@ class Options:
             "seed",
             "codec",
             "factors",
+            "exact_order",
             "update",
             "frame_bytes",
             "check_every",

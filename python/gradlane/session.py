@@ -80,6 +80,7 @@ def init(
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     codec: CodecArgument = None,
+    exact_order: bool = Options.exact_order,
     update: str = Options.update,
     interface: str | None = Options.interface,
     advertise: str | None = Options.advertise,
@@ -128,6 +129,10 @@ def init(
             bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
             dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
             of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
+        exact_order: whether a plan that is found (`prepare(plan="auto")`) keeps to sums in rank
+            order, as servers make them, and so changes no bit; False: it may choose a ring or
+            factors where they are faster, whose results differ in the last bits. See
+            `docs/planning.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
@@ -172,6 +177,7 @@ def init(
         seed=seed,
         codec=codec_rules(codec),
         factors=scheme == SFB,
+        exact_order=exact_order,
         update=update,
         interface=interface,
         advertise=advertise,
