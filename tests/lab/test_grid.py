@@ -21,7 +21,7 @@ from gradlane.lab.cells import (
 )
 from gradlane.lab.grid import CELLS, cells_of, in_grid_order
 from gradlane.whatif.prediction_grid import auto_table
-from tests.made_rows import Machine
+from tests.made_rows import Machine, made_row
 
 
 def measure(machine: Machine, path: Path, budget_s: float) -> int:
@@ -96,7 +96,7 @@ def test_auto_stands_beside_the_best_fixed_strategy_with_the_same_bits() -> None
 
 
 def test_a_row_keeps_what_a_plan_chose() -> None:
-    (made,) = Machine().run(cells_of(["resnet50"], ["auto"])[0].options(["auto"]))
+    made = made_row(cells_of(["resnet50"], ["auto"])[0].options(["auto"]), "auto")
     choices = [{"setting": "schemes", "value": "ps+sfb"}, {"setting": "strategy", "value": "p3"}]
     plan = {"settings": {}, "prediction": {}, "summary": "s", "choices": choices, "model": "m"}
     kept = compact(replace(made, metrics={"plan": plan, "wait_s": 1.0, "peers": []}))["metrics"]

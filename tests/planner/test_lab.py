@@ -28,3 +28,4 @@ def test_auto_is_a_strategy_that_learns_first() -> None:
     row = {"strategy": "auto", "workload": "resnet50", "codec": "raw", "cpu_bound": False}
     assert not can_predict(row)
     assert can_predict({**row, "strategy": "p3"})
+    assert can_predict({**row, "strategy": "poseidon"})

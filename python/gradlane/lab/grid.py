@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradlane.lab.cells import CEILING, Cell, usual_dilation
-from gradlane.lab.strategy import parse_strategies
+from gradlane.lab.strategy import POSEIDON, parse_strategies
 from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
@@ -60,7 +60,8 @@ def in_grid_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
     chosen = [row for row in rows if row["workload"] in workloads]
-    order = (*STRATEGIES, *(name for name in ENGINE_STRATEGIES if name not in STRATEGIES))
+    others = (name for name in (*ENGINE_STRATEGIES, POSEIDON) if name not in STRATEGIES)
+    order = (*STRATEGIES, *others)
     return sorted(
         (row for row in chosen if row["strategy"] in order),
         key=lambda row: (

@@ -123,15 +123,15 @@ class Recorder:
                 nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
             ]
             if has_rows(module):
-                mark = RowMark(self._rows)
-                self._handles.append(nn.Module.register_forward_pre_hook(module, mark))
+                rows = RowMark(self._rows)
+                self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
         for index, parameter in enumerate(self._parameters.values()):
             code = 2 * len(self._modules) + index
-            gradient = _GradientMark(self._tape, code)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(gradient))  # type: ignore[no-untyped-call]
+            mark = _GradientMark(self._tape, code)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
         PAUSE.observe(self._tape)
 
     def detach(self) -> None:
@@ -213,6 +213,7 @@ class Recorder:
             need_s = needs_s.get(id(parameter))
             if need_s is None:
                 need_s = forward_s if ready_s is None else around_s[id(parameter)]
+            owner = layers[id(parameter)]
             shape = tuple(parameter.shape) + ((2,) if parameter.is_complex() else ())
             # Medians of different steps may lie a little beyond each other.
             tensors.append(
@@ -224,15 +225,17 @@ class Recorder:
                     ready_s=min(
                         max(compute_s if ready_s is None else ready_s, forward_s), compute_s
                     ),
-                    layer=layers[id(parameter)],
+                    layer=getattr(owner, "stands_for", type(owner).__name__),
+                    rows=self._rows.rows_of(owner, parameter) if len(shape) == 2 else None,
                     gradients=steps.gradients(index),
-                    rows=self._rows.rows_of(parameter),
                 )
             )
         return tensors
 
-    def _needs(self, steps: Steps) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
-        """When forward first needs each parameter, and the class of its layer, by `id`.
+    def _needs(
+        self, steps: Steps
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
+        """When forward first needs each parameter, and its layer, by `id`.
 
         Returns:
             When a module that owns the parameter is first called, if ever; when the nearest module
@@ -242,13 +245,13 @@ class Recorder:
         starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
         needs_s: dict[int, float] = {}
         around_s: dict[int, float] = {}
-        layers: dict[int, str] = {}
+        layers: dict[int, nn.Module] = {}
         for name, module in self._modules.items():
             start_s = starts_s[name]
             outer_s = _start_around(name, starts_s)
             for _, parameter in module.named_parameters(recurse=False):
                 key = id(parameter)
-                layers.setdefault(key, type(module).__name__)
+                layers.setdefault(key, module)
                 around_s[key] = min(around_s.get(key, outer_s), outer_s)
                 if start_s is not None:
                     needs_s[key] = min(needs_s.get(key, start_s), start_s)

@@ -35,9 +35,11 @@ class RowCounts:
         if self._in_step:
             self._last = self._in_step
 
-    def rows_of(self, parameter: Tensor) -> int | None:
-        """Return the rows of a weight; None where its layer was not seen."""
-        return self._last.get(id(parameter))
+    def rows_of(self, module: nn.Module, parameter: Tensor) -> int | None:
+        """Return the rows of a module's weight; None where the layer was not seen."""
+        # A layer that replays another one says so.
+        replayed: int | None = getattr(module, "factor_rows", None)
+        return self._last.get(id(parameter)) if replayed is None else replayed
 
     def note(self, weight: Tensor, rows: int) -> None:
         """A layer with this weight is applied to so many vectors."""
