@@ -37,14 +37,15 @@ def report(cluster: Cluster, profile: Profile = MODEL) -> dict[str, Any]:
     return made
 
 
-def test_factors_are_rows_of_both_sides_or_rows_that_were_looked_up() -> None:
+def test_factors_are_rows_of_both_sides() -> None:
     layers = {layer.name: layer for layer in layers_of(MODEL)}
     assert factors_of(layers["conv"], MODEL) is None
-    fc, words = factors_of(layers["fc"], MODEL), factors_of(layers["words"], MODEL)
-    assert fc is not None and words is not None
+    fc = factors_of(layers["fc"], MODEL)
+    assert fc is not None
     assert (fc.tensor, fc.block_bytes) == ("fc.weight", 16 * 3000 * 4 + 16)
     assert fc.operations == 2 * 16 * 1000 * 2000
-    assert (words.tensor, words.block_bytes) == ("words.weight", 100 * (8 + 64 * 4) + 16)
+    # It may be an output layer's weight, too.
+    assert factors_of(layers["words"], MODEL) is None
     # Many rows are more bytes than the gradient, which then travels in their place.
     many = replace(layers["fc"], rows=1000)
     whole = factors_of(many, MODEL)
@@ -54,7 +55,10 @@ def test_factors_are_rows_of_both_sides_or_rows_that_were_looked_up() -> None:
 
 def test_rules_choose_layers() -> None:
     assert schemes_by_rule("poseidon", MODEL, 4) == (("fc", "sfb"),)
-    assert schemes_by_rule("sfb", MODEL, 4) == (("fc", "sfb"), ("words", "sfb"))
+    assert schemes_by_rule("sfb", MODEL, 4) == (("fc", "sfb"),)
+    many = replace(MODEL, tensors=tuple(replace(one, rows=900) for one in MODEL.tensors))
+    assert schemes_by_rule("poseidon", many, 4) == ()
+    assert schemes_by_rule("sfb", many, 4) == (("fc", "sfb"),)
     assert schemes_by_rule("sfb", MODEL, 1) == ()
     with pytest.raises(ValueError, match="unknown rule 'adam'; known are poseidon, sfb"):
         schemes_by_rule("adam", MODEL, 4)
