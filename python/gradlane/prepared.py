@@ -31,7 +31,7 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import Options
+from gradlane.options import Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
@@ -88,7 +88,8 @@ class Prepared:
         self.model = model
         self._extras, self._members = self._make_members()
         coded = [entry.coded() for entry in self._trained]
-        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded)
+        ranks = ring_ranks(around.options.strategy, around.place.world_size)
+        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded, ranks)
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         rows = rows_with_codecs(plain, coded, self.codecs)
         self.channel = open_channel(around, meeting, rows, update=around.options.update)

@@ -54,6 +54,9 @@ wire_enum! {
         /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
         /// block's start.
         Block = 18,
+        /// The scales of a slice's buckets so far, from a rank to the next one of the ring. `hop` counts the
+        /// ranks whose values they cover.
+        RingScale = 19,
     }
 }
 
@@ -74,13 +77,14 @@ impl FrameKind {
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",
+            FrameKind::RingScale => "ring-scale",
         }
     }
 
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
     pub const fn goes_round(self) -> bool {
-        matches!(self, FrameKind::RingReduce | FrameKind::RingGather)
+        matches!(self, FrameKind::RingReduce | FrameKind::RingGather | FrameKind::RingScale)
     }
 }
 

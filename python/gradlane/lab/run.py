@@ -120,7 +120,7 @@ class LabOptions:
             PortShape(round(rate_bps / self.dilation))
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting in (ASGD, RING)), None)
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:

@@ -30,6 +30,7 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
+from gradlane.options import ring_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -245,6 +246,7 @@ def _verify(
         request.warmup + request.steps,
         exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
     )
     if wrong:
         raise ArithmeticError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
-from gradlane.options import RING
+from gradlane.options import RING, ring_ranks
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
@@ -140,7 +140,7 @@ class Coordinator:
 
     def bound(self, codec: str | None = None) -> Bound:
         """Return the step time that no strategy can beat, with the bytes of a codec."""
-        choices = codecs_in(self._profile, codec_rules(codec))
+        choices = self._codecs_in(codec)
         return bound_step_s(
             timings_in(self._profile),
             workers=self._facts.workers,
@@ -248,9 +248,14 @@ class Coordinator:
         best = next(cost for cost in costs if cost.scheme in among)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
+    def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
+        # No plan changes between servers and a ring.
+        ranks = ring_ranks(self._base.strategy, self._facts.workers)
+        return codecs_in(self._profile, codec_rules(codec), ranks)
+
     def _planned_tensors(self, settings: Settings) -> tuple[PlannedTensor, ...]:
         """Every tensor with the scheme of its layer and the slices that the engine cuts."""
-        codecs = codecs_in(self._profile, codec_rules(settings.codec))
+        codecs = self._codecs_in(settings.codec)
         slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
         for layer in self._layers:

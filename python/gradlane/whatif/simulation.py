@@ -115,7 +115,8 @@ def scenario_of(
         scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
     cluster.costs.apply_to(scenario)
     if rules != RAW:
-        choices = codecs_in(profile, rules)
+        ranks = options.ring_ranks(cluster.strategy, cluster.workers)
+        choices = codecs_in(profile, rules, ranks)
         scenario["codecs"] = {
             choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
             for choice, tensor in zip(choices, profile.tensors, strict=True)
