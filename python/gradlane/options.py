@@ -25,8 +25,13 @@ SLICE_ELEMS = {
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
-SCHEMES = ("ps", RING)
-"""How gradients are aggregated: on servers, or round a ring."""
+SFB = "sfb"
+"""The scheme of weights whose gradient travels as factors, from every rank to every other."""
+FACTOR_SCHEMES = (SFB,)
+"""Schemes in which ranks send factors of gradients."""
+SCHEMES = ("ps", RING, SFB)
+"""How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
+from factors and all others on servers."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Options:
         seed: places whole tensors on servers where the strategy draws them, and decides how codecs
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
+        factors: whether weights of linear layers and embeddings travel as factors.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         interface: network interface to use, or None.
@@ -65,6 +71,7 @@ class Options:
     slice_elems: int | None = None
     seed: int = 0
     codec: CodecRules = RAW
+    factors: bool = False
     update: str = "worker"
     interface: str | None = None
     advertise: str | None = None
@@ -97,6 +104,10 @@ class Options:
             self._check_ring()
         if self.strategy == ASGD:
             self._check_asgd()
+        if self.factors:
+            why = factors_refusal(self.strategy, self.update)
+            if why:
+                raise ValueError(f"scheme is 'sfb', but {why}")
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -152,6 +163,7 @@ class Options:
             "slice_elems",
             "seed",
             "codec",
+            "factors",
             "update",
             "frame_bytes",
             "check_every",
@@ -179,6 +191,8 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme is None:
         return strategy
     _one_of("scheme", scheme, SCHEMES)
+    if scheme == SFB:
+        return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
     if scheme == RING and strategy == Options.strategy:
@@ -206,6 +220,26 @@ def ring_refusal(strategy: str, update: str) -> str:
         )
     if strategy in ("kvstore", "deferred-pull"):
         return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
+
+
+def factors_refusal(strategy: str, update: str) -> str:
+    """Say why no tensor can travel as factors under these settings; empty if some can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which updates on the servers that own slices, and factors go to "
+            "every rank: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return (
+            f"in strategy {strategy!r} workers pull from servers, and factors go to every rank: "
+            f"use strategy {Options.strategy!r}"
+        )
     return ""
 
 
