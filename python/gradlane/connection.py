@@ -17,6 +17,7 @@ from gradlane.observability.observer import Observer
 from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
+from gradlane.stragglers import parse_stragglers
 from gradlane.timeline.recorder import Recorder
 
 
@@ -79,6 +80,11 @@ def open_channel(
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
+    # A core that knows nothing of them is asked for nothing of them.
+    further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    rule = parse_stragglers(options.stragglers)
+    if rule is not None and place.world_size > 1:
+        further["stragglers_json"] = rule.core_rule(options.ahead_steps)
     plan = around.core.plan_json(
         json.dumps(table),
         options.strategy,
@@ -86,6 +92,7 @@ def open_channel(
         options.seed,
         update,
         place.world_size,
+        **further,
     )
     secret = meeting.secret(around.secret)
     listener, host = _listen(around)

@@ -40,6 +40,13 @@ class Channel(Protocol):
     def step_begin(self, step: int) -> None:
         """Begin a step; the one before must be complete."""
 
+    def step_pass(self, step: int) -> None:
+        """Begin a step without a part in it (stragglers); everything is to be said absent."""
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        """Return whether this rank was in a step, if known; whether the others were in the next one
+        when its gradients were there; and the last step whose contributors are known."""
+
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Hand over a gradient; the memory is the core's until the tensor is ready."""
 
@@ -200,6 +207,9 @@ class PlanBuilder(Protocol):
         seed: int,
         update: str,
         world_size: int,
+        *,
+        stragglers_json: str | None = None,
+        servers: int | None = None,
     ) -> str:
         """Return the plan as JSON; `ValueError` when the arguments make none."""
 

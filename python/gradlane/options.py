@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
+from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
@@ -45,8 +46,13 @@ class Options:
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         factors: whether weights of linear layers and embeddings travel as factors.
+        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
+        stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
+        late: what becomes of gradients that a step went on without: one of `LATE`.
+        ahead_steps: how many steps may be decided ahead of the slowest rank.
+        servers: the first so many ranks own slices; None: all.
         interface: network interface to use, or None.
         advertise: address or name that other ranks reach this one at, or None.
         ports: lowest and highest port to listen on, or None for any.
@@ -72,7 +78,12 @@ class Options:
     seed: int = 0
     codec: CodecRules = RAW
     factors: bool = False
+    exact_order: bool = True
     update: str = "worker"
+    stragglers: str = WAIT
+    late: str = LATE[0]
+    ahead_steps: int = AHEAD_STEPS
+    servers: int | None = None
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
@@ -108,6 +119,15 @@ class Options:
             why = factors_refusal(self.strategy, self.update)
             if why:
                 raise ValueError(f"scheme is 'sfb', but {why}")
+        names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
+        others = {name: getattr(self, name) for name in names}
+        check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
+        if self.servers is not None and self.servers < 1:
+            raise ValueError(f"servers is {self.servers}; at least one rank owns slices")
+        if self.servers is not None and self.strategy == RING:
+            raise ValueError(
+                f"servers is {self.servers} with strategy 'ring', which has no servers"
+            )
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -156,6 +176,26 @@ class Options:
         """Whether ranks train without waiting for each other."""
         return self.strategy == ASGD
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without ranks that are late."""
+        return self.stragglers != WAIT
+
+    def check_world(self, world_size: int) -> None:
+        """Check the options that depend on the number of ranks.
+
+        Raises:
+            ValueError: one does not go with it.
+        """
+        if self.servers is not None and self.servers > world_size:
+            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+        rule = parse_stragglers(self.stragglers)
+        if rule is not None and rule.backup >= world_size > 1:
+            raise ValueError(
+                f"stragglers is {self.stragglers!r} with {world_size} ranks: at least one has to "
+                "contribute to each step"
+            )
+
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
         names = (
@@ -164,9 +204,14 @@ class Options:
             "seed",
             "codec",
             "factors",
+            "exact_order",
             "update",
             "frame_bytes",
             "check_every",
+            "stragglers",
+            "late",
+            "ahead_steps",
+            "servers",
         )
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.

@@ -22,6 +22,7 @@ from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
 from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
@@ -419,8 +420,9 @@ class Prepared:
     def _make_members(self) -> tuple[list[Entry], Members]:
         """Lay out what takes part in each step beside the gradients."""
         place = self._around.place
-        if self._serves:
-            # Whatever takes part in a step is updated there, so nothing but parameters may.
+        if self._serves or self._around.options.leaves_out:
+            # Whatever takes part in a step is updated there, so nothing but parameters may; and
+            # votes and buffers of ranks that are left out of a step would be missing.
             return [], Members(self._trained)
         ballot = Ballot(place.rank, place.world_size)
         index = len(self._entries)
@@ -489,6 +491,7 @@ class Prepared:
                 reports,
                 functools.partial(around.standstill.waiting, self._meeting.name),
                 around.place.rank,
+                Carrying() if around.options.late == "carry" else None,
             ),
             driver,
         )

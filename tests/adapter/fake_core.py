@@ -295,6 +295,12 @@ class FakeChannel:
         self.step = step
         self.world.rounds.pop(step - 3, None)
 
+    def step_pass(self, step: int) -> None:
+        raise NotImplementedError("real ranks do that")
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        raise NotImplementedError("real ranks do that")
+
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self._check()
         assert step == self.step
@@ -445,7 +451,11 @@ class FakeCore:
         seed: int,
         update: str,
         world_size: int,
+        *,
+        stragglers_json: str | None = None,
+        servers: int | None = None,
     ) -> str:
+        assert stragglers_json is None and servers is None, "real ranks do that"
         return json.dumps(
             {
                 "tensors": json.loads(tensors_json),

@@ -19,6 +19,7 @@
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod arrivals;
+mod attendance;
 mod blocks;
 mod channel;
 mod codecs;
@@ -51,6 +52,7 @@ mod trace;
 mod works;
 
 pub use arrivals::LatenessReading;
+pub use attendance::{LeftOutReading, Standing};
 pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use error::{ChannelError, ChannelFailure};

@@ -57,6 +57,13 @@ wire_enum! {
         /// The scales of a slice's buckets so far, from a rank to the next one of the ring. `hop` counts the
         /// ranks whose values they cover.
         RingScale = 19,
+        /// The sender has begun the header's step, to rank 0; with `ABSENT` it takes no part in it.
+        StepBegun = 32,
+        /// All gradients of the sender in the header's step are queued, to rank 0.
+        StepGiven = 33,
+        /// Whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
+        /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
+        Contributors = 34,
     }
 }
 
@@ -78,6 +85,9 @@ impl FrameKind {
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",
             FrameKind::RingScale => "ring-scale",
+            FrameKind::StepBegun => "stepbegun",
+            FrameKind::StepGiven => "stepgiven",
+            FrameKind::Contributors => "contributors",
         }
     }
 

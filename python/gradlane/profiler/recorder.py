@@ -22,7 +22,7 @@ from gradlane.compiled import is_tracing
 from gradlane.pauses import PAUSE
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.profiler.nested import samples_in
-from gradlane.profiler.rows import RowCount
+from gradlane.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.profiler.timeline import Steps, read_step
 
@@ -90,7 +90,7 @@ class Recorder:
         self._tape = Tape(clock)
         self._batch_size = batch_size
         self._samples = _SampleCount(self._tape)
-        self._rows = RowCount(self._tape)
+        self._rows = RowCounts()
         self._handles: list[Any] = []
         self._steps: deque[list[Mark]] = deque(maxlen=STEPS_MAX)
 
@@ -122,10 +122,12 @@ class Recorder:
                 ),
                 nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
             ]
+            if has_rows(module):
+                rows = RowMark(self._rows)
+                self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
-        self._handles += self._rows.attach(_seen_from_outside(self.model))
         for index, parameter in enumerate(self._parameters.values()):
             code = 2 * len(self._modules) + index
             mark = _GradientMark(self._tape, code)
@@ -224,7 +226,7 @@ class Recorder:
                         max(compute_s if ready_s is None else ready_s, forward_s), compute_s
                     ),
                     layer=getattr(owner, "stands_for", type(owner).__name__),
-                    rows=self._rows.of(owner, parameter) if len(shape) == 2 else None,
+                    rows=self._rows.rows_of(owner, parameter) if len(shape) == 2 else None,
                     gradients=steps.gradients(index),
                 )
             )

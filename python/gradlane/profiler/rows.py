@@ -1,82 +1,85 @@
-"""Counts to how many vectors each linear layer is applied in a step: the rows of its factors."""
+"""Counts the vectors that linear layers and embeddings are applied to in a step.
+
+Factors of their gradients have so many rows: samples, times words or patches where a layer is
+applied to each. Only calls that backward will come to count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradlane.compiled import is_tracing
-from gradlane.profiler.tape import Tape
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside of backward."""
 
 
-class RowCount:
-    """Rows of the inputs of all linear layers of a model, by the `id` of their weight."""
+class RowCounts:
+    """The rows of each weight in the step under way, and in the last one that had any."""
 
-    def __init__(self, tape: Tape) -> None:
-        """Count while a tape runs."""
-        self._tape = tape
-        self._now: dict[int, int] = {}
-        self._seen: dict[int, int] = {}
-
-    def attach(self, modules: Iterable[nn.Module]) -> list[Any]:
-        """Hang hooks onto the layers; returns their handles."""
-        hook = _RowHook(self)
-        return [
-            nn.Module.register_forward_pre_hook(module, hook)
-            for module in modules
-            if isinstance(module, nn.Linear)
-        ]
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._in_step: dict[int, int] = {}
+        self._last: dict[int, int] = {}
 
     def begin(self) -> None:
         """Begin a step."""
-        self._now.clear()
+        self._in_step = {}
 
     def end(self) -> None:
-        """End a step: the largest number of rows is kept."""
-        for key, rows in self._now.items():
-            self._seen[key] = max(rows, self._seen.get(key, 0))
+        """End the step."""
+        if self._in_step:
+            self._last = self._in_step
 
-    def of(self, module: nn.Module, weight: torch.Tensor) -> int | None:
-        """Return the rows of a layer in a step; None where it has none, or none were seen."""
+    def rows_of(self, module: nn.Module, parameter: Tensor) -> int | None:
+        """Return the rows of a module's weight; None where the layer was not seen."""
         # A layer that replays another one says so.
         replayed: int | None = getattr(module, "factor_rows", None)
-        return replayed if replayed is not None else self._seen.get(id(weight))
+        return self._last.get(id(parameter)) if replayed is None else replayed
 
-    def note(self, module: nn.Module, arguments: Any) -> None:
-        """Count the rows of one call; those of a forward inside backward are there already."""
-        if not self._tape.runs or is_tracing() or not torch.is_grad_enabled():
+    def note(self, weight: Tensor, rows: int) -> None:
+        """A layer with this weight is applied to so many vectors."""
+        self._in_step[id(weight)] = self._in_step.get(id(weight), 0) + rows
+
+
+class RowMark:
+    """Hook of a linear layer or an embedding: its forward begins."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: RowCounts) -> None:
+        """Add to `counts`."""
+        self._counts = counts
+
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Count the rows of what the layer is called with."""
+        if is_tracing() or _graph_task() != -1 or not torch.is_grad_enabled():
             return
-        if torch._C._current_graph_task_id() != -1 or not arguments:
+        # A prepared model's own mapping would wait for the weight.
+        weight = dict.get(module._parameters, "weight")
+        if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
-        inputs = arguments[0]
-        if isinstance(inputs, torch.Tensor) and inputs.dim() and inputs.shape[-1]:
-            parameters: Any = module._parameters
-            key = id(dict.get(parameters, "weight"))
-            self._now[key] = self._now.get(key, 0) + inputs.numel() // inputs.shape[-1]
-
-
-class _RowHook:
-    """The hook of all layers; copies and pickles of the model carry one that does nothing."""
-
-    def __init__(self, count: RowCount) -> None:
-        self._count = count
-
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        self._count.note(module, arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        given = arguments[0]
+        width = 1 if isinstance(module, nn.Embedding) else max(1, given.shape[-1])
+        self._counts.note(weight, given.numel() // width)
 
     def __reduce__(self) -> Any:
+        """Copies of the model are not recorded."""
         return _no_hook, ()
 
 
-def _nothing(*_: Any) -> None:
-    """The hook of a copy."""
-
-
 def _no_hook() -> Callable[..., None]:
-    return _nothing
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def has_rows(module: nn.Module) -> bool:
+    """Whether a module's weight gradient is made of rows that can be counted."""
+    return isinstance(module, (nn.Linear, nn.Embedding))
