@@ -25,6 +25,8 @@ SLICE_ELEMS = {
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
+LOCALS = ("off", "leader", "shared", "auto")
+"""Whether the ranks of a node add up before the network, and how many of them then send."""
 SCHEMES = ("ps", RING)
 """How gradients are aggregated: on servers, or round a ring."""
 
@@ -41,6 +43,7 @@ class Options:
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
+        local: one of `LOCALS`.
         interface: network interface to use, or None.
         advertise: address or name that other ranks reach this one at, or None.
         ports: lowest and highest port to listen on, or None for any.
@@ -66,6 +69,7 @@ class Options:
     seed: int = 0
     codec: CodecRules = RAW
     update: str = "worker"
+    local: str = "off"
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
@@ -93,6 +97,7 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        _one_of("local", self.local, LOCALS)
         if self.strategy == RING:
             self._check_ring()
         if self.strategy == ASGD:
@@ -158,6 +163,7 @@ class Options:
             "seed",
             "codec",
             "update",
+            "local",
             "frame_bytes",
             "check_every",
         )

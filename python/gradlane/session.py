@@ -44,6 +44,7 @@ from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed
 from gradlane.join import Join
+from gradlane.local.layout import with_local
 from gradlane.observability.observer import make_observer
 from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
@@ -81,6 +82,7 @@ def init(
     seed: int = Options.seed,
     codec: CodecArgument = None,
     update: str = Options.update,
+    local: str = Options.local,
     interface: str | None = Options.interface,
     advertise: str | None = Options.advertise,
     ports: tuple[int, int] | None = Options.ports,
@@ -128,6 +130,11 @@ def init(
             of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
+        local: what the ranks of a node do: `"off"`: each talks to all others by itself; `"leader"`:
+            they add up in shared memory, and the first one talks to the network for all;
+            `"shared"`: each does, for its share; `"auto"`: `"leader"` where there are several
+            nodes of several ranks and it goes with the other options. Sums are taken node by
+            node then, another rounding; see `docs/several-accelerators.md`.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
             the store.
         advertise: address or name that other ranks reach this one at, where it is another.
@@ -170,6 +177,7 @@ def init(
         seed=seed,
         codec=codec_rules(codec),
         update=update,
+        local=local,
         interface=interface,
         advertise=advertise,
         ports=ports,
@@ -189,6 +197,7 @@ def init(
         checkpoint_keep=checkpoint_keep,
         summary=is_wanted(summary, os.environ),
     )
+    options = with_local(options)
     core = core if core is not None else load_core()
     if options.codec != RAW:
         check_codecs(options.codec)
