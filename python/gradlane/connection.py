@@ -17,9 +17,10 @@ from gradlane.errors import RendezvousError
 from gradlane.local.layout import OFF, agree_on_layout
 from gradlane.local.opening import open_node_channel
 from gradlane.observability.observer import Observer
-from gradlane.options import Options
+from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
+from gradlane.stragglers import parse_stragglers
 from gradlane.timeline.recorder import Recorder
 
 
@@ -77,7 +78,8 @@ def open_channel(
         RendezvousError: the ranks cannot reach each other.
     """
     options, place = around.options, around.place
-    schemes = around.schemes
+    # Who sends factors knows which tensors have any, and says so in their rows.
+    schemes = {name: one for name, one in around.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
@@ -103,6 +105,11 @@ def _connect(
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
     options, place = around.options, around.place
+    # A core that knows nothing of them is asked for nothing of them.
+    further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    rule = parse_stragglers(options.stragglers)
+    if rule is not None and place.world_size > 1:
+        further["stragglers_json"] = rule.core_rule(options.ahead_steps)
     plan = around.core.plan_json(
         json.dumps(rows),
         options.strategy,
@@ -110,6 +117,7 @@ def _connect(
         options.seed,
         update,
         len(ranks),
+        **further,
     )
     listener, host = _listen(around)
     try:

@@ -24,17 +24,43 @@ class Listener(Protocol):
         """Stop listening."""
 
 
+class Blocks(Protocol):
+    """All ranks' blocks of one tensor in one step."""
+
+    def regions(self) -> list[tuple[int, int] | None]:
+        """Return (address, nbytes) by rank, None where there is none; the own address is 0."""
+
+    def release(self) -> None:
+        """Give the blocks back; their memory may not be read afterwards."""
+
+
 class Channel(Protocol):
     """Connections to all ranks and an engine on its own threads, for one prepared model."""
 
     def step_begin(self, step: int) -> None:
         """Begin a step; the one before must be complete."""
 
+    def step_pass(self, step: int) -> None:
+        """Begin a step without a part in it (stragglers); everything is to be said absent."""
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        """Return whether this rank was in a step, if known; whether the others were in the next one
+        when its gradients were there; and the last step whose contributors are known."""
+
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Hand over a gradient; the memory is the core's until the tensor is ready."""
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Say that there is no gradient here; a result of other ranks lands in the memory."""
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over this rank's block of a tensor of scheme `gather`, until that is ready."""
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Say that this rank has no block of a tensor in this step."""
+
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once."""
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Register a parameter's own memory (`update="server"`)."""
@@ -184,6 +210,9 @@ class PlanBuilder(Protocol):
         seed: int,
         update: str,
         world_size: int,
+        *,
+        stragglers_json: str | None = None,
+        servers: int | None = None,
     ) -> str:
         """Return the plan as JSON; `ValueError` when the arguments make none."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
+from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
@@ -27,8 +28,13 @@ are never larger."""
 UPDATES = ("worker", "server")
 LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
-SCHEMES = ("ps", RING)
-"""How gradients are aggregated: on servers, or round a ring."""
+SFB = "sfb"
+"""The scheme of weights whose gradient travels as factors, from every rank to every other."""
+FACTOR_SCHEMES = (SFB,)
+"""Schemes in which ranks send factors of gradients."""
+SCHEMES = ("ps", RING, SFB)
+"""How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
+from factors and all others on servers."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,15 @@ class Options:
         seed: places whole tensors on servers where the strategy draws them, and decides how codecs
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
+        factors: whether weights of linear layers and embeddings travel as factors.
+        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         local: one of `LOCALS`.
+        stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
+        late: what becomes of gradients that a step went on without: one of `LATE`.
+        ahead_steps: how many steps may be decided ahead of the slowest rank.
+        servers: the first so many ranks own slices; None: all.
         interface: network interface to use, or None.
         advertise: address or name that other ranks reach this one at, or None.
         ports: lowest and highest port to listen on, or None for any.
@@ -68,8 +80,14 @@ class Options:
     slice_elems: int | None = None
     seed: int = 0
     codec: CodecRules = RAW
+    factors: bool = False
+    exact_order: bool = True
     update: str = "worker"
     local: str = "off"
+    stragglers: str = WAIT
+    late: str = LATE[0]
+    ahead_steps: int = AHEAD_STEPS
+    servers: int | None = None
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
@@ -102,6 +120,19 @@ class Options:
             self._check_ring()
         if self.strategy == ASGD:
             self._check_asgd()
+        if self.factors:
+            why = factors_refusal(self.strategy, self.update)
+            if why:
+                raise ValueError(f"scheme is 'sfb', but {why}")
+        names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
+        others = {name: getattr(self, name) for name in names}
+        check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
+        if self.servers is not None and self.servers < 1:
+            raise ValueError(f"servers is {self.servers}; at least one rank owns slices")
+        if self.servers is not None and self.strategy == RING:
+            raise ValueError(
+                f"servers is {self.servers} with strategy 'ring', which has no servers"
+            )
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -155,6 +186,26 @@ class Options:
         """Whether ranks train without waiting for each other."""
         return self.strategy == ASGD
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without ranks that are late."""
+        return self.stragglers != WAIT
+
+    def check_world(self, world_size: int) -> None:
+        """Check the options that depend on the number of ranks.
+
+        Raises:
+            ValueError: one does not go with it.
+        """
+        if self.servers is not None and self.servers > world_size:
+            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+        rule = parse_stragglers(self.stragglers)
+        if rule is not None and rule.backup >= world_size > 1:
+            raise ValueError(
+                f"stragglers is {self.stragglers!r} with {world_size} ranks: at least one has to "
+                "contribute to each step"
+            )
+
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
         names = (
@@ -162,10 +213,16 @@ class Options:
             "slice_elems",
             "seed",
             "codec",
+            "factors",
+            "exact_order",
             "update",
             "local",
             "frame_bytes",
             "check_every",
+            "stragglers",
+            "late",
+            "ahead_steps",
+            "servers",
         )
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.
@@ -185,6 +242,8 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme is None:
         return strategy
     _one_of("scheme", scheme, SCHEMES)
+    if scheme == SFB:
+        return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
     if scheme == RING and strategy == Options.strategy:
@@ -212,6 +271,26 @@ def ring_refusal(strategy: str, update: str) -> str:
         )
     if strategy in ("kvstore", "deferred-pull"):
         return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
+
+
+def factors_refusal(strategy: str, update: str) -> str:
+    """Say why no tensor can travel as factors under these settings; empty if some can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which updates on the servers that own slices, and factors go to "
+            "every rank: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return (
+            f"in strategy {strategy!r} workers pull from servers, and factors go to every rank: "
+            f"use strategy {Options.strategy!r}"
+        )
     return ""
 
 

@@ -97,6 +97,7 @@ class StepState:
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._clusters = Clusters([entry.tensor for entry in self._trained])
         self._firings = Firings(len(self._trained))
+        self._touched: set[int] = set()
         self._server_rows = driver.server_rows
         self._order = driver.order
         self._pending: set[int] = set()
@@ -113,6 +114,8 @@ class StepState:
         self._failure: GradlaneError | None = None
         self._lock = threading.RLock()
         self.accumulates = False
+        self.reads_averages = False
+        """Whether the program has read averaged gradients between backward and step."""
         self.join: JoinWatch | None = None
         self.when_stale: Callable[[], None] = lambda: None
         self.reads_wait = False

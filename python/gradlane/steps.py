@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradlane.ballot import Ending, Vote
 from gradlane.errors import SessionFailed, UsageError
+from gradlane.factors.block import Part
 from gradlane.forward_order import inside_backward
 from gradlane.step_reads import StepReads
 from gradlane.step_state import Driver, Phase
@@ -41,19 +42,55 @@ class Steps(StepReads):
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
+        if parameter.grad is None and self._exchange.sends_factors(index):
+            # Factors were taken; torch runs the hook all the same.
+            return
+        self._on_gradient(index)
+        if self.accumulates:
+            if parameter.grad is not None:
+                self._versions[index] = parameter.grad._version
+            return
+        self._exchange.hold(index, parameter)
+        if self._exchange.sends_factors(index):
+            self._touched.add(index)
+        elif self._firings.is_last(index):
+            self._exchange.give(index)
+
+    def wants_factors(self, index: int) -> bool:
+        """Whether factors may take the place of a gradient now: those that add up may not."""
+        sends = self._exchange.sends_factors(index)
+        return sends and not self.accumulates and self._failure is None
+
+    def take_factors(self, index: int, part: Part) -> None:
+        """Note factors of a part of a parameter's fresh gradient.
+
+        Raises:
+            UsageError: they come after the last ones that were to be expected.
+            GradlaneError: the session has failed.
+        """
+        self._on_gradient(index)
+        self._exchange.hold_factors(index, part)
+        self._touched.add(index)
+
+    def end_parts(self, index: int) -> None:
+        """Hand over what a backward gave for a parameter that sends factors, if it is whole.
+
+        Called once in each backward, after all layers that use the parameter, as the hook of a
+        gradient is: it counts the same whether factors or gradients came.
+        """
+        if index in self._touched:
+            self._touched.discard(index)
+            if self._firings.is_last(index):
+                self._exchange.give(index)
+
+    def _on_gradient(self, index: int) -> None:
+        """Begin a step with its first gradient, and refuse one that comes too late."""
         if self._phase is not Phase.BACKWARD:
             self._on_first_gradient()
             if not self.accumulates:
                 self._begin_step()
         elif self._exchange.is_given(index):
             self._refuse_late_gradient(index)
-        if self.accumulates:
-            if parameter.grad is not None:
-                self._versions[index] = parameter.grad._version
-            return
-        self._exchange.hold(index, parameter)
-        if self._firings.is_last(index):
-            self._exchange.give(index)
 
     def _on_first_gradient(self) -> None:
         """Leave whatever phase there was: gradients add up locally from now on."""
@@ -83,6 +120,7 @@ class Steps(StepReads):
             order, self._order = self._order, None
             self._driver.announce_order(order)
         self._firings.begin()
+        self._touched.clear()
         self._phase = Phase.BACKWARD
         self._refresh()
 
@@ -94,6 +132,7 @@ class Steps(StepReads):
         """
         busy = self.accumulates or self._bypassed or self._applying or inside_backward()
         if self._phase is Phase.LOCAL and self._server_rows is None and not busy:
+            self.reads_averages = True
             self.raise_failure()
             self._check_untouched()
             self._begin_step()
@@ -216,6 +255,44 @@ class Steps(StepReads):
         self._ending = Ending.SHADOWED
         self._phase = keeps_local
         self._refresh()
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        Returns:
+            Whether it was done: only a rank that was left out of the last step ever does it.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self.raise_failure()
+        if self._phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"the next batch of session.keep_pace() inside step {self.step}: call "
+                "optimizer.step() or zero_grad() first"
+            )
+        if self._exchange.step == 0 or not self._exchange.was_left_out():
+            return False
+        self.settle()
+        with self._lock:
+            if not self._exchange.next_goes_on():
+                return False
+            self._driver.before_step(self.step + 1)
+            self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
+            self._exchange.complete(discards=True)
+            self._bypassing(self._driver.update.record)
+            self._exchange.end()
+            arrived = self._exchange.take(None)
+            if self._driver.defers():
+                self._guarded(lambda: self._driver.update.apply(arrived.gradients))
+            else:
+                for index, gradient in arrived.gradients:
+                    self._trained[index].tensor.grad = gradient
+                self._guarded(self._driver.step_whole)
+                self._driver.update.take_away()
+            self._refresh()
+        self.when_stale()
+        return True
 
     def has_votes(self) -> bool:
         """Whether all ranks have begun the step that this one goes along in."""

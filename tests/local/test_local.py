@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ pytestmark = pytest.mark.skipif(
 )
 HERE = "tests.local.scenarios"
 NODES, LOCAL_SIZE = 2, 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(NODES * LOCAL_SIZE)
-    yield ranks
-    ranks.close()
 
 
 def node_by_node(name: str, dtype: str, size: int, step: int, absent: int | None) -> bytes:
@@ -150,9 +142,10 @@ def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, local: str) -> No
     ranks = RankPool(NODES * LOCAL_SIZE)
     try:
         arguments = {"victim": victim, "how": "kill", "local": local}
-        for pipe in ranks.pipes:
+        ranks._start()
+        for pipe in ranks._pipes:
             pipe.send((f"{HERE}:lost", 4, f"lost-{victim}", arguments))
-        for rank, pipe in enumerate(ranks.pipes):
+        for rank, pipe in enumerate(ranks._pipes):
             if rank == victim:
                 continue
             assert pipe.poll(60)

@@ -45,7 +45,10 @@ impl Engine {
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
                 | FrameKind::Goodbye
-                | FrameKind::Abort => Ok(Landing::Control),
+                | FrameKind::Abort
+                | FrameKind::StepBegun
+                | FrameKind::StepGiven
+                | FrameKind::Contributors => Ok(Landing::Control),
             })
             .map_err(|what| ProtocolError { peer: from, what })
     }
@@ -60,7 +63,9 @@ impl Engine {
         }
         self.lifecycle.progressed();
         match header.kind {
+            FrameKind::Push if self.take_late(from, header) => {}
             FrameKind::Push => self.take_push(from, header),
+            FrameKind::Broadcast if self.take_ahead(header) => {}
             FrameKind::Broadcast => self.take_broadcast(header),
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
@@ -86,9 +91,19 @@ impl Engine {
         header: &FrameHeader,
         payload: &[u8],
     ) -> Result<(), ProtocolError> {
+        let chooses = matches!(
+            header.kind,
+            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors
+        );
+        if chooses && self.lifecycle.has_ended() {
+            return Ok(());
+        }
         let taken = match header.kind {
             FrameKind::PlanSwitch => self.take_switch(from, header, payload),
             FrameKind::PlanSwitchAck => self.take_switch_ack(from, header),
+            FrameKind::StepBegun => self.take_step_begun(from, header),
+            FrameKind::StepGiven => self.take_step_given(from, header),
+            FrameKind::Contributors => self.take_contributors(header, payload),
             FrameKind::Goodbye => {
                 self.peer_said_goodbye(from, header.step);
                 Ok(())
@@ -99,6 +114,7 @@ impl Engine {
             }
             _ => Ok(()),
         };
+        self.say_goodbye_when_done();
         taken.map_err(|what| ProtocolError { peer: from, what })
     }
 
@@ -121,6 +137,9 @@ impl Engine {
                 .then_some(())
                 .ok_or_else(|| format!("an abort with a reason of {} bytes", header.length)),
             FrameKind::PlanSwitch => self.check_switch_length(header),
+            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors => {
+                self.check_choosing(from, header)
+            }
             _ => self.check_slice_header(from, header),
         }
     }
@@ -151,7 +170,7 @@ impl Engine {
             return Err(format!("{}, a tensor that is not trained", self.describe(header)));
         }
         let version = self.priorities.version(header.step);
-        if header.plan_version != version && !self.applies_each(header.step) {
+        if header.plan_version != version && !(self.switches_alone() && header.step.0 > 0) {
             return Err(format!(
                 "{} under plan version {}, this rank has {version}",
                 self.describe(header),
@@ -221,6 +240,9 @@ impl Engine {
     }
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        if let Some(landing) = self.land_late(from, header)? {
+            return Ok(landing);
+        }
         let contributes = self.contributes(from, header.step);
         let collected = self.collected_step(from, header)?;
         let bytes = self.plan.bytes_as(header.slice, header.codec);
@@ -288,12 +310,16 @@ impl Engine {
     }
 
     fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        if let Some(landing) = self.land_ahead(from, header)? {
+            return Ok(landing);
+        }
         let what = || self.describe(header);
         if header.step != self.worker.step {
             return Err(format!("{}, but this rank is in {}", what(), self.worker.step));
         }
         let tensor = self.worker.tensor(header.tensor);
-        let owes = self.contributes(self.rank(), header.step);
+        // Who is late may not have heard yet that it is left out.
+        let owes = self.contributes(self.rank(), header.step) && !self.chooses(header.step);
         if owes && tensor.contribution == Contribution::Missing {
             return Err(format!("{} without a contribution of this rank", what()));
         }
@@ -354,7 +380,7 @@ impl Engine {
             // An absent slice, or an empty one, has no bytes to land.
             _ => {
                 let absent = header.flags.contains(FrameFlags::ABSENT);
-                self.slice_done(header.slice, !absent);
+                self.nothing_to_install(header.slice, !absent);
             }
         }
     }
@@ -408,7 +434,7 @@ impl Engine {
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = self.priorities.newest();
         let next = header.plan_version == newest + 1;
-        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let alone = self.switches_alone();
         let late = step <= self.worker.step || step <= newest_from;
         if from != Rank(0) || !next || (late && !alone) {
             return Err(format!(

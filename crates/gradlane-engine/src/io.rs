@@ -2,6 +2,7 @@
 
 use crate::error::Failure;
 use alloc::vec::Vec;
+use core::time::Duration;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::FrameHeader;
 
@@ -222,6 +223,31 @@ pub enum Event {
         version: u64,
         /// Updates of the slice since the version that the rank had received.
         staleness: u64,
+    },
+    /// The contributors of a step are known (ready rule `Set`).
+    Decided {
+        /// The step.
+        step: Step,
+        /// In rank order.
+        contributors: Vec<Rank>,
+    },
+    /// This rank has handed over all its gradients of a step, and the step goes on without them
+    /// (ready rule `Set`).
+    LeftOut {
+        /// The step.
+        step: Step,
+        /// Whether the whole result was here by then: the others are in the next step already.
+        behind: bool,
+    },
+    /// A rank had all its gradients of a step after it was decided without that rank (ready rule
+    /// `Set`; on rank 0).
+    Late {
+        /// The rank.
+        rank: Rank,
+        /// The step.
+        step: Step,
+        /// How much later.
+        lateness: Duration,
     },
     /// From this step on, frames are ordered by another priority vector.
     PlanSwitched {

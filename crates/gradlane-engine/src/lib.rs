@@ -17,6 +17,8 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod contributors;
+mod coordinator;
 mod depths;
 mod each;
 mod encoding;
@@ -54,6 +56,6 @@ pub use plan::{
 pub use scheme::{Scheme, RING_BLOCK_ELEMS};
 pub use staleness::{Staleness, Tally};
 pub use strategy::{
-    Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
-    POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
+    Close, Granularity, Order, Placement, PullRule, ReadyRule, Release, SetRule, Strategy,
+    KVSTORE_SPLIT_ELEMS, POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
 };

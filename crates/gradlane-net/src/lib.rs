@@ -19,6 +19,7 @@
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod arrivals;
+mod attendance;
 mod blocks;
 mod channel;
 mod codecs;
@@ -50,6 +51,7 @@ mod trace;
 mod works;
 
 pub use arrivals::LatenessReading;
+pub use attendance::{LeftOutReading, Standing};
 pub use blocks::{Block, Blocks};
 pub use channel::Channel;
 pub use codecs::{CodecSpecError, TensorCodec};

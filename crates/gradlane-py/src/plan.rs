@@ -1,7 +1,9 @@
 //! `plan_json`: the plan of a model from its tensor table; `codec_json`: what a codec does to a
 //! tensor.
 
-use gradlane_engine::{Coding, Plan, Scheme, Strategy, TensorSetting, TensorSpec, Update};
+use gradlane_engine::{
+    Coding, Plan, ReadyRule, Scheme, SetRule, Strategy, TensorSetting, TensorSpec, Update,
+};
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
 use pyo3::exceptions::PyValueError;
@@ -33,9 +35,11 @@ fn refuse(text: impl ToString) -> PyErr {
 ///
 /// tensors_json is a list of {"name", "numel", "dtype", "role"}, with "scheme" where it is another one
 /// than the strategy's, and {"codec", "sizes"} of those that are to be encoded; update is "worker" or
-/// "server".
+/// "server". stragglers_json is {"close": {"backup": {"ranks": n}} or {"deadline": {"percent": p}},
+/// "ahead_steps": k} where a step goes on without those that are late. The first `servers` ranks own
+/// slices; None: all do.
 #[pyfunction]
-#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size))]
+#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None))]
 pub(crate) fn plan_json(
     tensors_json: &str,
     strategy: &str,
@@ -43,13 +47,24 @@ pub(crate) fn plan_json(
     seed: u64,
     update: &str,
     world_size: u32,
+    stragglers_json: Option<&str>,
+    servers: Option<u32>,
 ) -> PyResult<String> {
     let rows: Vec<Row> = serde_json::from_str(tensors_json)
         .map_err(|error| refuse(format!("tensor table: {error}")))?;
     let update: Update = serde_json::from_value(update.into()).map_err(|_| {
         refuse(format!("unknown update {update:?}; known are \"worker\" and \"server\""))
     })?;
-    let strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
+    let mut strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
+    if let Some(text) = stragglers_json {
+        if strategy.ready != ReadyRule::All {
+            let name = &strategy.name;
+            return Err(refuse(format!("in strategy {name:?} nobody waits for stragglers")));
+        }
+        let rule: SetRule =
+            serde_json::from_str(text).map_err(|error| refuse(format!("stragglers: {error}")))?;
+        strategy.ready = ReadyRule::Set(rule);
+    }
     let mut tensors = Vec::with_capacity(rows.len());
     for Row { spec, scheme, codec, sizes } in rows {
         let coding = match codec {
@@ -60,7 +75,8 @@ pub(crate) fn plan_json(
         let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
         tensors.push(TensorSetting { spec, scheme, coding });
     }
-    let plan = Plan::build(tensors, strategy, update, world_size).map_err(refuse)?;
+    let servers = servers.unwrap_or(world_size);
+    let plan = Plan::build_on(tensors, strategy, update, world_size, servers).map_err(refuse)?;
     serde_json::to_string(&plan).map_err(refuse)
 }
 

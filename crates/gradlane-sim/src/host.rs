@@ -148,6 +148,9 @@ impl Run {
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
             Event::StepComplete { .. }
             | Event::PlanSwitched { .. }
+            | Event::Decided { .. }
+            | Event::LeftOut { .. }
+            | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Closed => {}
         }

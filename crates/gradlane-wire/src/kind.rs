@@ -54,6 +54,13 @@ wire_enum! {
         /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
         /// block's start.
         Block = 18,
+        /// The sender has begun the header's step, to rank 0; with `ABSENT` it takes no part in it.
+        StepBegun = 32,
+        /// All gradients of the sender in the header's step are queued, to rank 0.
+        StepGiven = 33,
+        /// Whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
+        /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
+        Contributors = 34,
     }
 }
 
@@ -74,6 +81,9 @@ impl FrameKind {
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",
+            FrameKind::StepBegun => "stepbegun",
+            FrameKind::StepGiven => "stepgiven",
+            FrameKind::Contributors => "contributors",
         }
     }
 

@@ -23,6 +23,7 @@ from gradlane.core import Channel, CoreModule
 from gradlane.local.carriage import Carriage, Contribution
 from gradlane.local.failure import Failure
 from gradlane.local.link import BYE, ENDED, FAILED, GIVE, ORDER, RESULT, LocalLink, Message
+from gradlane.local.rank_calls import RankCalls
 from gradlane.local.shares import Part
 from gradlane.local.sums import copy
 from gradlane.local.waits import Waits
@@ -31,7 +32,7 @@ from gradlane.timeline.recorded import CoreRow
 _LOOK_S = 1.0
 
 
-class NodeChannel:
+class NodeChannel(RankCalls):
     """Connections to all ranks: to those of this node, and, if this one carries, to other nodes."""
 
     def __init__(
@@ -232,7 +233,7 @@ class NodeChannel:
             newest if whole_step else tensors[0], step, waited_ns, whole_step=whole_step
         )
 
-    # ---- order, state
+    # ---- order
 
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
@@ -246,30 +247,6 @@ class NodeChannel:
     def send_raw(self, step: int) -> None:
         """Let contributions to a step that has just begun travel between nodes without codecs."""
         self._calling(lambda carriage: carriage.channel.send_raw(step))
-
-    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
-        """Refuse: codecs that keep what they lose do not go with sums on nodes."""
-        raise ValueError("no residuals are kept where a node's ranks add up first")
-
-    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
-        """Refuse: updates run on the workers."""
-        raise ValueError('sums on nodes do not go with update="server"')
-
-    def set_optimizer(self, step: int, rows_json: str) -> None:
-        """Refuse: updates run on the workers."""
-        raise ValueError('sums on nodes do not go with update="server"')
-
-    def read_state(self, name: str, part: int) -> None:
-        """Refuse: updates run on the workers."""
-        raise ValueError('sums on nodes do not go with update="server"')
-
-    def clear_state(self) -> None:
-        """Refuse: updates run on the workers."""
-        raise ValueError('sums on nodes do not go with update="server"')
-
-    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
-        """Refuse: updates run on the workers."""
-        raise ValueError('sums on nodes do not go with update="server"')
 
     # ---- counters
 

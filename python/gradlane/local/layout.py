@@ -111,6 +111,12 @@ def _refusal(options: Options) -> str:
     """Say which option does not go with sums on nodes; empty if all do."""
     if options.update == "server":
         return 'update="server": owners update from what single ranks send'
+    if options.stragglers != Options.stragglers:
+        return f"stragglers={options.stragglers!r}: a node's mean has no rank that could be late"
+    if options.servers is not None:
+        return f"servers={options.servers}: single ranks of a node are no servers"
+    if options.factors:
+        return 'scheme="sfb": factors are each rank\'s own and are not added up'
     if options.strategy in ("kvstore", "deferred-pull"):
         return f"strategy {options.strategy!r}: each rank pulls from servers by itself there"
     if options.local in (SHARED, AUTO) and options.codec != RAW:

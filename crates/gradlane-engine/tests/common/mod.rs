@@ -29,6 +29,10 @@ pub struct Node {
     pub completed: Vec<Step>,
     pub applied: Vec<Applied>,
     pub switched: Vec<(u32, Step)>,
+    /// Contributors of each step, as this rank heard of them.
+    pub decided: Vec<(Step, Vec<Rank>)>,
+    /// Steps that went on without this rank, and whether it was a whole step behind.
+    pub left_out: Vec<(Step, bool)>,
     /// Blocks that were gathered, by rank.
     pub blocks: BTreeMap<(TensorId, Step), Vec<Option<Block>>>,
     pub failure: Option<Failure>,
@@ -225,6 +229,8 @@ impl Cluster {
                 completed: Vec::new(),
                 applied: Vec::new(),
                 switched: Vec::new(),
+                decided: Vec::new(),
+                left_out: Vec::new(),
                 blocks: BTreeMap::new(),
                 failure: None,
                 closed: false,
@@ -636,6 +642,9 @@ impl Node {
                 Event::Applied { slice, rank, step, version, staleness } => {
                     self.applied.push(Applied { slice, rank, step, version, staleness });
                 }
+                Event::Decided { step, contributors } => self.decided.push((step, contributors)),
+                Event::LeftOut { step, behind } => self.left_out.push((step, behind)),
+                Event::Late { .. } => {}
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),
                 // Reading a buffer that is free, or writing past it, panics from now on.
                 Event::BufferFree(buffer) => {
