@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.adapter.pool import RankPool
 
 _SOURCES = str(Path(__file__).parent.parent / "python")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if _SOURCES not in sys.path:
     sys.path.insert(0, _SOURCES)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four rank processes for all tests; a scenario that hangs ends them, the next has others."""
+    from tests.adapter.pool import RankPool
+
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()

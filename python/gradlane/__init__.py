@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradlane.errors import (
+    ArrayRefused,
     CheckpointError,
     GradlaneError,
     PeerLost,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayRefused",
     "CheckpointError",
     "GradlaneError",
     "PeerLost",
@@ -57,6 +59,6 @@ def __getattr__(name: str) -> Any:
         from gradlane.profiler import measure
 
         return measure.profile
-    if name in ("codecs", "torch"):
+    if name in ("codecs", "jax", "torch"):
         return importlib.import_module(f"gradlane.{name}")
     raise AttributeError(f"module 'gradlane' has no attribute {name!r}")

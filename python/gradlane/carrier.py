@@ -6,7 +6,7 @@ that it is ready. `collect` is called once the core is done with the memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,12 +28,13 @@ class Carrier(Protocol):
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Make results readable: the tensors hold the averaged gradients when it returns."""
 
-    def spread(self, entries: Sequence[Entry], first: bool) -> None:
+    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
         """Run step 0: after it every tensor has rank 0's values.
 
         Args:
             entries: the whole table.
             first: whether this is rank 0.
+            without: numbers of tensors that take no part in step 0.
         """
 
     def close(self) -> None:
@@ -65,25 +66,29 @@ class DirectCarrier:
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Nothing to do: results are already in place."""
 
-    def spread(self, entries: Sequence[Entry], first: bool) -> None:
+    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
         """Run step 0 in the tensors' own memory where it is dense, else in copies."""
-        spread_from_host(self._channel, entries, first)
+        spread_from_host(self._channel, entries, first, without)
 
     def close(self) -> None:
         """Nothing to stop."""
 
 
-def spread_from_host(channel: Channel, entries: Sequence[Entry], first: bool) -> None:
+def spread_from_host(
+    channel: Channel, entries: Sequence[Entry], first: bool, without: Collection[int] = ()
+) -> None:
     """Spread rank 0's values to all ranks through memory of the host.
 
     Args:
         channel: a channel on which no step has begun.
         entries: the whole table; tensors may be on any device and in any layout.
         first: whether this is rank 0, whose tensors are not written.
+        without: numbers of tensors that take no part in step 0.
     """
+    taking_part = [(i, entry) for i, entry in enumerate(entries) if i not in without]
     lent: list[Tensor] = []
     with torch.no_grad():
-        for entry in entries:
+        for _, entry in taking_part:
             tensor = entry.tensor.detach()
             direct = tensor.device.type == "cpu" and tensor.stride() == entry.stride
             if not direct:
@@ -91,11 +96,11 @@ def spread_from_host(channel: Channel, entries: Sequence[Entry], first: bool) ->
                 tensor = host.copy_(tensor)
             lent.append(tensor)
         channel.step_begin(0)
-        for index, (entry, tensor) in enumerate(zip(entries, lent, strict=True)):
+        for (index, entry), tensor in zip(taking_part, lent, strict=True):
             channel.gradient_ready(index, 0, tensor.data_ptr(), entry.nbytes)
         channel.step_end(0)
         channel.wait_step(0)
         if not first:
-            for entry, tensor in zip(entries, lent, strict=True):
+            for (_, entry), tensor in zip(taking_part, lent, strict=True):
                 if tensor.data_ptr() != entry.tensor.data_ptr():
                     entry.tensor.copy_(tensor)

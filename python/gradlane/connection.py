@@ -14,7 +14,7 @@ from gradlane.core import Channel, CoreModule, Listener
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.observability.observer import Observer
-from gradlane.options import Options
+from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
 from gradlane.stragglers import parse_stragglers
@@ -75,7 +75,8 @@ def open_channel(
         RendezvousError: the ranks cannot reach each other.
     """
     options, place = around.options, around.place
-    schemes = around.schemes
+    # Who sends factors knows which tensors have any, and says so in their rows.
+    schemes = {name: one for name, one in around.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]

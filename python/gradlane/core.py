@@ -24,6 +24,16 @@ class Listener(Protocol):
         """Stop listening."""
 
 
+class Blocks(Protocol):
+    """All ranks' blocks of one tensor in one step."""
+
+    def regions(self) -> list[tuple[int, int] | None]:
+        """Return (address, nbytes) by rank, None where there is none; the own address is 0."""
+
+    def release(self) -> None:
+        """Give the blocks back; their memory may not be read afterwards."""
+
+
 class Channel(Protocol):
     """Connections to all ranks and an engine on its own threads, for one prepared model."""
 
@@ -42,6 +52,15 @@ class Channel(Protocol):
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Say that there is no gradient here; a result of other ranks lands in the memory."""
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over this rank's block of a tensor of scheme `gather`, until that is ready."""
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Say that this rank has no block of a tensor in this step."""
+
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once."""
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Register a parameter's own memory (`update="server"`)."""

@@ -25,6 +25,19 @@ class UnevenData(GradlaneError, RuntimeError):  # noqa: N818
     """
 
 
+class ArrayRefused(GradlaneError, ValueError):  # noqa: N818
+    """An array cannot be registered or pushed; nothing of it was sent.
+
+    Attributes:
+        what: `"shape"`, `"dtype"`, `"layout"`, `"device"`, `"type"` or `"name"`: what is wrong.
+    """
+
+    def __init__(self, message: str, what: str) -> None:
+        """Keep the message and what is wrong."""
+        super().__init__(message)
+        self.what = what
+
+
 class RanksDiffer(GradlaneError, ValueError):  # noqa: N818
     """The ranks do not agree on the model or the options; raised on every rank."""
 

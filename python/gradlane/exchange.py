@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 import torch
@@ -21,6 +21,9 @@ from gradlane.carrier import Carrier
 from gradlane.carrying import Carrying
 from gradlane.core import Channel, CoreModule, translate_error
 from gradlane.errors import SessionFailed
+from gradlane.factors.block import BlockError, Dense, Part
+from gradlane.factors.choice import Factored
+from gradlane.factors.sending import FactorLane
 from gradlane.gradients import GradientIntake
 from gradlane.pauses import PAUSE
 from gradlane.table import Entry, in_layout, is_dense
@@ -36,6 +39,7 @@ class Members:
         ballot_index: its tensor number.
         buffers: buffers that are kept alike, or None.
         buffers_index: their tensor number.
+        factored: trained parameters that travel as factors, by tensor number.
     """
 
     trained: Sequence[Entry]
@@ -43,6 +47,7 @@ class Members:
     ballot_index: int = -1
     buffers: BufferPack | None = None
     buffers_index: int = -1
+    factored: Mapping[int, Factored] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,6 +90,7 @@ class Exchange:
         reports: Reports,
         waiting: Waiting,
         carrying: Carrying | None = None,
+        rank: int = 0,
     ) -> None:
         """Start after step 0.
 
@@ -96,6 +102,7 @@ class Exchange:
             reports: whom to tell of votes and errors.
             waiting: a context around every wait for a step's tensors, or for the step.
             carrying: keeps gradients that come too late for their step, or None.
+            rank: this rank.
         """
         self._carrying = carrying
         self._core = core
@@ -105,6 +112,7 @@ class Exchange:
         self._trained = members.trained
         self._intake = GradientIntake(members.trained)
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
+        self._lane = FactorLane(channel, members.factored, rank)
         self._given = [False] * len(members.trained)
         self.pushes = [0] * len(members.trained)
         """How many gradients of each tensor were handed over so far."""
@@ -167,10 +175,22 @@ class Exchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "beginning a step")
         self._gradients = [None] * len(self._trained)
+        self._lane.begin()
+
+    def sends_factors(self, index: int) -> bool:
+        """Whether a parameter's gradient travels as factors."""
+        return index in self._lane
+
+    def hold_factors(self, index: int, part: Part) -> None:
+        """Take factors of a part of a parameter's gradient."""
+        self._lane.hold(index, part)
 
     def hold(self, index: int, parameter: Tensor) -> None:
         """Take what a parameter has in `.grad`, and add it to what it has had in this step."""
         gradient = self._intake.take(index, parameter)
+        if index in self._lane:
+            self._lane.hold(index, Dense(gradient))
+            return
         before = self._gradients[index]
         if before is None:
             self._gradients[index] = gradient
@@ -180,13 +200,16 @@ class Exchange:
 
     def give(self, index: int) -> None:
         """Hand over what is held of a parameter's gradient."""
-        gradient = self._gradients[index]
-        assert gradient is not None
         self._given[index] = True
         self.pushes[index] += 1
-        if self._carrying is not None:
-            self._carrying.before_give(index, gradient)
         try:
+            if index in self._lane:
+                self._lane.give(index, self.step)
+                return
+            gradient = self._gradients[index]
+            assert gradient is not None
+            if self._carrying is not None:
+                self._carrying.before_give(index, gradient)
             self._carrier.give(index, self.step, gradient)
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing over", index)
@@ -202,7 +225,12 @@ class Exchange:
 
     def present(self) -> list[int]:
         """Return the parameters that have had a gradient in this step, before `complete`."""
-        return [index for index, one in enumerate(self._gradients) if one is not None]
+        return [index for index in range(len(self._trained)) if self._has_part(index)]
+
+    def _has_part(self, index: int) -> bool:
+        if index in self._lane:
+            return self._lane.holds(index) or self._given[index]
+        return self._gradients[index] is not None
 
     def complete(self, *, discards: bool = False) -> None:
         """Hand over everything else: gradients that are held or in `.grad`, and word of no others.
@@ -218,13 +246,16 @@ class Exchange:
                 parameter = self._trained[index].tensor
                 if parameter.grad is not None:
                     self.hold(index, parameter)
-                if self._gradients[index] is not None:
+                if self._has_part(index):
                     self.give(index)
                     continue
             absent.append(index)
         try:
             for index in absent:
-                self._gradients[index] = self._carrier.give_nothing(index, self.step)
+                if index in self._lane:
+                    self._lane.give_nothing(index, self.step)
+                else:
+                    self._gradients[index] = self._carrier.give_nothing(index, self.step)
                 self._given[index] = True
         except self._core.ChannelError as error:
             self._raise_failed(error, "ending a step")
@@ -304,6 +335,7 @@ class Exchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for averaged gradients")
         arrived = Arrived([], [], [])
+        rebuilt = []
         for index, absent in ready:
             if index < len(self._trained):
                 gradient = self._gradients[index]
@@ -311,7 +343,10 @@ class Exchange:
                 arrived.indices.append(index)
                 if not absent:
                     arrived.averaged.append(index)
-                if gradient is not None and not absent and not discards:
+                if index in self._lane:
+                    mean = self._rebuilt(index, wanted=not (absent or discards))
+                    rebuilt += [] if mean is None else [(index, mean)]
+                elif gradient is not None and not absent and not discards:
                     arrived.gradients.append((index, gradient))
             elif index == members.buffers_index and members.buffers is not None:
                 arrived.indices.append(index)
@@ -321,8 +356,23 @@ class Exchange:
                 members.buffers.land(None if absent else packed)
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
-            self._lay_out_anew(arrived)
+        arrived.gradients += rebuilt
+        self._lay_out_anew(arrived)
         return arrived
+
+    def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
+        """Return the mean that all ranks' factors make, if it is wanted."""
+        try:
+            return self._lane.take(index, self.step, wanted=wanted)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "taking factors", index)
+        except BlockError as error:
+            name = self._trained[index].name
+            reason = f"{error} (noticed while rebuilding {name!r} in step {self.training_step})"
+            with contextlib.suppress(self._core.ChannelError):
+                self._channel.abort(reason)
+            failure = SessionFailed(reason, self.training_step - 1)
+            self._reports.keep_and_raise(failure, error)
 
     def _lay_out_anew(self, arrived: Arrived) -> None:
         """Give gradients the layout of parameters that were laid out anew after prepare().

@@ -30,7 +30,7 @@ _ALONE = _owners(torch.empty(1))
 """What `_owners` says of memory that one tensor has to itself."""
 
 
-def _is_alone(tensor: Tensor) -> bool:
+def is_alone(tensor: Tensor) -> bool:
     """Whether a tensor certainly has its memory to itself."""
     return _ALONE is not None and _owners(tensor) == _ALONE
 
@@ -63,7 +63,7 @@ class GradientIntake:
         _check(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
-        if _is_alone(gradient) and same_layout(gradient, entry.stride):
+        if is_alone(gradient) and same_layout(gradient, entry.stride):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
@@ -71,7 +71,7 @@ class GradientIntake:
     def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
         """Memory to copy into: last step's, unless the user still holds it."""
         copy = self._copies.get(index)
-        if copy is None or not _is_alone(copy):
+        if copy is None or not is_alone(copy):
             copy = torch.empty_strided(
                 gradient.shape,
                 self._trained[index].stride,

@@ -188,6 +188,10 @@ class Installation:
         if not self._had_model_zero_grad:
             self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
 
+    def follow(self, handle: Any) -> None:
+        """Take something else off together with the hooks."""
+        self._handles.append(handle)
+
     def _indices_used(self, module: nn.Module, steps: Steps) -> tuple[int, ...]:
         """Numbers of the tensors that a module owns, or holds past torch's registration."""
         own = (one for one in module._parameters.values() if one is not None)

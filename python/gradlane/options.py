@@ -26,8 +26,13 @@ SLICE_ELEMS = {
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
-SCHEMES = ("ps", RING)
-"""How gradients are aggregated: on servers, or round a ring."""
+SFB = "sfb"
+"""The scheme of weights whose gradient travels as factors, from every rank to every other."""
+FACTOR_SCHEMES = (SFB,)
+"""Schemes in which ranks send factors of gradients."""
+SCHEMES = ("ps", RING, SFB)
+"""How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
+from factors and all others on servers."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Options:
         seed: places whole tensors on servers where the strategy draws them, and decides how codecs
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
+        factors: whether weights of linear layers and embeddings travel as factors.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
@@ -70,6 +76,7 @@ class Options:
     slice_elems: int | None = None
     seed: int = 0
     codec: CodecRules = RAW
+    factors: bool = False
     update: str = "worker"
     stragglers: str = WAIT
     late: str = LATE[0]
@@ -106,7 +113,7 @@ class Options:
             self._check_ring()
         if self.strategy == ASGD:
             self._check_asgd()
-        names = ("strategy", "update", "codec", "check_every", "checkpoint")
+        names = ("strategy", "update", "codec", "factors", "check_every", "checkpoint")
         others = {name: getattr(self, name) for name in names}
         check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
         if self.servers is not None and self.servers < 1:
@@ -115,6 +122,10 @@ class Options:
             raise ValueError(
                 f"servers is {self.servers} with strategy 'ring', which has no servers"
             )
+        if self.factors:
+            why = factors_refusal(self.strategy, self.update)
+            if why:
+                raise ValueError(f"scheme is 'sfb', but {why}")
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -195,6 +206,7 @@ class Options:
             "slice_elems",
             "seed",
             "codec",
+            "factors",
             "update",
             "frame_bytes",
             "check_every",
@@ -221,6 +233,8 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme is None:
         return strategy
     _one_of("scheme", scheme, SCHEMES)
+    if scheme == SFB:
+        return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
     if scheme == RING and strategy == Options.strategy:
@@ -248,6 +262,26 @@ def ring_refusal(strategy: str, update: str) -> str:
         )
     if strategy in ("kvstore", "deferred-pull"):
         return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
+    return ""
+
+
+def factors_refusal(strategy: str, update: str) -> str:
+    """Say why no tensor can travel as factors under these settings; empty if some can.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+    """
+    if update == "server":
+        return (
+            "update is 'server', which updates on the servers that own slices, and factors go to "
+            "every rank: use update='worker'"
+        )
+    if strategy in ("kvstore", "deferred-pull"):
+        return (
+            f"in strategy {strategy!r} workers pull from servers, and factors go to every rank: "
+            f"use strategy {Options.strategy!r}"
+        )
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +28,13 @@ from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
 from gradlane.exchange import Exchange, Members
+from gradlane.factors.choice import choose_factored, without_codecs
+from gradlane.factors.sending import Taps
 from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import Options
+from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
@@ -89,8 +91,13 @@ class Prepared:
         self.model = model
         self._extras, self._members = self._make_members()
         coded = [entry.coded() for entry in self._trained]
-        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded)
+        factored = self._members.factored
+        self.codecs: list[CodecChoice] = without_codecs(
+            choose_codecs(around.options.codec, coded), factored
+        )
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
+        for index, one in factored.items():
+            plain[index] = one.plan_row()
         rows = rows_with_codecs(plain, coded, self.codecs)
         self.channel = open_channel(around, meeting, rows, update=around.options.update)
         self._recording: Recording | None = None
@@ -101,7 +108,9 @@ class Prepared:
         self._carrier = self._make_carrier()
         try:
             everything = [*self._entries, *self._extras]
-            self._carrier.spread(everything, first=around.place.rank == 0)
+            self._carrier.spread(
+                everything, first=around.place.rank == 0, without=self._members.factored.keys()
+            )
             if self._members.buffers is not None:
                 self._members.buffers.start()
             self._register_parameters()
@@ -118,6 +127,7 @@ class Prepared:
         )
         self.steps = self._make_steps()
         self.installation.install(self.steps)
+        self.installation.follow(Taps(factored, self.steps))
         if self._recording is not None:
             self._recording.watch(model)
         self._watch = around.observer.watch(model, self.channel, self.steps)
@@ -267,7 +277,9 @@ class Prepared:
         self.channel.wait_step(step)
         self.channel.take_ready(step)
 
-    def reconnected(self, options: Options, timeout_s: float) -> Prepared:
+    def reconnected(
+        self, options: Options, timeout_s: float, schemes: Mapping[str, str] | None = None
+    ) -> Prepared:
         """Close, and connect the same model with other options; a collective call between steps.
 
         The optimizer's state stays, also that on the servers, and so do buffers and residuals.
@@ -275,6 +287,7 @@ class Prepared:
         Args:
             options: in place of the session's.
             timeout_s: how long to wait for the other ranks' goodbyes.
+            schemes: how tensors are aggregated, by name; None: as before.
 
         Raises:
             GradlaneError: a rank was lost, or cannot connect.
@@ -287,8 +300,11 @@ class Prepared:
         self.close(timeout_s)
         # Connecting spreads rank 0's; buffers may be each rank's own.
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        around = replace(self._around, options=options)
+        if schemes is not None:
+            around = replace(around, schemes=schemes)
         again = Prepared(
-            replace(self._around, options=options),
+            around,
             self._meet,
             self.model,
             self._optimizer,
@@ -353,6 +369,18 @@ class Prepared:
             )
 
     @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor is aggregated, by name."""
+        usual = RING if self._around.options.strategy == RING else "ps"
+        found = {}
+        for index, entry in enumerate(self._trained):
+            given = self._around.schemes.get(entry.name, usual)
+            # A bias has its layer's scheme in a plan, and travels as usual.
+            whole = usual if given in FACTOR_SCHEMES else given
+            found[entry.name] = SFB if index in self._factored else whole
+        return found
+
+    @property
     def in_step(self) -> bool:
         """Whether gradients are under way without an `optimizer.step()`."""
         return self.steps.phase in (Phase.BACKWARD, Phase.ATTACHED)
@@ -364,10 +392,12 @@ class Prepared:
             check_model(model)
             entries = build_table(model)
             optimizers.check_optimizer(self._optimizer, entries)
+            trained = [entry for entry in entries if entry.trained]
+            around = self._around
+            self._factored = choose_factored(model, trained, around.schemes, around.options)
             if self._serves:
                 optimizers.check_server_optimizer(self._optimizer, entries)
                 _check_apart(entries)
-                trained = [entry for entry in entries if entry.trained]
                 state = check_taken_over(self._optimizer, trained)
         except ValueError as error:
             meeting.refuse(str(error))
@@ -379,7 +409,11 @@ class Prepared:
         }
         if self._serves:
             options["optimizer_state"] = state
-        meeting.agree({"options": options, "tensors": [entry.row() for entry in entries]})
+        rows = [
+            {**entry.row(), "scheme": SFB} if index in self._factored else entry.row()
+            for index, entry in enumerate(entries)
+        ]
+        meeting.agree({"options": options, "tensors": rows})
         return entries
 
     def _make_members(self) -> tuple[list[Entry], Members]:
@@ -395,8 +429,15 @@ class Prepared:
         pack = pack_buffers(self.model, self._buffers, place.rank, place.world_size)
         if pack is not None:
             extras.append(extra_entry("the packed buffers", pack.tensor))
+        # Blocks are of training steps alone: something else carries the weights in step 0.
+        extras += [one.first_values() for one in self._factored.values()]
         return extras, Members(
-            self._trained, ballot, index, pack, index + 1 if pack is not None else -1
+            self._trained,
+            ballot,
+            index,
+            pack,
+            index + 1 if pack is not None else -1,
+            self._factored,
         )
 
     def _make_carrier(self) -> Carrier:
@@ -449,6 +490,7 @@ class Prepared:
                 reports,
                 functools.partial(around.standstill.waiting, self._meeting.name),
                 Carrying() if around.options.late == "carry" else None,
+                around.place.rank,
             ),
             driver,
         )

@@ -282,6 +282,9 @@ class ResidualState:
             else:
                 channel.read_state(OWNER, read)
             for index, tensor in others.items():
+                if index in members.factored:
+                    channel.block_absent(index, step)
+                    continue
                 landing = memory.get(index)
                 if landing is None:
                     # No rank has any: nothing is written there.
@@ -292,6 +295,8 @@ class ResidualState:
             channel.step_end(step)
             channel.wait_step(step)
             channel.take_ready(step)
+            for index in members.factored:
+                channel.take_blocks(index, step)
 
         self._spend_step(run)
         self._lent = []

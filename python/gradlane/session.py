@@ -34,6 +34,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradlane import lifecycle
+from gradlane.arrays.exchange import ArrayExchange
+from gradlane.arrays.surface import SessionArrays
 from gradlane.buffers import MODES
 from gradlane.checkpoints.keeper import make_checkpoints
 from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
@@ -47,7 +49,7 @@ from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
 from gradlane.observability.summary import is_wanted
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import Options, strategy_of
+from gradlane.options import SFB, Options, strategy_of
 from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
@@ -121,7 +123,9 @@ def init(
             `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
             are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
-            ring, which makes strategy `p3` strategy `ring`; None: as the strategy does.
+            ring, which makes strategy `p3` strategy `ring`; `"sfb"`: weights of linear layers and
+            embeddings from factors, which every rank sends to every other, see `docs/factors.md`;
+            None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -132,9 +136,10 @@ def init(
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
-            more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5 times
-            their length, 1.25 if not said). The mean is over the ranks that were in time, the same
-            on all. Put the batches through `Session.keep_pace` then; see `docs/stragglers.md`.
+            more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5
+            times their length, 1.25 if not said). The mean is over the ranks that were in time,
+            the same on all. Put the batches through `Session.keep_pace` then; see
+            `docs/stragglers.md`.
         late: what becomes of a gradient that came too late: `"discard"`, or `"carry"`: it is
             added to this rank's next one.
         ahead_steps: how many steps the others may be ahead of the slowest rank, which keeps that
@@ -181,6 +186,7 @@ def init(
         slice_elems=slice_elems,
         seed=seed,
         codec=codec_rules(codec),
+        factors=scheme == SFB,
         update=update,
         stragglers=stragglers,
         late=late,
@@ -215,7 +221,7 @@ def init(
     return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
 
 
-class Session(SessionState, SessionReports, SessionPace):
+class Session(SessionArrays, SessionState, SessionReports, SessionPace):
     """A rank's part in a training job; made by `init`."""
 
     def __init__(
@@ -247,6 +253,7 @@ class Session(SessionState, SessionReports, SessionPace):
         )
         self._store = store
         self._prepared: list[Prepared] = []
+        self._start_arrays()
         self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
         self._ended: str | None = None
         lifecycle.watch(self)
@@ -307,8 +314,9 @@ class Session(SessionState, SessionReports, SessionPace):
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
-                (see `docs/planning.md`); None: the session's. Results are the same bits, but of
-                tensors with another scheme.
+                (see `docs/planning.md`); `"poseidon"`: record some steps, and from then on send
+                factors of the linear layers where they are fewer numbers (see `docs/factors.md`);
+                None: the session's. Results are the same bits, but of tensors with another scheme.
 
         Returns:
             The same two objects.
@@ -335,7 +343,8 @@ class Session(SessionState, SessionReports, SessionPace):
         if plan is not None and self._around.options.leaves_out:
             raise ValueError(
                 f"plan= with stragglers={self._around.options.stragglers!r}: plans are "
-                "simulated, and switched to, with all ranks in every step; give the settings to gradlane.init"
+                "simulated, and switched to, with all ranks in every step; give the settings "
+                "to gradlane.init"
             )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
         residuals = None
@@ -352,7 +361,7 @@ class Session(SessionState, SessionReports, SessionPace):
             options = agreed.plan.settings.applied_to(around.options)
             around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
-        learns = agreed.learns and self.world_size > 1
+        learns = agreed.rule != "" and self.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
@@ -360,7 +369,7 @@ class Session(SessionState, SessionReports, SessionPace):
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
-            self._plans.learn(prepared, links)
+            self._plans.learn(prepared, links, agreed.rule)
         if defer is None and not deferred and self._around.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
@@ -373,8 +382,8 @@ class Session(SessionState, SessionReports, SessionPace):
 
     @property
     def codecs(self) -> list[CodecChoice]:
-        """Which codec each trained tensor of the models travels in, and why."""
-        return [choice for prepared in self._prepared for choice in prepared.codecs]
+        """Which codec each trained tensor of the models, and each array, travels in, and why."""
+        return [choice for part in self._parts() for choice in part.codecs]
 
     @property
     def plan(self) -> Plan | None:
@@ -503,9 +512,9 @@ class Session(SessionState, SessionReports, SessionPace):
         lifecycle.unwatch(self)
         self._plans.stop()
         errors: list[GradlaneError] = []
-        for prepared in self._prepared:
+        for part in self._parts():
             try:
-                prepared.close(timeout_s)
+                part.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
         if self._checkpoints is not None:
@@ -528,8 +537,8 @@ class Session(SessionState, SessionReports, SessionPace):
         self._plans.stop()
         if self._checkpoints is not None:
             self._checkpoints.stop()
-        for prepared in self._prepared:
-            prepared.abort(reason)
+        for part in self._parts():
+            part.abort(reason)
         self._standstill.close()
         self._write_reports()
 
@@ -552,7 +561,7 @@ class Session(SessionState, SessionReports, SessionPace):
     def close_at_exit(self) -> None:
         """Close while the interpreter ends: what goes wrong is printed, not raised."""
         try:
-            if any(prepared.in_step for prepared in self._prepared):
+            if any(part.in_step for part in self._parts()):
                 self.abort("the program ended between backward() and optimizer.step()")
             else:
                 self.close()
@@ -563,8 +572,12 @@ class Session(SessionState, SessionReports, SessionPace):
         """Drop the session in a forked child, where it cannot be used."""
         self._ended = "left behind in the parent of this forked child"
         self._observer.forget_in_child()
-        for prepared in self._prepared:
-            prepared.forget_in_child()
+        for part in self._parts():
+            part.forget_in_child()
+
+    def _parts(self) -> list[Prepared | ArrayExchange]:
+        """Return what has a channel of its own: models, and the arrays if there are some."""
+        return [*self._prepared, *([self._exchange] if self._exchange is not None else [])]
 
     def _meet(self) -> Meeting:
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""

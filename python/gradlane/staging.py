@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,9 +110,9 @@ class StagedCarrier:
                 stream = torch.cuda.current_stream(gradient.device)
                 self._returned[index] = stream.record_event(_blocking_event())
 
-    def spread(self, entries: Sequence[Entry], first: bool) -> None:
+    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
         """Run step 0 through copies in the host's memory."""
-        spread_from_host(self._channel, entries, first)
+        spread_from_host(self._channel, entries, first, without)
 
     def close(self) -> None:
         """Stop the small thread; copies that are under way are waited for, not handed over."""

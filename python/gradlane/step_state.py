@@ -97,6 +97,7 @@ class StepState:
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._clusters = Clusters([entry.tensor for entry in self._trained])
         self._firings = Firings(len(self._trained))
+        self._touched: set[int] = set()
         self._server_rows = driver.server_rows
         self._order = driver.order
         self._pending: set[int] = set()

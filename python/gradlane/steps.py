@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradlane.ballot import Ending, Vote
 from gradlane.errors import SessionFailed, UsageError
+from gradlane.factors.block import Part
 from gradlane.forward_order import inside_backward
 from gradlane.step_reads import StepReads
 from gradlane.step_state import Driver, Phase
@@ -41,19 +42,55 @@ class Steps(StepReads):
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
+        if parameter.grad is None and self._exchange.sends_factors(index):
+            # Factors were taken; torch runs the hook all the same.
+            return
+        self._on_gradient(index)
+        if self.accumulates:
+            if parameter.grad is not None:
+                self._versions[index] = parameter.grad._version
+            return
+        self._exchange.hold(index, parameter)
+        if self._exchange.sends_factors(index):
+            self._touched.add(index)
+        elif self._firings.is_last(index):
+            self._exchange.give(index)
+
+    def wants_factors(self, index: int) -> bool:
+        """Whether factors may take the place of a gradient now: those that add up may not."""
+        sends = self._exchange.sends_factors(index)
+        return sends and not self.accumulates and self._failure is None
+
+    def take_factors(self, index: int, part: Part) -> None:
+        """Note factors of a part of a parameter's fresh gradient.
+
+        Raises:
+            UsageError: they come after the last ones that were to be expected.
+            GradlaneError: the session has failed.
+        """
+        self._on_gradient(index)
+        self._exchange.hold_factors(index, part)
+        self._touched.add(index)
+
+    def end_parts(self, index: int) -> None:
+        """Hand over what a backward gave for a parameter that sends factors, if it is whole.
+
+        Called once in each backward, after all layers that use the parameter, as the hook of a
+        gradient is: it counts the same whether factors or gradients came.
+        """
+        if index in self._touched:
+            self._touched.discard(index)
+            if self._firings.is_last(index):
+                self._exchange.give(index)
+
+    def _on_gradient(self, index: int) -> None:
+        """Begin a step with its first gradient, and refuse one that comes too late."""
         if self._phase is not Phase.BACKWARD:
             self._on_first_gradient()
             if not self.accumulates:
                 self._begin_step()
         elif self._exchange.is_given(index):
             self._refuse_late_gradient(index)
-        if self.accumulates:
-            if parameter.grad is not None:
-                self._versions[index] = parameter.grad._version
-            return
-        self._exchange.hold(index, parameter)
-        if self._firings.is_last(index):
-            self._exchange.give(index)
 
     def _on_first_gradient(self) -> None:
         """Leave whatever phase there was: gradients add up locally from now on."""
@@ -83,6 +120,7 @@ class Steps(StepReads):
             order, self._order = self._order, None
             self._driver.announce_order(order)
         self._firings.begin()
+        self._touched.clear()
         self._phase = Phase.BACKWARD
         self._refresh()
 

@@ -105,6 +105,10 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "what encoding has lost would be dropped with a late gradient, and counted again later; "
         "use no codec",
     ),
+    "factors": (
+        (False,),
+        "factors go from every rank to every rank, and none can be left out; use scheme='ps'",
+    ),
     "check_every": (
         (0,),
         "ranks compare their parameters in the middle of training, and would wait for who is late; "

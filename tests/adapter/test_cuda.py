@@ -104,7 +104,7 @@ def test_accumulation_clipping_and_buffers_on_cuda(mode: str) -> None:
 
 
 def test_synchronized_batch_norm_beside_gradlane() -> None:
-    pool = RankPool(2)
+    pool = RankPool(2, start_method="spawn")
     try:
         first, second = pool.run("synchronized_batch_norm_on_cuda")
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from tests.adapter.models import Attention, Awkward, seeded
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks, RankPool
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import same_bits, snapshot, train_reference
 from tests.adapter.test_training import awkward_loss, batch
@@ -294,11 +294,9 @@ compiled = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(3)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def pool(pool: RankPool) -> FirstRanks:
+    return FirstRanks(pool, 3)
 
 
 @compiled
@@ -307,7 +305,7 @@ def pool() -> Iterator[RankPool]:
     [("cnn", "AdamW"), ("cnn", "SGD"), ("awkward", "Adam"), ("bf16", "Adam"), ("f16", "SGD")],
 )
 def test_processes_resume_in_any_layout(
-    pool: RankPool, tmp_path: Path, model_name: str, kind: str
+    pool: FirstRanks, tmp_path: Path, model_name: str, kind: str
 ) -> None:
     file = str(tmp_path / "checkpoint.pt")
     common: dict[str, Any] = {"model_name": model_name, "kind": kind, "update": "server"}
@@ -347,7 +345,7 @@ def test_processes_resume_in_any_layout(
 
 
 @compiled
-def test_processes_gather_slices_of_many_frames(pool: RankPool, tmp_path: Path) -> None:
+def test_processes_gather_slices_of_many_frames(pool: FirstRanks, tmp_path: Path) -> None:
     file = str(tmp_path / "checkpoint.pt")
     common: dict[str, Any] = {"model_name": "wide", "kind": "AdamW", "update": "server"}
     whole = pool.run("server_checkpoint", ranks=2, first=1, last=4, **common)
@@ -363,7 +361,7 @@ def test_processes_gather_slices_of_many_frames(pool: RankPool, tmp_path: Path) 
 @compiled
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_processes_go_over_between_workers_and_servers(
-    pool: RankPool, tmp_path: Path, kind: str
+    pool: FirstRanks, tmp_path: Path, kind: str
 ) -> None:
     """The state that goes over is the same to the last bit; kernels may differ in theirs."""
     file = str(tmp_path / "checkpoint.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 
 
 TRAININGS = (("cnn", "sgd"), ("transformer", "adamw"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("model", ["cnn", "transformer"])

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first step of an optimizer loads it, in each rank that is forked
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.torch.layout import Part, cut
 from gradlane.torch.parameters import Parameters
 from gradlane.torch.residuals import Residuals
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks, RankPool
 from tests.ddp_hook.scenarios import emulate, make_model
 
 pytestmark = pytest.mark.skipif(
@@ -27,16 +26,14 @@ SCENARIOS = "tests.ddp_hook.scenarios"
 SPECS = ("qsgd:bits=8", "qsgd:bits=4,residual=on", "topk:ratio=0.05", "dgc:ratio=0.05", "bf16")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(3)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def pool(pool: RankPool) -> FirstRanks:
+    return FirstRanks(pool, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_are_bit_identical_and_f32_is_the_sum_in_rank_order(
-    pool: RankPool, world_size: int
+    pool: FirstRanks, world_size: int
 ) -> None:
     hooks: list[dict[str, object] | None] = [None]
     hooks += [{"spec": "f32", "route": route} for route in ("gather", "shards")]
@@ -54,7 +51,7 @@ def test_ranks_are_bit_identical_and_f32_is_the_sum_in_rank_order(
     assert len(set(first[3:])) == len(first[3:]), "two codecs gave the same parameters"
 
 
-def test_routes_small_tensors_and_bytes_are_as_documented(pool: RankPool) -> None:
+def test_routes_small_tensors_and_bytes_are_as_documented(pool: FirstRanks) -> None:
     hooks = [
         {"spec": "qsgd:bits=8"},
         {"spec": "qsgd:bits=8", "route": "gather"},
@@ -79,7 +76,7 @@ def test_routes_small_tensors_and_bytes_are_as_documented(pool: RankPool) -> Non
     [("qsgd:bits=2,residual=on", "shards"), ("topk:ratio=0.02", "gather"), ("topk", "shards")],
 )
 def test_what_was_sent_and_what_is_kept_are_all_gradients(
-    pool: RankPool, spec: str, route: str
+    pool: FirstRanks, spec: str, route: str
 ) -> None:
     """Also across the new buckets that DDP makes after the first step."""
     results = pool.run(f"{SCENARIOS}:conserve", spec=spec, route=route, steps=5)
@@ -90,26 +87,26 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients(
 
 
 @pytest.mark.parametrize("spec", ["qsgd:bits=2,residual=on", "topk:ratio=0.05"])
-def test_a_saved_state_goes_on_with_the_same_bits(pool: RankPool, spec: str) -> None:
+def test_a_saved_state_goes_on_with_the_same_bits(pool: FirstRanks, spec: str) -> None:
     results = pool.run(f"{SCENARIOS}:resume", ranks=2, spec=spec)
     for result in results:
         assert result["resumed"] == result["at_once"]
         assert result["step"] == 8
 
 
-def test_a_gradient_that_is_no_number_is_seen_everywhere_and_forgotten(pool: RankPool) -> None:
+def test_a_gradient_that_is_no_number_is_seen_everywhere_and_forgotten(pool: FirstRanks) -> None:
     for result in pool.run(f"{SCENARIOS}:spoil"):
         assert result["finite"] == [True, False, True]
 
 
-def test_bf16_gradients_and_unused_parameters_are_averaged_too(pool: RankPool) -> None:
+def test_bf16_gradients_and_unused_parameters_are_averaged_too(pool: FirstRanks) -> None:
     results = pool.run(f"{SCENARIOS}:halve")
     for result in results[1:]:
         assert torch.equal(result["parameters"], results[0]["parameters"])
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
-def test_a_failure_ends_backward_with_its_text(pool: RankPool) -> None:
+def test_a_failure_ends_backward_with_its_text(pool: FirstRanks) -> None:
     for text in pool.run(f"{SCENARIOS}:fail", ranks=2):
         assert "no room for the bytes" in text and "step 2" in text
 
@@ -194,7 +191,7 @@ def test_the_lab_names_hooks_of_ddp() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_hooks_of_the_lab_train(pool: RankPool, world_size: int) -> None:
+def test_hooks_of_the_lab_train(pool: FirstRanks, world_size: int) -> None:
     results = pool.run(
         f"{SCENARIOS}:train_in_lab",
         ranks=world_size,
@@ -204,7 +201,7 @@ def test_hooks_of_the_lab_train(pool: RankPool, world_size: int) -> None:
         assert len({result[number] for result in results}) == 1
 
 
-def test_the_studys_data_flow_is_that_of_ranks(pool: RankPool) -> None:
+def test_the_studys_data_flow_is_that_of_ranks(pool: FirstRanks) -> None:
     """Workers emulated in one process get the same bits as processes that exchange shards.
 
     Without residuals: those of owners move when DDP makes its buckets anew.

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lab.test_run import needs_namespaces, profile
 
 from gradlane.lab.run import LabOptions, run_lab
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads import build
 from gradlane.lab.workloads.replay import ReplayWorkload
+from tests.lab.test_run import needs_namespaces, profile
 
 __all__ = ["profile"]
 

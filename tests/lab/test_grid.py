@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.made_rows import Machine
 
 from gradlane.lab.cells import (
     STEPS,
@@ -19,6 +18,7 @@ from gradlane.lab.cells import (
     with_compute_times,
 )
 from gradlane.lab.grid import CELLS, cells_of, in_grid_order
+from tests.made_rows import Machine
 
 
 def measure(machine: Machine, path: Path, budget_s: float) -> int:

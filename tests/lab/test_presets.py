@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.command_line import run
-from tests.made_rows import Machine
 
 from gradlane.lab.cells import Cell, CellsProgress, save_rows
 from gradlane.lab.display import runs_progress
@@ -31,6 +29,8 @@ from gradlane.lab.presets.preset import Preset, run_preset
 from gradlane.lab.presets.simulated import Simulation, simulate_missing
 from gradlane.lab.presets.tables import print_bandwidth
 from gradlane.lab.time_left import TimeLeft, format_duration
+from tests.command_line import run
+from tests.made_rows import Machine
 
 GBIT = 10**9
 SMALL: dict[str, Any] = {

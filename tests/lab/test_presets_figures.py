@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.command_line import run
-from tests.made_rows import Machine
 
 from gradlane.lab.cells import CellsProgress
 from gradlane.lab.counters import Recording, TrafficRecord, read_process_cpu_ns
@@ -38,6 +36,8 @@ from gradlane.lab.presets.slices import SLICES, planned_slice_elems, slices, swe
 from gradlane.lab.presets.tables import print_scaling, print_slices, print_utilization
 from gradlane.lab.presets.utilization import utilization
 from gradlane.planner.search import SLICES as PLANNED_SLICES
+from tests.command_line import run
+from tests.made_rows import Machine
 
 GBIT = 10**9
 STEPS_S = {"none": 0.3, "p3": 0.35, "wfbp": 0.43, "kvstore": 0.46, "ddp-gloo:25": 0.44}

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch._C._distributed_c10d import Store
 
 from gradlane.lab.workloads import NAMES, REAL_NAMES, REPLAY_NAMES, Workload, build
 from gradlane.lab.workloads.architectures import (
@@ -37,6 +37,7 @@ from gradlane.lab.workloads.schedule import (
     merge_short_layers,
 )
 from gradlane.profiler.contents import Profile, ProfileTensor
+from tests.adapter.pool import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -593,20 +594,22 @@ def test_digits_of_one_epoch_are_disjoint_between_ranks() -> None:
 # Under DistributedDataParallel
 
 
-def _train_with_ddp(rank: int, folder: str, profile: str) -> None:
+def train_with_ddp(
+    store: Store, rank: int, world_size: int, job: str, *, folder: str, profile: str
+) -> None:
     """Train both kinds of workload on one of two ranks; save what the test compares."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
-    method = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(job, store), rank=rank, world_size=world_size
+    )
     result: dict[str, Any] = {}
     for name, profile_path in (("resnet50", profile), ("digits-cnn", None)):
         workload = build(
             name,
             rank=rank,
-            world_size=2,
+            world_size=world_size,
             dilation=0.05,
             profile_path=profile_path,
         )
@@ -623,9 +626,9 @@ def _train_with_ddp(rank: int, folder: str, profile: str) -> None:
     dist.destroy_process_group()
 
 
-def test_both_kinds_train_under_ddp(tmp_path: Path) -> None:
-    arguments = (str(tmp_path), str(small_profile(tmp_path)))
-    spawn(_train_with_ddp, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+def test_both_kinds_train_under_ddp(pool: RankPool, tmp_path: Path) -> None:
+    paths = {"folder": str(tmp_path), "profile": str(small_profile(tmp_path))}
+    pool.run("tests.lab.test_workloads:train_with_ddp", ranks=2, **paths)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["wrong"] == second["wrong"] == []
     for name in ("resnet50", "digits-cnn"):

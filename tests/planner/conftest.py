@@ -1,16 +1,13 @@
-"""Rank processes for all tests of the planner: starting torch takes seconds."""
+"""The planner's tests run on three ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks, RankPool
 
 
-@pytest.fixture(scope="package")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(3)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def pool(pool: RankPool) -> FirstRanks:
+    """Three of the ranks that all tests share."""
+    return FirstRanks(pool, 3)

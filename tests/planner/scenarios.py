@@ -25,7 +25,10 @@ OTHER = Settings("slicing", slice_elems=700, frame_bytes=4096, send_buffer_bytes
 class Decided:
     """In place of the coordinator: the decision is known, everything around it is real."""
 
-    def __init__(self, profile: Any, facts: ClusterFacts, *, base: Settings, source: str) -> None:
+    def __init__(
+        self, profile: Any, facts: ClusterFacts, *, base: Settings, source: str, rule: str
+    ) -> None:
+        assert rule == "auto"
         assert profile.compute_s > 0.0 and len(profile.tensors) > 0
         assert facts.rate_bps > 1e6 and facts.latency_s > 0.0
         self._plan = Plan("decided", facts, source, OTHER)

@@ -11,7 +11,7 @@ import pytest
 
 from gradlane.planner.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
 from gradlane.planner.streams import Node
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks
 from tests.adapter.test_endings import free_port
 from tests.adapter.test_launchers import run_all
 
@@ -19,7 +19,7 @@ MODULE = "tests.planner.scenarios"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_have_the_same_report(pool: RankPool, world_size: int) -> None:
+def test_all_ranks_have_the_same_report(pool: FirstRanks, world_size: int) -> None:
     first, *others = pool.run(f"{MODULE}:probe", ranks=world_size)
     assert others == [first] * (world_size - 1)
     assert [port["rank"] for port in first["ports"]] == list(range(world_size))
@@ -34,17 +34,17 @@ def test_all_ranks_have_the_same_report(pool: RankPool, world_size: int) -> None
     assert first["rate_bps"] == pytest.approx(slowest * 1514 / 1448)
 
 
-def test_without_directions_nothing_is_said_of_them(pool: RankPool) -> None:
+def test_without_directions_nothing_is_said_of_them(pool: FirstRanks) -> None:
     (report, _) = pool.run(f"{MODULE}:probe", ranks=2, directions=False)
     assert {port["send_bps"] for port in report["ports"]} == {None}
 
 
-def test_one_rank_has_no_links(pool: RankPool) -> None:
+def test_one_rank_has_no_links(pool: FirstRanks) -> None:
     (report,) = pool.run(f"{MODULE}:probe", ranks=1)
     assert report == {"workers": 1, "window_s": 0.1, "ports": [], "round_trips": []}
 
 
-def test_ranks_that_cannot_reach_each_other_are_named_everywhere(pool: RankPool) -> None:
+def test_ranks_that_cannot_reach_each_other_are_named_everywhere(pool: FirstRanks) -> None:
     errors = pool.run(f"{MODULE}:probe", blocked=True)
     assert len(set(errors)) == 1
     assert errors[0].startswith("RendezvousError: rank ")

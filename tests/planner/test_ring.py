@@ -17,7 +17,7 @@ from gradlane.planner.plan import PlanError, parse_plan
 from gradlane.planner.search import search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.profiles import Profile, ProfileTensor
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks
 from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
 
 needs_core = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def train_by_plan(
 
 @needs_core
 @pytest.mark.parametrize(("model", "optimizer"), [("cnn", "sgd"), ("awkward", "adamw")])
-def test_two_ranks_get_the_bits_of_servers(pool: RankPool, model: str, optimizer: str) -> None:
+def test_two_ranks_get_the_bits_of_servers(pool: FirstRanks, model: str, optimizer: str) -> None:
     training: dict[str, Any] = {
         "ranks": 2,
         "model_name": model,
@@ -84,7 +84,7 @@ def test_two_ranks_get_the_bits_of_servers(pool: RankPool, model: str, optimizer
 
 
 @needs_core
-def test_three_ranks_agree_whatever_the_slices(pool: RankPool) -> None:
+def test_three_ranks_agree_whatever_the_slices(pool: FirstRanks) -> None:
     """The order of addition is another one than servers', so that roundings differ at most."""
     training: dict[str, Any] = {"model_name": "wide", "steps": 4, "digest_every": 1}
     servers = pool.run("train", **training)
@@ -103,14 +103,14 @@ def test_three_ranks_agree_whatever_the_slices(pool: RankPool) -> None:
 
 @needs_core
 @pytest.mark.parametrize("model", ["awkward", "bf16", "f16"])
-def test_absent_gradients_and_short_dtypes(pool: RankPool, model: str) -> None:
+def test_absent_gradients_and_short_dtypes(pool: FirstRanks, model: str) -> None:
     results = pool.run("train", model_name=model, steps=12, strategy="ring", digest_every=1)
     assert len({tuple(result["digests"]) for result in results}) == 1
     assert len(set(results[0]["digests"])) > 10
 
 
 @needs_core
-def test_a_plan_says_which_tensors_go_round(pool: RankPool) -> None:
+def test_a_plan_says_which_tensors_go_round(pool: FirstRanks) -> None:
     names = [name for name, _ in MODELS["cnn"]().named_parameters()]
     plan = plan_for("cnn", dict.fromkeys(names[::2], "ring"))
     results = pool.run(f"{HERE}:train_by_plan", plan=plan.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,10 +192,12 @@ def test_the_command_writes_the_scheme_of_every_tensor(
         assert row["reason"].startswith(f"{row['scheme']}: ")
     assert "classifier.3" in out
     assert "58.72" in out
-    # The file is a plan like any other, but no session takes it.
+    # The file is a plan like any other.
     plan = read_plan(made)
-    with pytest.raises(PlanError, match=r"'classifier\.0\.weight' by scheme 'sfb' \(6 of 38"):
-        plan.check_runs("plan p.json")
+    plan.check_runs("plan p.json")
+    by_one = replace(plan, tensors=(replace(plan.tensors[0], scheme="adam"), *plan.tensors[1:]))
+    with pytest.raises(PlanError, match=r"'features\.0\.weight' by scheme 'adam' \(1 of 38"):
+        by_one.check_runs("plan p.json")
 
 
 def test_what_factors_save_is_predicted_by_bytes() -> None:

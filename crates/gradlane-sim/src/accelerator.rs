@@ -11,6 +11,8 @@ pub(crate) enum Turn {
     Until(u64),
     /// It waits for a tensor that is not there.
     Waits(TensorId),
+    /// It has waited for a tensor for so many nanoseconds, and makes its gradient until this time.
+    Rebuilds(TensorId, u64, u64),
     /// It has done this act, after waiting for so many nanoseconds.
     Did(Act, u64),
     /// All steps are over.
@@ -33,6 +35,8 @@ pub(crate) struct Accelerator {
     results: Vec<(u64, u64)>,
     /// Waits in all, a tensor, in nanoseconds.
     pub(crate) waited: Vec<u64>,
+    /// Step whose gradient of each tensor was made of what arrived.
+    rebuilt: Vec<u64>,
     /// The tensor that it waits for.
     pub(crate) blocked: Option<TensorId>,
     /// Ends of forwards.
@@ -50,6 +54,7 @@ impl Accelerator {
             slowness: 1.0,
             results: vec![(0, 0); tensors],
             waited: vec![0; tensors],
+            rebuilt: vec![0; tensors],
             blocked: None,
             forward_ends: Vec::with_capacity(steps as usize + 1),
             finished: false,
@@ -82,7 +87,14 @@ impl Accelerator {
                 return Turn::Until(since);
             }
             self.blocked = None;
-            self.waited[tensor.index()] += now - due;
+            let waited = now - due;
+            self.waited[tensor.index()] += waited;
+            let rebuild = scaled(script.rebuild_ns[tensor.index()], self.slowness);
+            if rebuild > 0 && self.rebuilt[tensor.index()] < step {
+                self.rebuilt[tensor.index()] = step;
+                self.origin += waited + rebuild;
+                return Turn::Rebuilds(tensor, waited, now + rebuild);
+            }
         }
         let waited = now - due;
         self.origin += waited;

@@ -4,21 +4,28 @@ use crate::node::Node;
 use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
+use gradlane_engine::Scheme;
 use gradlane_units::{SliceId, Step};
 use gradlane_wire::{Codec, FrameKind};
 
 impl Run {
-    /// Bytes of all contributions of a rank and of all results, as they travel.
-    fn round_trip_bytes(&self) -> f64 {
+    /// Bytes that leave an evenly loaded port in a step, without frame headers.
+    fn port_bytes(&self, workers: f64) -> f64 {
         let slices = (0..self.plan.slices.len() as u32).map(SliceId);
-        let bytes = slices.map(|slice| {
+        let taking_part =
+            slices.filter(|&it| self.plan.takes_part(self.plan.slice(it).tensor, Step(1)));
+        let bytes = taking_part.map(|slice| {
+            if self.plan.tensor(self.plan.slice(slice).tensor).scheme == Scheme::Gather {
+                return (workers - 1.0) * self.plan.slice_bytes(slice) as f64;
+            }
             let travels = |kind| {
                 let encoded = self.plan.may_be_encoded(kind, slice, Step(1));
                 self.plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
             };
-            travels(FrameKind::Push) + travels(FrameKind::Broadcast)
+            let round_trip = travels(FrameKind::Push) + travels(FrameKind::Broadcast);
+            (workers - 1.0) / workers * round_trip as f64
         });
-        bytes.sum::<u64>() as f64
+        bytes.sum()
     }
 
     fn staleness_figures(&self) -> Option<StalenessFigures> {
@@ -57,8 +64,10 @@ impl Run {
         let step_s = median(&steps_s);
         let workers = f64::from(scenario.workers);
         let goodput_bps = scenario.network.goodput_bps();
-        let port_bytes = (workers - 1.0) / workers * self.round_trip_bytes();
+        let port_bytes = self.port_bytes(workers);
         let compute_s = scenario.profile.compute_s;
+        let rebuilds: u64 = self.script.rebuild_ns.iter().sum();
+        let rebuild_s = rebuilds as f64 / 1e9;
         let all: f64 = steps_s.iter().sum();
         let per_step = |bytes: &u64| *bytes as f64 / steps as f64;
         let weighted = |rank: usize| f64::from(self.fold.weights[rank]);
@@ -77,8 +86,9 @@ impl Run {
             rate_bps: scenario.network.rate_bps,
             step_s,
             scaling_factor: compute_s / step_s,
-            port_bound_s: compute_s.max(port_bytes * 8.0 / goodput_bps),
+            port_bound_s: (compute_s + rebuild_s).max(port_bytes * 8.0 / goodput_bps),
             compute_s,
+            rebuild_s,
             waits: waits.collect(),
             tx_bytes_per_step_mean: tx_mean,
             tx_bytes_per_step_max: self.meters.port_bytes.iter().map(per_step).fold(0.0, f64::max),

@@ -120,7 +120,7 @@ impl Profile {
 /// Most tensors in a profile.
 pub const TENSORS_MAX: usize = 1_000_000;
 /// Longest step.
-const SECONDS_MAX: f64 = 1e6;
+pub(crate) const SECONDS_MAX: f64 = 1e6;
 
 /// One thing that an accelerator does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -139,6 +139,8 @@ pub(crate) enum Act {
 #[derive(Clone, Debug)]
 pub(crate) struct Script {
     pub(crate) acts: Vec<(u64, Act)>,
+    /// Time for making a tensor's gradient of what arrived, before it can be used.
+    pub(crate) rebuild_ns: Vec<u64>,
 }
 
 impl Script {
@@ -158,7 +160,7 @@ impl Script {
             Act::Ready(tensor) => (time, 2, u32::MAX - tensor.0),
             Act::StepEnd => (time, 3, 0),
         });
-        Script { acts }
+        Script { acts, rebuild_ns: vec![0; profile.tensors.len()] }
     }
 }
 

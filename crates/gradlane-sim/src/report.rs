@@ -17,6 +17,8 @@ pub struct Report {
     pub steps_s: Vec<f64>,
     /// Forward and backward alone.
     pub compute_s: f64,
+    /// Making gradients of factors; not in `compute_s`.
+    pub rebuild_s: f64,
     /// `compute_s / step_s`.
     pub scaling_factor: f64,
     /// A bound that no strategy of this scheme can beat: the largest of computing, and of the bytes

@@ -5,6 +5,7 @@ use crate::codecs::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::profile::{nanos, Profile};
+use crate::schemes::{self, TensorScheme};
 use gradlane_engine::{Plan, Strategy, Update};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
@@ -205,6 +206,9 @@ pub struct Scenario {
     /// Codecs of tensors, by name; the others travel as they are.
     #[serde(default)]
     pub codecs: BTreeMap<String, CodedTensor>,
+    /// Schemes of tensors, by name; the others have the strategy's.
+    #[serde(default)]
+    pub schemes: BTreeMap<String, TensorScheme>,
     /// A plan for the profile's tensors instead of the one that the strategy makes.
     #[serde(default)]
     pub plan: Option<Plan>,
@@ -270,6 +274,7 @@ impl Scenario {
             slice_elems: None,
             update: Update::Worker,
             codecs: BTreeMap::new(),
+            schemes: BTreeMap::new(),
             plan: None,
             network,
             costs: Costs::default(),
@@ -315,6 +320,12 @@ impl Scenario {
         if self.plan.is_some() && !self.codecs.is_empty() {
             return refuse("codecs cannot be used with a given plan, which has its own".into());
         }
+        if self.plan.is_some() && !self.schemes.is_empty() {
+            return refuse("schemes cannot be used with a given plan, which has its own".into());
+        }
+        if self.representatives > 0 && !self.schemes.is_empty() {
+            return refuse("representatives cannot be used with schemes of tensors: use 0".into());
+        }
         if self.plan.is_some() && self.representatives > 0 {
             return refuse("representatives cannot be used with a given plan: use 0".into());
         }
@@ -353,7 +364,9 @@ impl Scenario {
         let specs = self.profile.specs();
         let Some(plan) = &self.plan else {
             let rows = codecs::rows(specs, &self.codecs)?;
-            return Plan::build(rows, self.strategy()?, self.update, workers)
+            let tensors = rows.into_iter().map(Into::into).collect();
+            let tensors = schemes::settings(tensors, self)?;
+            return Plan::build(tensors, self.strategy()?, self.update, workers)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));

@@ -16,7 +16,7 @@ use crate::scenario::Scenario;
 use crate::shares::Shares;
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
-use gradlane_units::{Priority, Rank, Rng, Step};
+use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 
@@ -152,7 +152,7 @@ impl Run {
             bytes => u32::try_from(bytes).unwrap_or(u32::MAX),
         };
         Ok(Run {
-            script: Script::new(&scenario.profile),
+            script: Script::new(&scenario.profile).under_schemes(scenario),
             charges: Charges::new(scenario),
             workers: scenario.workers,
             ns_per_byte,
@@ -240,6 +240,17 @@ impl Run {
                     let step = Step(self.nodes[index].accelerator.step - 1);
                     return self.hear(rank, Input::Needed(tensor, step));
                 }
+                Turn::Rebuilds(tensor, waited, until) => {
+                    self.ends_wait(rank, tensor, waited);
+                    let now = self.now;
+                    let node = &mut self.nodes[rank as usize];
+                    let since = std::mem::replace(&mut node.computes_since, until);
+                    let step = Step(node.accelerator.step);
+                    self.span(rank, Lane::Forward, step, Subject::Step, since, now);
+                    let subject = Subject::Tensor(tensor);
+                    self.span(rank, Lane::Rebuild, step, subject, now, until);
+                    return self.calendar.at(until, Kind::Compute, rank);
+                }
                 Turn::Finished => {
                     self.finished += 1;
                     let node = &self.nodes[index];
@@ -257,14 +268,7 @@ impl Run {
         let node = &mut self.nodes[rank as usize];
         let step = Step(node.accelerator.step);
         match act {
-            Act::Need(tensor) => {
-                if waited > 0 {
-                    let since = std::mem::replace(&mut node.computes_since, now);
-                    self.span(rank, Lane::Forward, step, Subject::Step, since, now - waited);
-                    let subject = Subject::Tensor(tensor);
-                    self.span(rank, Lane::Wait, step, subject, now - waited, now);
-                }
-            }
+            Act::Need(tensor) => self.ends_wait(rank, tensor, waited),
             Act::ForwardEnd => {
                 let since = std::mem::replace(&mut node.computes_since, now);
                 self.span(rank, Lane::Forward, step, Subject::Step, since, now);
@@ -282,6 +286,20 @@ impl Run {
                 node.accelerator.next_step(begin, slowness);
             }
         }
+    }
+
+    /// Forward has a tensor for which it has waited.
+    fn ends_wait(&mut self, rank: u32, tensor: TensorId, waited: u64) {
+        if waited == 0 {
+            return;
+        }
+        let now = self.now;
+        let node = &mut self.nodes[rank as usize];
+        let step = Step(node.accelerator.step);
+        let since = std::mem::replace(&mut node.computes_since, now);
+        self.span(rank, Lane::Forward, step, Subject::Step, since, now - waited);
+        let subject = Subject::Tensor(tensor);
+        self.span(rank, Lane::Wait, step, subject, now - waited, now);
     }
 
     pub(crate) fn span(

@@ -30,11 +30,13 @@ pub enum Lane {
     Receive,
     /// Contributions are reduced.
     Reduce,
+    /// The accelerator makes a gradient of the factors of all ranks.
+    Rebuild,
 }
 
 impl Lane {
     /// All lanes, top to bottom.
-    pub const ALL: [Lane; 8] = [
+    pub const ALL: [Lane; 9] = [
         Lane::Forward,
         Lane::Backward,
         Lane::Wait,
@@ -43,6 +45,7 @@ impl Lane {
         Lane::Control,
         Lane::Receive,
         Lane::Reduce,
+        Lane::Rebuild,
     ];
 
     /// The lane in which a frame leaves.
@@ -65,6 +68,7 @@ impl Lane {
             Lane::Control => "control",
             Lane::Receive => "receive",
             Lane::Reduce => "reduce",
+            Lane::Rebuild => "rebuild",
         }
     }
 }

@@ -2,7 +2,7 @@
 //! difference of numbers in `golden.txt`, to be looked at; `GRADLANE_GOLDEN=write` writes the file anew.
 
 use gradlane_engine::Strategy;
-use gradlane_sim::{simulate, Network, Profile, ProfiledTensor, Scenario};
+use gradlane_sim::{simulate, Network, Profile, ProfiledTensor, Scenario, TensorScheme};
 use gradlane_units::Dtype;
 use std::fmt::Write;
 use std::path::Path;
@@ -40,6 +40,27 @@ fn model(layers: &[(u64, f64)]) -> Profile {
     Profile { tensors: tensors.collect(), forward_s, compute_s: 3.0 * forward_s }
 }
 
+/// What a table calls a mixture of schemes, the strategy of the rest, and who has another one.
+type Mixture = (&'static str, &'static str, Vec<(&'static str, TensorScheme)>);
+
+/// Factors for the image model's large layers, beside servers and beside a ring; and a ring for
+/// one of them alone.
+fn mixtures() -> Vec<Mixture> {
+    let factors = |bytes, rebuild_s| TensorScheme::Sfb { block_bytes: bytes, rebuild_s };
+    let large = || {
+        vec![
+            ("layer10.weight", factors(640_000, 0.003)),
+            ("layer11.weight", factors(160_000, 0.001)),
+        ]
+    };
+    vec![
+        ("p3+sfb", "p3", large()),
+        ("wfbp+sfb", "wfbp", large()),
+        ("ring+sfb", "ring", large()),
+        ("p3+ring", "p3", vec![("layer10.weight", TensorScheme::Ring)]),
+    ]
+}
+
 fn table() -> String {
     let mut table = String::from("model workers Mbit/s strategy step-ms bound-ms utilization\n");
     for (name, profile) in [("image", image_model()), ("translation", translation_model())] {
@@ -57,6 +78,21 @@ fn table() -> String {
                 )
                 .expect("text grows");
             }
+        }
+    }
+    for (name, strategy, schemes) in mixtures() {
+        for (workers, rate_bps) in [(4, 0.8e9), (16, 2e9)] {
+            let network = Network::new(rate_bps);
+            let schemes = schemes.iter().map(|(name, it)| ((*name).to_string(), *it));
+            let scenario = Scenario {
+                schemes: schemes.collect(),
+                ..Scenario::new(image_model(), workers, strategy, network)
+            };
+            let report = simulate(&scenario).expect("the scenario runs").report;
+            let (step_ms, bound_ms) = (report.step_s * 1e3, report.port_bound_s * 1e3);
+            let (rate, used) = (rate_bps / 1e6, report.tx_utilization * 100.0);
+            writeln!(table, "image {workers} {rate} {name} {step_ms:.1} {bound_ms:.1} {used:.0}%")
+                .expect("text grows");
         }
     }
     table

@@ -87,6 +87,11 @@ def part_bytes(part: Part) -> int:
     return _HEADER.size + _padded(sum(tensor.nbytes for tensor in _tensors(part)))
 
 
+def block_bytes(nbytes: int) -> int:
+    """Return what a whole gradient of so many bytes takes in a block."""
+    return _HEADER.size + _padded(nbytes)
+
+
 def pack(parts: Sequence[Part]) -> Tensor:
     """Return a block with these parts, in this order: u8, on the CPU.
 

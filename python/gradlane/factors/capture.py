@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gradlane.compiled import is_tracing
 from gradlane.factors.block import LinearFactors, Part, TouchedRows, can_travel
@@ -30,6 +31,9 @@ class Taker(Protocol):
 
     def take_factors(self, index: int, part: Part) -> None:
         """Take factors; their memory may change after the call."""
+
+    def end_parts(self, index: int) -> None:
+        """All layers that use the tensor have had their turn in this backward."""
 
 
 class Tap:
@@ -139,6 +143,9 @@ def can_factor(module: nn.Module) -> bool:
         return False
     weight = module._parameters.get("weight")
     if weight is None or not can_travel(weight.dtype) or not weight.is_contiguous():
+        return False
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        # Multi-head attention reads its weight and never calls it.
         return False
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward

@@ -29,8 +29,10 @@ def rebuild(contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) 
     total = out if out.dtype == exact else torch.empty_like(out, dtype=exact)
     with torch.no_grad():
         if factors:
-            inputs = torch.cat([part.inputs.to(exact) for part in factors])
-            output_gradients = torch.cat([part.output_gradients.to(exact) for part in factors])
+            inputs = torch.cat([part.inputs.to(out.device, exact) for part in factors])
+            output_gradients = torch.cat(
+                [part.output_gradients.to(out.device, exact) for part in factors]
+            )
             if total.is_contiguous():
                 torch.mm(output_gradients.t(), inputs, out=total)
             else:
@@ -39,18 +41,10 @@ def rebuild(contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) 
             total.zero_()
         for part in parts:
             if isinstance(part, Dense):
-                total.add_(part.values)
+                total.add_(part.values.to(out.device))
             elif isinstance(part, TouchedRows):
-                total.index_add_(0, part.indices, part.values.to(exact))
+                rows = part.values.to(out.device, exact)
+                total.index_add_(0, part.indices.to(out.device), rows)
         total.div_(divisor)
         if total is not out:
             out.copy_(total)
-
-
-def as_dense(part: Part, shape: torch.Size, dtype: torch.dtype) -> Dense:
-    """Return a part as a whole gradient: one that is no larger than its factors."""
-    if isinstance(part, Dense):
-        return part
-    values = torch.empty(shape, dtype=dtype)
-    rebuild([[part]], 1, values)
-    return Dense(values)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import nn
-
 from gradlane.core import Channel
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError, SessionClosed
@@ -119,13 +117,13 @@ class Observer:
         self._place = place
         self._says_summary = says_summary and place.rank == 0
         self._watches: list[ModelWatch] = []
-        self._numbers: WeakKeyDictionary[nn.Module, ModelWatch] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[object, ModelWatch] = WeakKeyDictionary()
         self._listeners: list[AfterStep] = []
         self._endpoint: Endpoint | None = None
         self._left_behind = False
 
-    def watch(self, model: nn.Module, channel: Channel, trained: Trained) -> ModelWatch:
-        """Watch a model on a channel, also one that was watched on another one before."""
+    def watch(self, model: object, channel: Channel, trained: Trained) -> ModelWatch:
+        """Watch a model, or arrays, on a channel; also what was on another one before."""
         watch = self._numbers.get(model)
         if watch is None:
             watch = ModelWatch(len(self._watches) + 1, self._after_step)

@@ -8,6 +8,7 @@ from gradlane.observability.metrics import Metrics
 from gradlane.observability.tensorboard import ScalarWriter
 
 if TYPE_CHECKING:
+    from gradlane.arrays.exchange import ArrayExchange
     from gradlane.observability.observer import Observer
     from gradlane.prepared import Prepared
 
@@ -16,7 +17,9 @@ class SessionReports:
     """The part of `Session` that numbers come through."""
 
     _observer: Observer
-    _prepared: list[Prepared]
+
+    def _parts(self) -> list[Prepared | ArrayExchange]:
+        raise NotImplementedError
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -62,4 +65,4 @@ class SessionReports:
             Rows (time in ns, "tx" or "rx", kind, peer, step, tensor, slice, priority), empty
             unless the session was opened with `trace=True`.
         """
-        return [row for prepared in self._prepared for row in prepared.channel.take_trace()]
+        return [row for part in self._parts() for row in part.channel.take_trace()]

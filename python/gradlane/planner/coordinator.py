@@ -20,7 +20,6 @@ from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
 from gradlane.planner.schemes import (
-    ENGINE_SCHEMES,
     RULES,
     SCHEMES,
     Cost,
@@ -264,8 +263,8 @@ class Coordinator:
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
                 codec=codec.codec,
-                # Factors travel whole: no scheme cuts them yet.
-                slices=count if schemes[tensor.name].scheme in ENGINE_SCHEMES else min(count, 1),
+                # How long factors are, the batch says: only whole gradients are known to be cut.
+                slices=count if schemes[tensor.name].scheme in ("ps", RING) else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
                 else f"{schemes[tensor.name].reason}; codec: {codec.reason}",

@@ -41,8 +41,8 @@ class PlanInForce:
         self._abort = abort
         self._learnings: dict[int, Learning] = {}
 
-    def learn(self, prepared: Prepared, links: LinkReport) -> None:
-        """Have a model's plan found in its first steps."""
+    def learn(self, prepared: Prepared, links: LinkReport, rule: str) -> None:
+        """Have a model's plan found in its first steps, by a rule."""
         from gradlane.planner.learning import Learning
 
         learning = Learning(
@@ -51,6 +51,7 @@ class PlanInForce:
             self._options,
             self._meet,
             lambda plan: self._switch(prepared, plan),
+            rule,
         )
         self._learnings[id(prepared)] = learning
         prepared.installation.after_step = learning.after_step
@@ -74,11 +75,14 @@ class PlanInForce:
         self._learnings.pop(id(prepared), None)
         self.plan = plan
         options = plan.settings.applied_to(self._options)
-        if options == self._options:
+        in_force = prepared.schemes
+        if options == self._options and all(
+            in_force.get(name) == scheme for name, scheme in plan.schemes.items()
+        ):
             return
         position = self._prepared.index(prepared)
         try:
-            self._prepared[position] = prepared.reconnected(options, CLOSE_TIMEOUT_S)
+            self._prepared[position] = prepared.reconnected(options, CLOSE_TIMEOUT_S, plan.schemes)
         except GradlaneError as error:
             self._abort(f"the plan could not be put into force: {error}")
             raise

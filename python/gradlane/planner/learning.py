@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
 
 from gradlane.errors import GradlaneError
+from gradlane.factors.choice import layers_by_weight
 from gradlane.lab.rates import format_rate
-from gradlane.options import Options
+from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.links import LinkReport
-from gradlane.planner.plan import Plan, parse_plan
+from gradlane.planner.plan import Plan, PlannedTensor, parse_plan
 from gradlane.planner.reasons import shown
 from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.profiler import Profile, ProfileError, Recorder
@@ -28,6 +30,7 @@ from gradlane.steps import Steps
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
 
+_UNTAPPED = "a bias has no factors, and other layers have them where they run torch's own forward"
 _log = logging.getLogger("gradlane")
 
 
@@ -53,6 +56,7 @@ class Learning:
         options: Options,
         meet: Callable[[], Meeting],
         on_plan: Callable[[Plan], None],
+        rule: str = "auto",
     ) -> None:
         """Start to record.
 
@@ -62,12 +66,14 @@ class Learning:
             options: that it is connected with.
             meet: opens a place where the ranks agree.
             on_plan: called with the plan, between two steps, on all ranks after the same one.
+            rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
         """
         self._learner = learner
         self._links = links
         self._options = options
         self._meet = meet
         self._on_plan = on_plan
+        self._rule = rule
         self._recorder: Recorder | None = None
         self._why_not = ""
         self._records = False
@@ -140,9 +146,8 @@ class Learning:
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
                 profile = profile.scaled(max(1.0, slowest_s / profile.compute_s))
-                return Coordinator(profile, facts, base=base, source="probed").plan(
-                    budget_s=BUDGET_S
-                )
+                book = Coordinator(profile, facts, base=base, source="probed", rule=self._rule)
+                return self._runnable(book.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GradlaneError):
                 raise
@@ -152,6 +157,20 @@ class Learning:
         facts = ClusterFacts(self._links.workers, self._links.rate_bps, update=self._options.update)
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
+
+    def _runnable(self, plan: Plan) -> Plan:
+        """Take factors from layers of the model that cannot be tapped."""
+        layers = layers_by_weight(self._learner.model)
+        weights = dict(self._learner.model.named_parameters())
+
+        def runs(tensor: PlannedTensor) -> bool:
+            return tensor.scheme not in FACTOR_SCHEMES or id(weights.get(tensor.name)) in layers
+
+        others = tuple(
+            tensor if runs(tensor) else replace(tensor, scheme="ps", reason=f"ps: {_UNTAPPED}")
+            for tensor in plan.tensors
+        )
+        return replace(plan, tensors=others)
 
 
 def log_plan(plan: Plan) -> None:

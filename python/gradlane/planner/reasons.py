@@ -8,12 +8,11 @@ from gradlane.codec_choice import RAW
 from gradlane.lab.bound import Bound
 from gradlane.lab.rates import format_rate
 from gradlane.planner.hybrid import HybridStep
-from gradlane.planner.schemes import ENGINE_SCHEMES, Cost, Counts, Layer
+from gradlane.planner.schemes import Cost, Counts, Layer
 from gradlane.planner.search import TIE, Choice, Found, Value
 from gradlane.planner.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002
-_REFUSED = " Sessions cannot run scheme sfb yet and refuse this plan."
 _WHAT = {
     "strategy": {
         "p3": "slices, the most urgent first",
@@ -129,12 +128,11 @@ def poseidon_summary(
     if not factored:
         return f"Factors are fewer numbers for no layer on {where}: all by servers."
     share = max(hybrid.node_bytes) / max(plain.node_bytes) if max(plain.node_bytes) else 1.0
-    refused = "" if "sfb" in ENGINE_SCHEMES else _REFUSED
     return (
         f"Factors for {len(factored)} of {len(schemes)} layers: {_percent(share)} of the bytes "
         f"of servers alone, {max(hybrid.node_bytes) / 1e6:.1f} MB a node and step. By bytes alone "
         f"a step takes {_ms(hybrid.step_s)} on {where}, {_ms(plain.step_s)} with servers alone "
-        f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients).{refused}"
+        f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients)."
     )
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradlane.options import RING
+from gradlane.options import RING, SFB
 
-ENGINE_SCHEMES = ("ps", RING)
+ENGINE_SCHEMES = ("ps", RING, SFB)
 """Schemes that the engine runs: a session takes a plan that names no other."""
 FULLY_CONNECTED = ("Linear",)
 """Modules whose gradient is a product of two factors: output gradients and inputs."""

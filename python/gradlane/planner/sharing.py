@@ -18,12 +18,7 @@ from gradlane.planner.schemes import RULES
 from gradlane.rendezvous import Meeting
 
 PlanArgument = Union[Plan, str, "PathLike[str]", None]
-"""What `prepare(plan=...)` takes: a plan, the path of a plan file, `"auto"`, or None."""
-AUTO = "auto"
-_NO_RULE = (
-    "plan={0!r} is a rule of `gradlane plan MODEL --plan {0}` alone: sessions cannot run the "
-    "schemes that it chooses among yet; use plan='auto', or the path of a plan file"
-)
+"""What `prepare(plan=...)` takes: a plan, the path of a plan file, a name of `RULES`, or None."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +27,11 @@ class Agreed:
 
     Attributes:
         plan: the plan that was given, or None.
-        learns: whether a plan is to be found while training.
+        rule: by which a plan is to be found while training, a name of `RULES`, or empty.
     """
 
     plan: Plan | None
-    learns: bool
+    rule: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def agree_on_plan(
         raise unable
     if verdict != "ok":
         raise PlanError(unusable) if unusable else RanksDiffer(verdict)
-    return Agreed(first.plan, first.label == AUTO)
+    return Agreed(first.plan, first.label if first.label in RULES else "")
 
 
 def _read(given: PlanArgument, rank: int) -> _Own:
@@ -100,10 +95,8 @@ def _read(given: PlanArgument, rank: int) -> _Own:
     if isinstance(given, Plan):
         return _Own(f"plan {given.digest}", given)
     path = fspath(given)
-    if path == AUTO:
-        return _Own(AUTO)
-    if path in RULES and not Path(path).exists():
-        return _Own(f"plan {path!r}", refused=_NO_RULE.format(path))
+    if path in RULES:
+        return _Own(path)
     if rank != 0 and not Path(path).exists():
         return _Own(f"plan {path}", from_rank_0=True)
     try:

@@ -1,0 +1,48 @@
+"""The examples without torch learn the same bits on two ranks as in one process that does the work
+of both. An example whose framework is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.adapter.test_endings import ROOT, SOURCES, free_port
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+
+
+def run(arguments: list[str]) -> list[str]:
+    """Run a program; returns its lines that begin with `learned`."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **SOURCES, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return [line for line in result.stdout.splitlines() if line.startswith("learned")]
+
+
+@pytest.mark.parametrize(
+    ("example", "needs"), [("numpy_digits.py", "sklearn"), ("jax_digits.py", "jax")]
+)
+def test_two_ranks_learn_what_one_process_learns(example: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    pytest.importorskip("sklearn")
+    path = str(ROOT / "examples" / example)
+    launcher: list[Any] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ours = run([*launcher, "--master-port", str(free_port()), path])
+    alone = run([path, "--alone", "2"])
+    assert len(ours) == 2
+    assert set(ours) == set(alone)
+    assert float(alone[0].split()[-1].rstrip("%")) > 85.0

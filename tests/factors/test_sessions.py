@@ -1,0 +1,149 @@
+"""Sessions that send factors, over real connections between real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapter.pool import RankPool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+MODULE = "tests.factors.sessions"
+CLASSIFIER = ("plain", "clipped", "accumulated", "only_accumulated", "twice", "autocast")
+CLASSIFIER_MORE = (
+    "checkpointed",
+    "sometimes",
+    "asked",
+    "zeroed_in_place",
+    "scaled",
+    "forgotten",
+    "changing",
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()
+
+
+def check(results: list[Any], most_off: float = 1e-5) -> None:
+    for found in zip(*results, strict=True):
+        case = found[0]["case"]
+        assert len({tuple(one["digests"]) for one in found}) == 1, case
+        assert any(found[0]["moved"]), case
+        wide = "bf16" in case or "autocast" in case
+        for one in found:
+            assert one["off"] <= (0.02 if wide else most_off), (case, one["off"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "programs"), [(2, CLASSIFIER), (3, CLASSIFIER_MORE), (4, ("plain", "twice"))]
+)
+def test_factors_give_what_servers_give(
+    pool: RankPool, ranks: int, programs: tuple[str, ...]
+) -> None:
+    cases = [("classifier", program) for program in programs]
+    check(pool.run(f"{MODULE}:compare", ranks=ranks, cases=cases))
+
+
+def test_tied_embeddings_and_other_dtypes(pool: RankPool) -> None:
+    cases = [("words", one) for one in ("plain", "accumulated", "clipped", "autocast")]
+    cases += [("bf16", "plain"), ("f64", "plain"), ("f64", "forgotten")]
+    check(pool.run(f"{MODULE}:compare", ranks=3, cases=cases))
+
+
+def test_one_rank_alone(pool: RankPool) -> None:
+    check(pool.run(f"{MODULE}:compare", ranks=1, cases=[("classifier", "plain")]))
+
+
+def test_factors_leave_in_place_of_the_gradient(pool: RankPool) -> None:
+    """Bytes are those of the factors, and nobody computes the gradient in backward."""
+    rows, ranks = 2, 3
+    factors = pool.run(f"{MODULE}:wide", ranks=ranks, rows=rows, scheme="sfb")
+    servers = pool.run(f"{MODULE}:wide", ranks=ranks, rows=rows, scheme="ps")
+    assert len({one["digest"] for one in factors}) == 1
+    assert [one["computed"] for one in factors] == [0] * ranks
+    assert [one["computed"] for one in servers] == [5] * ranks
+    # The last layer's factors are no fewer numbers than its gradient, which is sent then.
+    first, last = 4 * rows * (256 + 512), 4 * 3 * 512
+    expected = (ranks - 1) * (first + min(last, 4 * rows * (512 + 3)))
+    for one, other in zip(factors, servers, strict=True):
+        assert expected <= one["sent"] <= expected + 6000
+        assert other["sent"] > 10 * one["sent"]
+
+
+def test_a_rank_with_many_rows_sends_its_gradient(pool: RankPool) -> None:
+    found = pool.run(f"{MODULE}:wide", ranks=2, rows=400, scheme="sfb")
+    assert len({one["digest"] for one in found}) == 1
+    whole = 4 * (256 * 512 + 3 * 512)
+    for one in found:
+        assert whole <= one["sent"] <= whole + 6000
+
+
+def test_poseidons_rule_in_a_session(pool: RankPool) -> None:
+    """The same plan everywhere: factors where they are fewer numbers, with the batch as seen."""
+    found = pool.run(f"{MODULE}:wide", ranks=2, rows=8, scheme="ps", plan="poseidon")
+    assert len({one["digest"] for one in found}) == 1
+    assert found[0]["plan"] == found[1]["plan"]
+    for one in found:
+        assert one["schemes"] == {
+            "first.weight": "sfb",
+            "first.bias": "ps",
+            "last.weight": "ps",
+            "last.bias": "ps",
+        }
+        assert one["plan"]["digest"]
+        assert one["sent"] < 4 * 256 * 512 / 4
+
+
+def test_a_plan_with_factors_is_in_force(pool: RankPool) -> None:
+    found = pool.run(f"{MODULE}:train", ranks=2, model_name="classifier", scheme="sfb")
+    assert {name for name, one in found[0]["schemes"].items() if one == "sfb"} == {
+        f"{layer}.weight" for layer in ("first", "again", "last", "unused")
+    }
+    coded = pool.run(
+        f"{MODULE}:train", ranks=2, model_name="classifier", scheme="sfb", codec="qsgd:bits=8"
+    )
+    codec, reason = coded[0]["codecs"]["first.weight"]
+    assert codec == "raw"
+    assert "factors" in reason
+    assert coded[0]["digests"] == coded[1]["digests"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("server", "scheme is 'sfb', but update is 'server'"),
+        ("pull", "in strategy 'kvstore' workers pull from servers"),
+        ("differ", "factors=True"),
+        ("plan", "'features.weight' by scheme 'sfb', but it has no factors: no nn.Linear"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(pool: RankPool, how: str, words: str) -> None:
+    for error in pool.run(f"{MODULE}:refused", ranks=2, how=how):
+        assert words in error
+
+
+def test_bytes_that_are_no_factors_fail_the_session_by_name(pool: RankPool) -> None:
+    for rank, errors in enumerate(pool.run(f"{MODULE}:hostile", ranks=3)):
+        assert len(errors) == 2
+        assert errors[0] == errors[1]
+        assert "rank 1 sent" in errors[0], (rank, errors)
+        assert ".weight'" in errors[0]
+
+
+def test_uneven_data_new_connections_and_checkpoints(pool: RankPool) -> None:
+    factors = pool.run(f"{MODULE}:uneven", ranks=3, scheme="sfb")
+    servers = pool.run(f"{MODULE}:uneven", ranks=3, scheme="ps")
+    assert len({one["digest"] for one in factors}) == 1
+    assert all(one["same"] for one in factors)
+    for one, other in zip(factors[0]["values"], servers[0]["values"], strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

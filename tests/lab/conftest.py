@@ -1,0 +1,23 @@
+"""What the lab's tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradlane.lab import calibrate, run
+
+
+@pytest.fixture(autouse=True)
+def short_streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Measure the goodput of ports for half a second: no test is decided by what it is."""
+    if "whole_streams" in request.fixturenames:
+        return
+    monkeypatch.setattr(run, "_STREAM_RAMP_S", 0.2)
+    monkeypatch.setattr(run, "_STREAM_WINDOW_S", 0.3)
+    monkeypatch.setitem(calibrate._STREAM, "ramp_s", 0.2)
+    monkeypatch.setitem(calibrate._STREAM, "window_s", 0.3)
+
+
+@pytest.fixture
+def whole_streams() -> None:
+    """Measure the goodput of ports for as long as users do."""
