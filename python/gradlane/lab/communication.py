@@ -8,6 +8,7 @@ After `settle` all parameters hold the last step's update.
 import datetime
 import gc
 import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +38,7 @@ class Place:
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
         codec: how gradients travel (gradlane only); `raw` is none.
+        servers: the first so many ranks own slices (gradlane only); None: all.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Place:
     job: str
     trace_path: str | None = None
     codec: str = "raw"
+    servers: int | None = None
 
 
 class Communication(Protocol):
@@ -185,6 +188,8 @@ class Gradlane:
             slice_elems=place.slice_elems,
             codec=place.codec,
             update="server" if strategy.is_asynchronous else "worker",
+            stragglers=strategy.stragglers,
+            servers=place.servers,
             interface=None,
             advertise=place.address,
             job=place.job,
@@ -199,6 +204,11 @@ class Gradlane:
             model, optimizer, plan="auto" if self._planned else None
         )
         return prepared
+
+    def keep_pace(self, steps: Iterable[int], on_pass: Callable[[], None]) -> Iterator[int]:
+        """Go through those steps that this rank takes part in."""
+        found: Iterator[int] = self._session.keep_pace(steps, on_pass)
+        return found
 
     def settle(self) -> None:
         """Wait for the last step's updates."""
