@@ -89,8 +89,8 @@ class Exchange:
         members: Members,
         reports: Reports,
         waiting: Waiting,
-        carrying: Carrying | None = None,
         rank: int = 0,
+        carrying: Carrying | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -101,8 +101,8 @@ class Exchange:
             members: what takes part.
             reports: whom to tell of votes and errors.
             waiting: a context around every wait for a step's tensors, or for the step.
-            carrying: keeps gradients that come too late for their step, or None.
             rank: this rank.
+            carrying: keeps gradients that come too late for their step, or None.
         """
         self._carrying = carrying
         self._core = core

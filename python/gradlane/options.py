@@ -46,6 +46,7 @@ class Options:
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         factors: whether weights of linear layers and embeddings travel as factors.
+        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
         stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
@@ -77,6 +78,7 @@ class Options:
     seed: int = 0
     codec: CodecRules = RAW
     factors: bool = False
+    exact_order: bool = True
     update: str = "worker"
     stragglers: str = WAIT
     late: str = LATE[0]
@@ -113,7 +115,11 @@ class Options:
             self._check_ring()
         if self.strategy == ASGD:
             self._check_asgd()
-        names = ("strategy", "update", "codec", "factors", "check_every", "checkpoint")
+        if self.factors:
+            why = factors_refusal(self.strategy, self.update)
+            if why:
+                raise ValueError(f"scheme is 'sfb', but {why}")
+        names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
         others = {name: getattr(self, name) for name in names}
         check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
         if self.servers is not None and self.servers < 1:
@@ -122,10 +128,6 @@ class Options:
             raise ValueError(
                 f"servers is {self.servers} with strategy 'ring', which has no servers"
             )
-        if self.factors:
-            why = factors_refusal(self.strategy, self.update)
-            if why:
-                raise ValueError(f"scheme is 'sfb', but {why}")
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -207,6 +209,7 @@ class Options:
             "seed",
             "codec",
             "factors",
+            "exact_order",
             "update",
             "frame_bytes",
             "check_every",

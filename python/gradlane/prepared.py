@@ -489,8 +489,8 @@ class Prepared:
                 self._members,
                 reports,
                 functools.partial(around.standstill.waiting, self._meeting.name),
-                Carrying() if around.options.late == "carry" else None,
                 around.place.rank,
+                Carrying() if around.options.late == "carry" else None,
             ),
             driver,
         )

@@ -81,6 +81,7 @@ def init(
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     codec: CodecArgument = None,
+    exact_order: bool = Options.exact_order,
     update: str = Options.update,
     stragglers: str = Options.stragglers,
     late: str = Options.late,
@@ -133,6 +134,10 @@ def init(
             bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
             dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
             of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
+        exact_order: whether a plan that is found (`prepare(plan="auto")`) keeps to sums in rank
+            order, as servers make them, and so changes no bit; False: it may choose a ring or
+            factors where they are faster, whose results differ in the last bits. See
+            `docs/planning.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
@@ -187,6 +192,7 @@ def init(
         seed=seed,
         codec=codec_rules(codec),
         factors=scheme == SFB,
+        exact_order=exact_order,
         update=update,
         stragglers=stragglers,
         late=late,
@@ -384,6 +390,14 @@ class Session(SessionArrays, SessionState, SessionReports, SessionPace):
     def codecs(self) -> list[CodecChoice]:
         """Which codec each trained tensor of the models, and each array, travels in, and why."""
         return [choice for part in self._parts() for choice in part.codecs]
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        found: dict[str, str] = {}
+        for prepared in self._prepared:
+            found.update(prepared.schemes)
+        return found
 
     @property
     def plan(self) -> Plan | None:

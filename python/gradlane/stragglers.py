@@ -95,6 +95,10 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "a ring needs every rank's part, pulling workers that are late would ask for old results, "
         "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
     ),
+    "factors": (
+        (False,),
+        "gradients are rebuilt from the factors of all ranks; leave the scheme out",
+    ),
     "update": (
         ("worker",),
         "an owner that is late itself does not hold the parameters that it would update; use "
@@ -104,10 +108,6 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         ("raw",),
         "what encoding has lost would be dropped with a late gradient, and counted again later; "
         "use no codec",
-    ),
-    "factors": (
-        (False,),
-        "factors go from every rank to every rank, and none can be left out; use scheme='ps'",
     ),
     "check_every": (
         (0,),

@@ -375,6 +375,13 @@ def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(cluster: Clu
 
 
 @needs_namespaces
+def test_a_module_that_cannot_be_run_is_told_in_its_own_words(cluster: Cluster) -> None:
+    with pytest.raises(RankError, match="ended with status 1") as caught:
+        RankPool(cluster, program=["-m", "gradlane.lab.nothing"]).__enter__()
+    assert "No module named gradlane.lab.nothing" in caught.value.details
+
+
+@needs_namespaces
 def test_a_killed_owner_takes_its_ranks_with_it(tmp_path: Path) -> None:
     """After SIGKILL of the one who holds the cluster, no rank and so no namespace lives on."""
     script = tmp_path / "owner.py"

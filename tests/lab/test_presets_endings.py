@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.cells import save_rows, write_failure
+from gradlane.lab.cells import read_rows, save_rows, write_failure
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.folder import PresetFolder
 from gradlane.lab.privilege import why_no_namespaces
@@ -51,17 +51,23 @@ needs_mount = pytest.mark.skipif(
 )
 
 
+def children_of(process: int) -> list[int]:
+    return [int(it) for it in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
 class Started:
     """`gradlane lab bandwidth` under way, with its own folder for temporary files."""
 
-    def __init__(self, output: Path, scratch: Path) -> None:
+    def __init__(self, output: Path, scratch: Path, arguments: list[str] | None = None) -> None:
         self.scratch = scratch
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TMPDIR": str(scratch),
+            # Torch's compiler keeps a cache for all programs of this machine.
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch.parent / "inductor"),
         }
-        command = [sys.executable, "-m", "gradlane", "lab", "bandwidth", *COMMAND]
+        command = [sys.executable, "-m", "gradlane", "lab", "bandwidth", *(arguments or COMMAND)]
         command += ["--workers", str(WORKERS), "--output", str(output)]
         self.process = subprocess.Popen(
             command,
@@ -71,14 +77,14 @@ class Started:
             text=True,
         )
 
-    def ranks(self) -> list[int]:
-        """Wait until the ranks have been started, and return their process identifiers."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+    def ranks(self, count: int = WORKERS) -> list[int]:
+        """Wait until so many ranks have been started; returns them, and the one that forks them."""
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s and self.process.poll() is None:
-            found = children.read_text().split()
-            if len(found) == WORKERS:
-                return [int(child) for child in found]
+            for child in children_of(self.process.pid):
+                found = children_of(child)
+                if len(found) >= count:
+                    return [*found, child]
             time.sleep(0.01)
         raise AssertionError(f"no ranks were started: {self.process.communicate()}")
 
@@ -108,13 +114,14 @@ def started(tmp_path: Path) -> Iterator[Started]:
 @needs_namespaces
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("number", "status", "message"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ("number", "status", "message", "ranks_up"),
+    [(signal.SIGINT, 130, "interrupted", 0), (signal.SIGTERM, 143, "terminated", WORKERS)],
 )
 def test_a_signal_ends_a_preset_in_order(
-    started: Started, number: signal.Signals, status: int, message: str
+    started: Started, number: signal.Signals, status: int, message: str, ranks_up: int
 ) -> None:
-    ranks = started.ranks()
+    """While torch is being loaded for the ranks, and while they are up."""
+    ranks = started.ranks(ranks_up)
     started.process.send_signal(number)
     found, errors = started.end()
     assert found == status, errors
@@ -131,6 +138,39 @@ def test_a_rank_that_dies_is_named(started: Started) -> None:
     assert status == 1
     assert "rank 1" in errors and "SIGKILL" in errors and "Traceback" not in errors
     nothing_is_left(started, ranks)
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_killed_preset_goes_on(tmp_path: Path) -> None:
+    """SIGKILL after the first row: nothing is left, and the same command measures the rest.
+
+    A row that a busy machine spoilt is no evidence and measured again, so that nothing is said of
+    such ones but that they are there.
+    """
+    scratch, output = tmp_path / "scratch", tmp_path / "results"
+    scratch.mkdir()
+    arguments = ["--workload", "resnet50", "--rate", "300mbit,200mbit", "--dilation", "1"]
+    arguments += ["--strategy", "none", "--steps", "1"]
+    first = Started(output, scratch, arguments)
+    processes = first.ranks()
+    deadline_s = time.monotonic() + 90
+    while not (before := read_rows(output / "results.json")):
+        assert time.monotonic() < deadline_s and first.process.poll() is None
+        time.sleep(0.02)
+    first.process.kill()
+    first.end()
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline_s, "ranks outlive the one who started them"
+        time.sleep(0.02)
+    second = Started(output, scratch, arguments)
+    status, errors = second.end()
+    assert status == 0 or "evidence" in errors, errors
+    after = {row["rate_bps"]: row for row in read_rows(output / "results.json")}
+    assert after.keys() == {200_000_000, 300_000_000}
+    for row in before:
+        assert row["cpu_bound"] or after[row["rate_bps"]]["step_s"] == row["step_s"]
+    assert not list(output.glob(".*"))
 
 
 @pytest.fixture

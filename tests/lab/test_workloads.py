@@ -495,7 +495,8 @@ def test_verify_accepts_the_mean_and_names_a_wrong_tensor(tmp_path: Path) -> Non
 
 def test_replay_optimizer_updates_a_sample_and_skips_absent_gradients() -> None:
     present, absent = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
-    from gradlane.lab.workloads.replay import ReplayOptimizer, updated_elements
+    from gradlane.lab.workloads.replay import ReplayOptimizer
+    from gradlane.lab.workloads.replay_model import updated_elements
 
     optimizer = ReplayOptimizer([present, absent], lr=0.5)
     present.grad = torch.ones(1000)
@@ -599,11 +600,10 @@ def train_with_ddp(
 ) -> None:
     """Train both kinds of workload on one of two ranks; save what the test compares."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(job, store), rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     result: dict[str, Any] = {}
     for name, profile_path in (("resnet50", profile), ("digits-cnn", None)):
         workload = build(
@@ -627,8 +627,12 @@ def train_with_ddp(
 
 
 def test_both_kinds_train_under_ddp(pool: RankPool, tmp_path: Path) -> None:
-    paths = {"folder": str(tmp_path), "profile": str(small_profile(tmp_path))}
-    pool.run("tests.lab.test_workloads:train_with_ddp", ranks=2, **paths)
+    pool.run(
+        "tests.lab.test_workloads:train_with_ddp",
+        ranks=2,
+        folder=str(tmp_path),
+        profile=str(small_profile(tmp_path)),
+    )
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["wrong"] == second["wrong"] == []
     for name in ("resnet50", "digits-cnn"):

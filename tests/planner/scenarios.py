@@ -26,9 +26,16 @@ class Decided:
     """In place of the coordinator: the decision is known, everything around it is real."""
 
     def __init__(
-        self, profile: Any, facts: ClusterFacts, *, base: Settings, source: str, rule: str
+        self,
+        profile: Any,
+        facts: ClusterFacts,
+        *,
+        base: Settings,
+        source: str,
+        rule: str,
+        any_rounding: bool,
     ) -> None:
-        assert rule == "auto"
+        assert rule == "auto" and not any_rounding
         assert profile.compute_s > 0.0 and len(profile.tensors) > 0
         assert facts.rate_bps > 1e6 and facts.latency_s > 0.0
         self._plan = Plan("decided", facts, source, OTHER)

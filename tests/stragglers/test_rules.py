@@ -17,6 +17,8 @@ from gradlane.carrying import Carrying
 from gradlane.errors import UsageError
 from gradlane.lab.straggling import Bursts, StragglerSpec, parse_straggler
 from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules
+from gradlane.observability.metrics import StepTimes, metrics_of
+from gradlane.observability.summary import summary_line
 from gradlane.options import Options
 from gradlane.pace import at_pace
 from gradlane.stragglers import StragglerRule, parse_stragglers
@@ -42,7 +44,7 @@ def test_rules_are_read_and_given_to_the_core() -> None:
         ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
         ({"update": "server"}, 'update="worker"'),
         ({"codec": "qsgd:bits=8"}, "no codec"),
-        ({"factors": True}, "every rank"),
+        ({"factors": True}, "all ranks"),
         ({"check_every": 5}, "compare at the end"),
         ({"checkpoint": "somewhere"}, "collective call"),
         ({"late": "keep"}, "discard, carry"),
@@ -157,3 +159,34 @@ def test_bursts_stop_a_process_and_leave_it_running() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_who_was_left_out_is_in_the_metrics_and_in_the_line_at_the_end() -> None:
+    steps: StepTimes = {
+        "count": 10,
+        "last_s": 0.1,
+        "mean_s": 0.1,
+        "median_s": 0.1,
+        "max_s": 0.1,
+        "wait_last_s": 0.0,
+        "wait_median_s": 0.0,
+        "wait_share": 0.0,
+    }
+
+    def row(steps: int, late: int, late_s: float) -> dict[str, float]:
+        return {
+            "left_out_steps": steps,
+            "late_count": late,
+            "left_out_late_s": late_s,
+            "late_s_max": late_s,
+            "late_step_max": late,
+        }
+
+    rows = [row(0, 0, 0.0), row(1, 0, 0.0), row(4, 2, 0.03)]
+    metrics = metrics_of(0, 3, steps, [{"step": 10, "decided_steps": 10, "left_out": rows}])
+    assert [one["left_out_share"] for one in metrics["left_out"]] == [0.0, 0.1, 0.4]
+    assert metrics["left_out"][2]["late_s_mean"] == pytest.approx(0.015)
+    line = summary_line(metrics, [])
+    assert line.endswith("steps that went on without: rank 2 40% (15 ms late), rank 1 10%")
+    none = metrics_of(0, 3, steps, [{"step": 10}])
+    assert none["left_out"] == [] and "without" not in summary_line(none, [])

@@ -258,6 +258,11 @@ class Cluster:
             self._children.append(child)
         return child
 
+    def namespace_descriptor(self, node: int) -> int:
+        """Return an open descriptor of a node's namespace, owned by the cluster."""
+        self._entered()
+        return self._members[node].descriptor
+
     def counter_descriptors(self) -> list[int]:
         """Return each node's open `/proc/net/dev`, owned by the cluster."""
         self._entered()

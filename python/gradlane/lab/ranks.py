@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from gradlane.lab.errors import RankError
 from gradlane.lab.namespaces import Cluster
+from gradlane.lab.nursery import ForkedRank, running_nursery
 
 _START_TIMEOUT_S = 180.0
 _STALL_TIMEOUT_S = 180.0
@@ -35,7 +36,9 @@ Progress = Callable[[int, int], None]
 class _Member:
     """One rank's process and pipes."""
 
-    def __init__(self, rank: int, child: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
+    def __init__(
+        self, rank: int, child: subprocess.Popen[bytes] | ForkedRank, stderr: IO[bytes]
+    ) -> None:
         self.rank = rank
         self.child = child
         self.stderr = stderr
@@ -66,6 +69,8 @@ class _Member:
             code = self.child.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
+        if code is None:
+            return "ended"
         if code >= 0:
             return f"ended with status {code}"
         return f"was killed by {signal.Signals(-code).name}"
@@ -85,7 +90,8 @@ class RankPool:
 
         Args:
             cluster: entered, and kept so while this is in use.
-            program: arguments to the Python interpreter; the rank is appended.
+            program: arguments to the Python interpreter; the rank is appended. A module, `-m NAME`,
+                is run by a process that has loaded torch already.
             stall_timeout_s: longest time without any rank's progress.
         """
         self._cluster = cluster
@@ -105,20 +111,33 @@ class RankPool:
         try:
             for rank in range(self._cluster.nodes):
                 stderr = tempfile.TemporaryFile()
-                child = self._cluster.spawn(
-                    rank,
-                    [sys.executable, *self._program, str(rank)],
-                    environment=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                )
-                self._members.append(_Member(rank, child, stderr))
+                self._members.append(_Member(rank, self._start(rank, environment, stderr), stderr))
             self._collect("ready", _START_TIMEOUT_S, None)
         except BaseException:
             self.close()
             raise
         return self
+
+    def _start(
+        self, rank: int, environment: Mapping[str, str], stderr: IO[bytes]
+    ) -> subprocess.Popen[bytes] | ForkedRank:
+        if self._program[0] == "-m":
+            return running_nursery(environment).fork(
+                rank,
+                self._program[1],
+                namespace=self._cluster.namespace_descriptor(rank),
+                environment=environment,
+                stderr=stderr,
+                timeout_s=_START_TIMEOUT_S,
+            )
+        return self._cluster.spawn(
+            rank,
+            [sys.executable, *self._program, str(rank)],
+            environment=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
 
     def __exit__(
         self,

@@ -14,6 +14,8 @@ from gradlane.stragglers import WAIT, parse_stragglers
 
 AUTO = "auto"
 """The strategy that is none: gradlane finds its settings while training."""
+POSEIDON = "poseidon"
+"""p3 with the scheme of each layer by Poseidon's rule."""
 
 DDP_BUCKET_MB_DEFAULT = 25.0
 
@@ -27,8 +29,8 @@ class Strategy:
     Attributes:
         text: as it was written; it names the strategy in results.
         family: what implements it.
-        setting: the gradlane strategy, or `auto`: what gradlane finds by itself; empty in the
-            other families.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`;
+            empty in the other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
             name, as in `p3/backup=1`.
@@ -70,14 +72,20 @@ class Strategy:
         Args:
             wanted: what was asked for, or None for the strategy's own.
         """
-        if self.setting not in SLICE_ELEMS:
+        setting = Options.strategy if self.is_hybrid else self.setting
+        if setting not in SLICE_ELEMS:
             return None
-        return SLICE_ELEMS[self.setting] if wanted is None else wanted
+        return SLICE_ELEMS[setting] if wanted is None else wanted
 
     @property
     def is_planned(self) -> bool:
         """Whether gradlane finds its settings by itself."""
         return self.setting == AUTO
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each layer goes by the scheme that Poseidon's rule says."""
+        return self.setting == POSEIDON
 
     @property
     def learning_steps(self) -> int:
@@ -119,7 +127,7 @@ def parse_strategy(text: str) -> Strategy:
         )
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in (*STRATEGIES, AUTO) and not colon:
+    if name in (*STRATEGIES, AUTO, POSEIDON) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
@@ -133,7 +141,7 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO))
+    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO, POSEIDON))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 

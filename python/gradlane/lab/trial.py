@@ -30,6 +30,10 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
+from gradlane.options import SFB
+from gradlane.planner.coordinator import Coordinator
+from gradlane.planner.plan import Plan
+from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.stragglers import WAIT
 
 if TYPE_CHECKING:
@@ -64,6 +68,7 @@ class TrialRequest:
         codec: how gradlane's gradients travel; `raw` is none.
         servers: the first so many ranks own slices, of gradlane's; None: all.
         straggles: whether a rank is stopped now and then; it does not make up for that.
+        rate_bps: nominal rate of every port, for plans to say.
     """
 
     job: str
@@ -83,6 +88,7 @@ class TrialRequest:
     codec: str = "raw"
     servers: int | None = None
     straggles: bool = False
+    rate_bps: float = 1e9
 
 
 def digest_parameters(model: nn.Module) -> str:
@@ -110,7 +116,7 @@ def run_trial(
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
         `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
-        `evaluation`.
+        `schemes` (a tensor; empty: of one kind), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -168,6 +174,7 @@ def _run_connected(
             trace_path=request.trace_path,
             codec=request.codec,
             servers=request.servers,
+            plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
         ),
         store,
     )
@@ -186,9 +193,17 @@ def _run_connected(
     # A plan that a session finds may decline to encode.
     encodes = any(codec != "raw" for codec, _ in codecs)
     result["codec"] = request.codec if encodes else "raw"
+    result["schemes"] = communication.schemes()
+    factor_bytes = workload.factor_bytes() if isinstance(workload, ReplayWorkload) else {}
     result["wire_bytes"] = [
-        timing.size_bytes if wire_bytes is None else wire_bytes
-        for timing, (_, wire_bytes) in zip(workload.timings, codecs, strict=False)
+        factor_bytes[timing.name]
+        if scheme == SFB
+        else timing.size_bytes
+        if wire_bytes is None
+        else wire_bytes
+        for timing, (_, wire_bytes), scheme in zip(
+            workload.timings, codecs, result["schemes"], strict=False
+        )
     ]
     _meet(store, request.job, "end", world_size)
     del model, optimizer
@@ -213,6 +228,14 @@ def _pace_of(communication: Communication) -> Pace:
     if isinstance(communication, Gradlane):
         return communication.keep_pace
     return lambda steps, _: iter(steps)
+
+
+def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
+    """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
+    assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
+    facts = ClusterFacts(world_size, request.rate_bps)
+    base = Settings(slice_elems=request.slice_elems)
+    return Coordinator(workload.profile(), facts, base=base, rule="poseidon").plan()
 
 
 def _train(

@@ -146,7 +146,14 @@ class Learning:
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
                 profile = profile.scaled(max(1.0, slowest_s / profile.compute_s))
-                book = Coordinator(profile, facts, base=base, source="probed", rule=self._rule)
+                book = Coordinator(
+                    profile,
+                    facts,
+                    base=base,
+                    source="probed",
+                    rule=self._rule,
+                    any_rounding=not self._options.exact_order,
+                )
                 return self._runnable(book.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GradlaneError):
