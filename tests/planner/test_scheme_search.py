@@ -105,8 +105,8 @@ def test_of_two_ranks_there_is_one_order() -> None:
     assert Allowed.of(ClusterFacts(2, 1e9), False, None).why_no_ring == ""
     assert Allowed.of(ClusterFacts(3, 1e9), False, None).why_no_ring
     assert Allowed.of(ClusterFacts(2, 1e9), False, None).why_no_factors
-    # A ring encodes nothing: who asks for a codec gets none.
-    assert "not encoded" in Allowed.of(ClusterFacts(2, 1e9), True, "qsgd:bits=8").why_no_ring
+    # A codec is another one on a ring.
+    assert "rounds otherwise" in Allowed.of(ClusterFacts(2, 1e9), True, "qsgd:bits=8").why_no_ring
     assert search(NETWORK, SLOW, Settings(codec="qsgd:bits=8"), any_rounding=True) is not None
 
 

@@ -64,7 +64,7 @@ class Allowed:
             # Of two addends there is one order.
             ring = ""
         if codec not in (None, RAW):
-            ring = f"what goes round a ring is not encoded, and {codec} is asked for"
+            ring = f"codec {codec} is asked for, which rounds otherwise on a ring than on servers"
         return cls(ring, factors)
 
     def why_not(self, label: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW, codec_rules
+from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import bound_step_s
+from gradlane.options import ring_ranks
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (
@@ -150,13 +151,19 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
 def _ratio(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
-    choices = codecs_in(profile, codec_rules(cluster.codec))
+    choices = _choices(profile, cluster)
     encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
     return round(encoded * cluster.compression, 2)
 
 
+def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
+    ranks = ring_ranks(cluster.strategy, cluster.workers)
+    return codecs_in(profile, codec_rules(cluster.codec), ranks)
+
+
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
-    choices = codecs_in(profile, codec_rules(cluster.codec))
+    """Also of slices round a ring: as many bytes go through each port."""
+    choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
     travelling = scheme_bytes(profile, wire_bytes(profile, choices), schemes, cluster.workers)
     return bound_step_s(
