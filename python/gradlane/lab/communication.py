@@ -201,6 +201,8 @@ class Gradlane:
             slice_elems=place.slice_elems,
             codec=place.codec,
             update="server" if strategy.is_asynchronous else "worker",
+            # What is found may send factors, or go round a ring, as the fixed strategies may.
+            exact_order=not strategy.is_planned,
             interface=None,
             advertise=place.address,
             job=place.job,
