@@ -23,14 +23,14 @@ def factor_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     notes = []
     for strategy, row in last.items():
         tensors = (row.get("metrics") or {}).get("tensors_by_scheme", {}).get("sfb", 0)
-        expected_bytes, sent_bytes = row.get("expected_tx_bytes"), row["tx_bytes_per_step"]
-        if not tensors or not expected_bytes:
+        expected_bytes, sent_bytes = row.get("expected_tx_bytes"), row.get("tx_bytes_per_step")
+        if not tensors or not expected_bytes or not sent_bytes:
             continue
         note = (
             f"{strategy}: factors for {tensors} tensors, {expected_bytes / 1e6:.1f} MB a port and "
             f"step by the schemes' costs, {sent_bytes / 1e6:.1f} MB sent with headers"
         )
-        if plain.get("expected_tx_bytes"):
+        if plain.get("expected_tx_bytes") and plain.get("tx_bytes_per_step"):
             by_cost = expected_bytes / plain["expected_tx_bytes"]
             sent = sent_bytes / plain["tx_bytes_per_step"]
             note += f"; {by_cost:.3f} of p3's by cost, {sent:.3f} sent"
