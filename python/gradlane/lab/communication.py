@@ -200,9 +200,8 @@ class Gradlane:
             strategy=Options.strategy if own else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
+            exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
-            # What is found may send factors, or go round a ring, as the fixed strategies may.
-            exact_order=not strategy.is_planned,
             interface=None,
             advertise=place.address,
             job=place.job,

@@ -30,7 +30,7 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.options import RING, SFB
+from gradlane.options import SFB, ring_ranks
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.settings import ClusterFacts, Settings
@@ -180,8 +180,7 @@ def _run_connected(
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
     codecs = communication.codecs()
-    in_rank_order = strategy.sums_in_rank_order and RING not in communication.schemes()
-    result["verified_tensors"] = _verify(request, strategy, workload, codecs, in_rank_order)
+    result["verified_tensors"] = _verify(request, strategy, workload, codecs)
     # A plan that a session finds may decline to encode.
     encodes = any(codec != "raw" for codec, _ in codecs)
     result["codec"] = request.codec if encodes else "raw"
@@ -258,7 +257,6 @@ def _verify(
     strategy: Strategy,
     workload: Workload,
     codecs: list[tuple[str, int | None]],
-    in_rank_order: bool,
 ) -> int:
     """Compare the final parameters of a replay with what the averaged gradients make of them.
 
@@ -271,8 +269,9 @@ def _verify(
     wrong = workload.verify(
         workload.model,
         request.warmup + request.steps,
-        exact=in_rank_order,
+        exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
     )
     if wrong:
         raise ArithmeticError(
