@@ -118,7 +118,7 @@ def speedup_to(
 ) -> float | None:
     """Return full precision's mean time to an accuracy over that of these rows.
 
-    None where a run did not get there.
+    None where a run did not get there, or where all were there before their first step.
     """
     own = [time_to(row, rate_bps, accuracy) for row in rows]
     theirs = [time_to(row, rate_bps, accuracy) for row in full]
@@ -126,7 +126,8 @@ def speedup_to(
     reached_full = [one for one in theirs if one is not None]
     if len(reached) < len(own) or not reached or not reached_full:
         return None
-    return statistics.fmean(reached_full) / statistics.fmean(reached)
+    mean_s = statistics.fmean(reached)
+    return statistics.fmean(reached_full) / mean_s if mean_s > 0.0 else None
 
 
 def loses(rows: Sequence[Row]) -> list[tuple[str, str, Spread]]:
