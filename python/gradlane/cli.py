@@ -88,7 +88,8 @@ def whatif(
         str,
         typer.Option(
             help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
-            "a ring), ring-fused (a model of fused buffers and rings)."
+            "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
+            "there are any), ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
     codec: Annotated[
@@ -246,6 +247,14 @@ def plan(
             "pattern: '*.bias=raw;*=qsgd:bits=4'. It changes what is learned."
         ),
     ] = "raw",
+    any_rounding: Annotated[
+        bool,
+        typer.Option(
+            "--any-rounding",
+            help="Schemes may add gradients up in another order than that of the ranks (a ring, "
+            "factors): results then differ in their last bits.",
+        ),
+    ] = False,
     costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -269,6 +278,7 @@ def plan(
         rule=rule,
         costs=None if costs is None else read_costs(costs),
         codec=codec,
+        any_rounding=any_rounding,
     )
     if json_path is not None:
         made.save(json_path)

@@ -40,6 +40,13 @@ class Channel(Protocol):
     def step_begin(self, step: int) -> None:
         """Begin a step; the one before must be complete."""
 
+    def step_pass(self, step: int) -> None:
+        """Begin a step without a part in it (stragglers); everything is to be said absent."""
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        """Return whether this rank was in a step, if known; whether the others were in the next one
+        when its gradients were there; and the last step whose contributors are known."""
+
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Hand over a gradient; the memory is the core's until the tensor is ready."""
 
@@ -93,6 +100,9 @@ class Channel(Protocol):
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready since the last call."""
+
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that `take_ready` has not returned, and return it likewise."""
 
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
@@ -200,6 +210,9 @@ class PlanBuilder(Protocol):
         seed: int,
         update: str,
         world_size: int,
+        *,
+        stragglers_json: str | None = None,
+        servers: int | None = None,
     ) -> str:
         """Return the plan as JSON; `ValueError` when the arguments make none."""
 
@@ -235,7 +248,9 @@ class CodecModule(Protocol):
     def Codec(self) -> CodecType:  # noqa: N802
         """The class of codecs."""
 
-    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+    def codec_json(
+        self, text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None
+    ) -> str:
         """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
 
 

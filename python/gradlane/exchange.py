@@ -18,6 +18,7 @@ from torch import Tensor
 from gradlane.ballot import Ballot, Vote
 from gradlane.buffers import BufferPack
 from gradlane.carrier import Carrier
+from gradlane.carrying import Carrying
 from gradlane.core import Channel, CoreModule, translate_error
 from gradlane.errors import SessionFailed
 from gradlane.factors.block import BlockError, Dense, Part
@@ -89,6 +90,7 @@ class Exchange:
         reports: Reports,
         waiting: Waiting,
         rank: int = 0,
+        carrying: Carrying | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -100,7 +102,9 @@ class Exchange:
             reports: whom to tell of votes and errors.
             waiting: a context around every wait for a step's tensors, or for the step.
             rank: this rank.
+            carrying: keeps gradients that come too late for their step, or None.
         """
+        self._carrying = carrying
         self._core = core
         self._channel = channel
         self._carrier = carrier
@@ -137,19 +141,25 @@ class Exchange:
 
     # ---- to the channel
 
-    def begin(self, vote: Vote, rows: str | None = None) -> None:
+    def begin(self, vote: Vote, rows: str | None = None, *, passes: bool = False) -> None:
         """Begin the next step, once the one before is complete everywhere.
 
         Args:
             vote: what this rank tells the others.
             rows: hyper-parameters for updates on the servers.
+            passes: this rank takes no part in the step.
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
             with PAUSE, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.votes()
-            self._channel.step_begin(self.step + 1)
+            if self._carrying is not None and self.step > 0:
+                self._carrying.settle(not self.was_left_out())
+            if passes:
+                self._channel.step_pass(self.step + 1)
+            else:
+                self._channel.step_begin(self.step + 1)
             # Who looks on from another thread must not take the last step's marks for this one's.
             self._given = [False] * len(self._trained)
             self._gave_buffers = self._members.buffers is None
@@ -198,6 +208,8 @@ class Exchange:
                 return
             gradient = self._gradients[index]
             assert gradient is not None
+            if self._carrying is not None:
+                self._carrying.before_give(index, gradient)
             self._carrier.give(index, self.step, gradient)
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing over", index)
@@ -408,6 +420,26 @@ class Exchange:
             return self._channel.is_ready(self._members.ballot_index, self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' votes")
+
+    # ---- where steps go on without those that are late
+
+    def was_left_out(self) -> bool:
+        """Whether the current step goes on without this rank; waits until that is known."""
+        was_in, _, _ = self._channel.standing(self.step)
+        if was_in is None:
+            try:
+                # No tensor is released before its rank knows the contributors.
+                with PAUSE, self._waiting(self.step, [0]):
+                    self._channel.wait([0], self.step)
+            except self._core.ChannelError as error:
+                self._raise_failed(error, "waiting for the contributors")
+            was_in, _, _ = self._channel.standing(self.step)
+        return was_in is False
+
+    def next_goes_on(self) -> bool:
+        """Whether the others are in the next step already, or have finished it."""
+        _, behind, decided = self._channel.standing(self.step)
+        return behind or decided > self.step
 
     def _raise_failed(self, error: Exception, doing: str, index: int | None = None) -> NoReturn:
         where = f"{doing} in step {self.training_step}"

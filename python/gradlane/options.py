@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
+from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
@@ -25,6 +26,8 @@ SLICE_ELEMS = {
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
+LOCALS = ("off", "leader", "shared", "auto")
+"""Whether the ranks of a node add up before the network, and how many of them then send."""
 SFB = "sfb"
 """The scheme of weights whose gradient travels as factors, from every rank to every other."""
 FACTOR_SCHEMES = (SFB,)
@@ -45,8 +48,14 @@ class Options:
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
         factors: whether weights of linear layers and embeddings travel as factors.
+        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
+        local: one of `LOCALS`.
+        stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
+        late: what becomes of gradients that a step went on without: one of `LATE`.
+        ahead_steps: how many steps may be decided ahead of the slowest rank.
+        servers: the first so many ranks own slices; None: all.
         interface: network interface to use, or None.
         advertise: address or name that other ranks reach this one at, or None.
         ports: lowest and highest port to listen on, or None for any.
@@ -72,7 +81,13 @@ class Options:
     seed: int = 0
     codec: CodecRules = RAW
     factors: bool = False
+    exact_order: bool = True
     update: str = "worker"
+    local: str = "off"
+    stragglers: str = WAIT
+    late: str = LATE[0]
+    ahead_steps: int = AHEAD_STEPS
+    servers: int | None = None
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
@@ -100,6 +115,7 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        _one_of("local", self.local, LOCALS)
         if self.strategy == RING:
             self._check_ring()
         if self.strategy == ASGD:
@@ -108,6 +124,15 @@ class Options:
             why = factors_refusal(self.strategy, self.update)
             if why:
                 raise ValueError(f"scheme is 'sfb', but {why}")
+        names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
+        others = {name: getattr(self, name) for name in names}
+        check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
+        if self.servers is not None and self.servers < 1:
+            raise ValueError(f"servers is {self.servers}; at least one rank owns slices")
+        if self.servers is not None and self.strategy == RING:
+            raise ValueError(
+                f"servers is {self.servers} with strategy 'ring', which has no servers"
+            )
         if self.slice_elems is not None and self.slice_elems < 1:
             raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
         for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
@@ -132,11 +157,6 @@ class Options:
         why = ring_refusal(self.strategy, self.update)
         if why:
             raise ValueError(f"strategy is 'ring', but {why}")
-        if self.codec != Options.codec:
-            raise ValueError(
-                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
-                "yet; use strategy 'p3'"
-            )
 
     def _check_asgd(self) -> None:
         if self.update != "server":
@@ -161,6 +181,26 @@ class Options:
         """Whether ranks train without waiting for each other."""
         return self.strategy == ASGD
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without ranks that are late."""
+        return self.stragglers != WAIT
+
+    def check_world(self, world_size: int) -> None:
+        """Check the options that depend on the number of ranks.
+
+        Raises:
+            ValueError: one does not go with it.
+        """
+        if self.servers is not None and self.servers > world_size:
+            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+        rule = parse_stragglers(self.stragglers)
+        if rule is not None and rule.backup >= world_size > 1:
+            raise ValueError(
+                f"stragglers is {self.stragglers!r} with {world_size} ranks: at least one has to "
+                "contribute to each step"
+            )
+
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
         names = (
@@ -169,13 +209,24 @@ class Options:
             "seed",
             "codec",
             "factors",
+            "exact_order",
             "update",
+            "local",
             "frame_bytes",
             "check_every",
+            "stragglers",
+            "late",
+            "ahead_steps",
+            "servers",
         )
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.
         return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
+
+
+def ring_ranks(strategy: str, world_size: int) -> int | None:
+    """Return of how many ranks the ring is that a strategy's tensors go round; None: of none."""
+    return world_size if strategy == RING else None
 
 
 def strategy_of(strategy: str, scheme: str | None) -> str:

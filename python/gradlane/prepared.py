@@ -22,6 +22,7 @@ from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
 from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
@@ -33,7 +34,7 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options
+from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
@@ -90,9 +91,10 @@ class Prepared:
         self.model = model
         self._extras, self._members = self._make_members()
         coded = [entry.coded() for entry in self._trained]
+        ranks = ring_ranks(around.options.strategy, around.place.world_size)
         factored = self._members.factored
         self.codecs: list[CodecChoice] = without_codecs(
-            choose_codecs(around.options.codec, coded), factored
+            choose_codecs(around.options.codec, coded, ranks), factored
         )
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         for index, one in factored.items():
@@ -418,8 +420,9 @@ class Prepared:
     def _make_members(self) -> tuple[list[Entry], Members]:
         """Lay out what takes part in each step beside the gradients."""
         place = self._around.place
-        if self._serves:
-            # Whatever takes part in a step is updated there, so nothing but parameters may.
+        if self._serves or self._around.options.leaves_out:
+            # Whatever takes part in a step is updated there, so nothing but parameters may; and
+            # votes and buffers of ranks that are left out of a step would be missing.
             return [], Members(self._trained)
         ballot = Ballot(place.rank, place.world_size)
         index = len(self._entries)
@@ -488,6 +491,7 @@ class Prepared:
                 reports,
                 functools.partial(around.standstill.waiting, self._meeting.name),
                 around.place.rank,
+                Carrying() if around.options.late == "carry" else None,
             ),
             driver,
         )

@@ -42,14 +42,16 @@ from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs,
 from gradlane.connection import Surroundings
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
-from gradlane.errors import GradlaneError, SessionClosed
+from gradlane.errors import GradlaneError, SessionClosed, UsageError
 from gradlane.join import Join
+from gradlane.local.layout import with_local
 from gradlane.observability.observer import make_observer
 from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
 from gradlane.observability.summary import is_wanted
 from gradlane.optimizers import steps_per_parameter
 from gradlane.options import SFB, Options, strategy_of
+from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
@@ -80,7 +82,13 @@ def init(
     slice_elems: int | None = Options.slice_elems,
     seed: int = Options.seed,
     codec: CodecArgument = None,
+    exact_order: bool = Options.exact_order,
     update: str = Options.update,
+    local: str = Options.local,
+    stragglers: str = Options.stragglers,
+    late: str = Options.late,
+    ahead_steps: int = Options.ahead_steps,
+    servers: int | None = Options.servers,
     interface: str | None = Options.interface,
     advertise: str | None = Options.advertise,
     ports: tuple[int, int] | None = Options.ports,
@@ -128,8 +136,26 @@ def init(
             bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
             dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
             of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
+        exact_order: whether a plan that is found (`prepare(plan="auto")`) keeps to sums in rank
+            order, as servers make them, and so changes no bit; False: it may choose a ring or
+            factors where they are faster, whose results differ in the last bits. See
+            `docs/planning.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
+        local: what the ranks of a node do: `"off"`: each talks to all others by itself; `"leader"`:
+            they add up in shared memory, and the first one talks to the network for all;
+            `"shared"`: each does, for its share; `"auto"`: `"leader"` where there are several
+            nodes of several ranks and it goes with the other options. Sums are taken node by
+            node then, another rounding; see `docs/several-accelerators.md`.
+        stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
+            more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5 times
+            their length, 1.25 if not said). The mean is over the ranks that were in time, the same
+            on all. Put the batches through `Session.keep_pace` then; see `docs/stragglers.md`.
+        late: what becomes of a gradient that came too late: `"discard"`, or `"carry"`: it is
+            added to this rank's next one.
+        ahead_steps: how many steps the others may be ahead of the slowest rank, which keeps that
+            many results.
+        servers: the first so many ranks own slices, the others none; None: all do.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
             the store.
         advertise: address or name that other ranks reach this one at, where it is another.
@@ -172,7 +198,13 @@ def init(
         seed=seed,
         codec=codec_rules(codec),
         factors=scheme == SFB,
+        exact_order=exact_order,
         update=update,
+        local=local,
+        stragglers=stragglers,
+        late=late,
+        ahead_steps=ahead_steps,
+        servers=servers,
         interface=interface,
         advertise=advertise,
         ports=ports,
@@ -192,16 +224,18 @@ def init(
         checkpoint_keep=checkpoint_keep,
         summary=is_wanted(summary, os.environ),
     )
+    options = with_local(options)
     core = core if core is not None else load_core()
     if options.codec != RAW:
         check_codecs(options.codec)
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
+    options.check_world(place.world_size)
     if store is None:
         store = open_store(place, os.environ, connect_timeout_s)
     return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
 
 
-class Session(SessionArrays, SessionState, SessionReports):
+class Session(SessionArrays, SessionState, SessionReports, SessionPace):
     """A rank's part in a training job; made by `init`."""
 
     def __init__(
@@ -320,6 +354,11 @@ class Session(SessionArrays, SessionState, SessionReports):
                 'plan= with strategy="asgd": plans choose among settings that give the same '
                 "results; asynchronous training is none of them"
             )
+        if plan is not None and self._around.options.leaves_out:
+            raise ValueError(
+                f"plan= with stragglers={self._around.options.stragglers!r}: plans are "
+                "simulated, and switched to, with all ranks in every step; give the settings to gradlane.init"
+            )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
         residuals = None
         if before is not None:
@@ -358,6 +397,14 @@ class Session(SessionArrays, SessionState, SessionReports):
     def codecs(self) -> list[CodecChoice]:
         """Which codec each trained tensor of the models, and each array, travels in, and why."""
         return [choice for part in self._parts() for choice in part.codecs]
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        found: dict[str, str] = {}
+        for prepared in self._prepared:
+            found.update(prepared.schemes)
+        return found
 
     @property
     def plan(self) -> Plan | None:
@@ -432,6 +479,11 @@ class Session(SessionArrays, SessionState, SessionReports):
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
+        if self._around.options.leaves_out:
+            raise UsageError(
+                "session.join() where stragglers are left out: a rank without data would be one, "
+                'and the others would not wait for it; use stragglers="wait"'
+            )
         return Join(list(self._prepared), self.rank, throw_on_early_termination)
 
     def synchronize(self) -> None:

@@ -59,6 +59,7 @@ class StepReads(StepState):
                     'with update="server" the averaged gradients stay on the servers, so nothing '
                     'can be clipped or read; use update="worker" for that'
                 )
+            self.reads_averages = True
             self.attach()
         else:
             self._settle_these(parameters)

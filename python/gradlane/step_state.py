@@ -114,6 +114,8 @@ class StepState:
         self._failure: GradlaneError | None = None
         self._lock = threading.RLock()
         self.accumulates = False
+        self.reads_averages = False
+        """Whether the program has read averaged gradients between backward and step."""
         self.join: JoinWatch | None = None
         self.when_stale: Callable[[], None] = lambda: None
         self.reads_wait = False

@@ -132,6 +132,7 @@ class Steps(StepReads):
         """
         busy = self.accumulates or self._bypassed or self._applying or inside_backward()
         if self._phase is Phase.LOCAL and self._server_rows is None and not busy:
+            self.reads_averages = True
             self.raise_failure()
             self._check_untouched()
             self._begin_step()
@@ -254,6 +255,44 @@ class Steps(StepReads):
         self._ending = Ending.SHADOWED
         self._phase = keeps_local
         self._refresh()
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        Returns:
+            Whether it was done: only a rank that was left out of the last step ever does it.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self.raise_failure()
+        if self._phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"the next batch of session.keep_pace() inside step {self.step}: call "
+                "optimizer.step() or zero_grad() first"
+            )
+        if self._exchange.step == 0 or not self._exchange.was_left_out():
+            return False
+        self.settle()
+        with self._lock:
+            if not self._exchange.next_goes_on():
+                return False
+            self._driver.before_step(self.step + 1)
+            self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
+            self._exchange.complete(discards=True)
+            self._bypassing(self._driver.update.record)
+            self._exchange.end()
+            arrived = self._exchange.take(None)
+            if self._driver.defers():
+                self._guarded(lambda: self._driver.update.apply(arrived.gradients))
+            else:
+                for index, gradient in arrived.gradients:
+                    self._trained[index].tensor.grad = gradient
+                self._guarded(self._driver.step_whole)
+                self._driver.update.take_away()
+            self._refresh()
+        self.when_stale()
+        return True
 
     def has_votes(self) -> bool:
         """Whether all ranks have begun the step that this one goes along in."""

@@ -99,8 +99,11 @@ class World:
         return [
             index
             for index, tensor in enumerate(tensors)
-            if step == 0 or tensor["role"] == "parameter"
+            if (not self.gathers(index) if step == 0 else tensor["role"] == "parameter")
         ]
+
+    def gathers(self, tensor: int) -> bool:
+        return bool(self.plan["tensors"][tensor].get("scheme") == "gather")
 
     def lend(self, rank: int, step: int, tensor: int, lent: Lent) -> None:
         with self.changed:
@@ -128,6 +131,9 @@ class World:
         serves = self.plan["update"] == "server" and step > 0
         if tensor not in current.ready:
             current.ready[tensor] = all(one.values is None for one in lent.values())
+            if self.gathers(tensor):
+                current.landed[tensor] = set(lent)
+                return
             if not current.ready[tensor]:
                 mean = self.mean(step, tensor, lent)
                 self.results[(step, tensor)] = self.updated(step, tensor, mean) if serves else mean
@@ -228,6 +234,26 @@ class FakeListener:
         pass
 
 
+class FakeBlocks:
+    """All ranks' blocks of a tensor in a step."""
+
+    def __init__(self, rank: int, lent: list[Lent]) -> None:
+        self._rank = rank
+        self._lent = lent
+
+    def regions(self) -> list[tuple[int, int] | None]:
+        regions: list[tuple[int, int] | None] = []
+        for rank, one in enumerate(self._lent):
+            if one.values is None:
+                regions.append(None)
+            else:
+                regions.append((0 if rank == self._rank else one.values.data_ptr(), one.nbytes))
+        return regions
+
+    def release(self) -> None:
+        self._lent = []
+
+
 class FakeChannel:
     """One rank's end."""
 
@@ -269,6 +295,12 @@ class FakeChannel:
         self.step = step
         self.world.rounds.pop(step - 3, None)
 
+    def step_pass(self, step: int) -> None:
+        raise NotImplementedError("real ranks do that")
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        raise NotImplementedError("real ranks do that")
+
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self._check()
         assert step == self.step
@@ -281,6 +313,24 @@ class FakeChannel:
         assert step == self.step
         self.world.calls.append((self.rank, "tensor_absent", step, tensor))
         self.world.lend(self.rank, step, tensor, Lent(pointer, nbytes, None))
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        self._check()
+        assert step == self.step and self.world.gathers(tensor)
+        self.world.calls.append((self.rank, "block_ready", step, tensor))
+        values = view_memory(pointer, nbytes, torch.uint8).clone() if nbytes else torch.empty(0)
+        self.world.lend(self.rank, step, tensor, Lent(pointer, nbytes, values))
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        self._check()
+        assert step == self.step and self.world.gathers(tensor)
+        self.world.calls.append((self.rank, "block_absent", step, tensor))
+        self.world.lend(self.rank, step, tensor, Lent(0, 0, None))
+
+    def take_blocks(self, tensor: int, step: int) -> FakeBlocks | None:
+        self._check()
+        lent = self.world.round(step).lent[tensor]
+        return FakeBlocks(self.rank, [lent[rank] for rank in range(self.world.world_size)])
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         self.world.parameters[(self.rank, tensor)] = (pointer, nbytes)
@@ -349,6 +399,17 @@ class FakeChannel:
             taken.update(tensor for tensor, _ in ready)
             return ready
 
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        with self.world.changed:
+            taken: list[tuple[int, bool]] = []
+
+            def found() -> bool:
+                taken.extend(self.take_ready(step))
+                return bool(taken)
+
+            self._wait_for(found)
+            return taken
+
     def switch_priorities(self, priorities: list[int]) -> None:
         assert self.rank == 0
         assert len(priorities) == len(self.world.plan["tensors"])
@@ -401,7 +462,11 @@ class FakeCore:
         seed: int,
         update: str,
         world_size: int,
+        *,
+        stragglers_json: str | None = None,
+        servers: int | None = None,
     ) -> str:
+        assert stragglers_json is None and servers is None, "real ranks do that"
         return json.dumps(
             {
                 "tensors": json.loads(tensors_json),

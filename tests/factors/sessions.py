@@ -149,7 +149,7 @@ def changing(session: Any, model: nn.Module, optimizer: Any, rank: int, step: in
 
 def sometimes(session: Any, model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     """Some ranks have no gradient in some steps, and in one nobody has."""
-    layer = model.get_submodule("first" if (rank + step) % 2 and step != 2 else "unused")
+    layer: Any = model.get_submodule("first" if (rank + step) % 2 and step != 2 else "unused")
     backward(layer(torch.full((2, layer.in_features), 0.5 + rank)).square().mean())
 
 
@@ -261,7 +261,7 @@ def train(
             digests.append(digest(model))
         session.synchronize()
         values = [parameter.detach().double() for parameter in model.parameters()]
-        schemes = session._prepared[0].schemes
+        schemes = session.schemes
         return {
             "digests": digests,
             "values": values,
@@ -286,11 +286,11 @@ class Wide(nn.Module):
         return output
 
 
-class Products(TorchDispatchMode):
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts matrix products with a result of one shape."""
 
     def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shape = shape
         self.seen: list[int] = []
 
@@ -334,7 +334,7 @@ def wide(
             "sent": sent / 4,
             "computed": len(computed),
             "plan": session.plan.to_json() if session.plan is not None else None,
-            "schemes": session._prepared[0].schemes,
+            "schemes": session.schemes,
         }
 
 

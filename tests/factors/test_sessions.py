@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from gradlane.profiler import Recorder
+from tests.adapter.fake_core import FakeCore
 from tests.adapter.pool import RankPool
+from tests.adapter.ranks import run_ranks
+from tests.factors import sessions
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -25,6 +29,49 @@ CLASSIFIER_MORE = (
     "forgotten",
     "changing",
 )
+
+
+class TestInOneProcess:
+    """On the double of the core: what is handed over, and when."""
+
+    def test_blocks_leave_in_backward_once_their_number_is_known(self) -> None:
+        core = FakeCore()
+
+        def body(session: Any) -> list[tuple[Any, ...]]:
+            model = sessions.seeded(sessions.Classifier)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer)
+            for step in range(2):
+                sessions.backward(sessions.loss_of(model, session.rank, step))
+                given = [
+                    one[1:] for one in core.world.calls if one[0] == session.rank and len(one) == 4
+                ]
+                optimizer.step()
+                optimizer.zero_grad()
+            return given
+
+        for calls in run_ranks(2, body, core=core, scheme="sfb"):
+            in_backward = [(call, tensor) for call, step, tensor in calls if step == 2]
+            # Last to first, the layer that is used twice as one block; nothing of the unused one.
+            blocks = [tensor for call, tensor in in_backward if call == "block_ready"]
+            assert blocks == [5, 4, 2]
+            first = [(call, step) for call, step, tensor in calls if tensor == 7]
+            assert first[-1] == ("block_absent", 1)
+
+
+def test_rows_of_factors_are_recorded_as_seen() -> None:
+    model = sessions.seeded(sessions.Words)
+    recorder = Recorder(model)
+    recorder.attach()
+    recorder.begin_step()
+    sessions.backward(sessions.loss_of(model, rank=0, step=0, rows=3))
+    recorder.end_step()
+    recorder.detach()
+    rows = {tensor.name: tensor.rows for tensor in recorder.profile("words").tensors}
+    # Three sentences of six words.
+    assert rows["inner.weight"] == 18
+    assert rows["inner.bias"] is None
+    assert rows["places.weight"] is None
 
 
 @pytest.fixture(scope="module")

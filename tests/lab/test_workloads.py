@@ -495,7 +495,8 @@ def test_verify_accepts_the_mean_and_names_a_wrong_tensor(tmp_path: Path) -> Non
 
 def test_replay_optimizer_updates_a_sample_and_skips_absent_gradients() -> None:
     present, absent = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
-    from gradlane.lab.workloads.replay import ReplayOptimizer, updated_elements
+    from gradlane.lab.workloads.replay import ReplayOptimizer
+    from gradlane.lab.workloads.replay_model import updated_elements
 
     optimizer = ReplayOptimizer([present, absent], lr=0.5)
     present.grad = torch.ones(1000)

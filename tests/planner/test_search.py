@@ -10,7 +10,8 @@ import pytest
 
 from gradlane import cli
 from gradlane.options import Options
-from gradlane.planner import search as searching
+from gradlane.planner import candidates
+from gradlane.planner.candidates import TIE
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.reasons import reason_of
 from gradlane.planner.search import Choice, Tried, search
@@ -37,7 +38,7 @@ def test_where_order_matters_the_urgent_first_is_chosen() -> None:
     assert found.settings.strategy == "p3"
     assert found.step_s == predict_step_s(SMALL, SLOW, found.settings)
     assert found.base_step_s == predict_step_s(SMALL, SLOW, Settings(strategy="wfbp"))
-    assert found.step_s < found.base_step_s * (1 - searching.TIE)
+    assert found.step_s < found.base_step_s * (1 - TIE)
     strategy = found.choices[0]
     assert {one.value for one in strategy.tried} == {
         "p3",
@@ -68,11 +69,11 @@ def test_nothing_is_chosen_that_is_predicted_to_be_slower() -> None:
             assert found is not None
             assert found.step_s <= found.base_step_s
             if found.settings != Settings():
-                assert found.step_s < found.base_step_s * (1 - searching.TIE)
+                assert found.step_s < found.base_step_s * (1 - TIE)
             for choice in found.choices:
                 assert choice.step_s <= choice.base_step_s
                 best = min(one.step_s for one in choice.tried)
-                assert choice.step_s <= best * (1 + 2 * searching.TIE)
+                assert choice.step_s <= best * (1 + 2 * TIE)
 
 
 def test_a_fixed_send_buffer_below_the_path_is_replaced() -> None:
@@ -95,9 +96,9 @@ def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) ->
     """Whole tensors in one frame are a few events; slices in frames of 64 kB are many."""
     cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
     monkeypatch.setattr(
-        searching,
+        candidates,
         "simulated_frames",
-        lambda profile, facts, settings: 0 if settings == cheap else 10**12,
+        lambda profile, facts, settings, schemes: 0 if settings == cheap else 10**12,
     )
     found = search(SMALL, SLOW, cheap)
     assert found is not None and found.settings == cheap
@@ -201,7 +202,7 @@ def test_the_command_prints_each_choice_and_writes_the_plan(
     content = json.loads(made.read_text())
     assert (content["format"], content["version"]) == ("gradlane-plan", 1)
     settings = [choice["setting"] for choice in content["choices"]]
-    assert settings == ["strategy", "slice_elems", "frame_bytes", "send_buffer_bytes"]
+    assert settings == ["strategy", "schemes", "slice_elems", "frame_bytes", "send_buffer_bytes"]
     for setting in settings:
         assert setting in out
     assert content["summary"] in out

@@ -12,7 +12,8 @@ import pytest
 from gradlane.reproduce.comparison import Curve, Ours, compared, published_content, published_of
 from gradlane.reproduce.figures import FIGURES, chosen, reproduce
 from gradlane.reproduce.lowprec import encoded_bytes, one_bit_bytes, qsgd_bytes
-from gradlane.reproduce.poseidon import fitted_share, speedup, step
+from gradlane.reproduce.poseidon import simulated_job, simulated_speedups
+from gradlane.reproduce.poseidon_bytes import fitted_share, speedup, step
 from gradlane.reproduce.simulations import Simulations
 from gradlane.reproduce.trained import points_from_p3, trained_content
 from gradlane.reproduce.whatif_paper import profile_of, scaling
@@ -125,6 +126,24 @@ def test_poseidon_by_bytes_comes_near_what_it_measured() -> None:
     assert 0.2 < share < 0.6
     assert speedup("vgg19_22k", "caffe", 32, 40, "wfbp", share) == pytest.approx(21.5, rel=1e-3)
     assert speedup("vgg19_22k", "tf", 32, 40, "wfbp", share) == pytest.approx(22.0, rel=0.04)
+
+
+def test_poseidon_simulated_comes_near_what_bytes_and_the_paper_say() -> None:
+    """The engine with factors by the formula; servers on a third of the port, as was fitted."""
+    made = simulated_speedups(
+        Simulations(),
+        [
+            simulated_job("vgg19_22k", 16, 10, "poseidon", 1.0),
+            simulated_job("vgg19", 16, 10, "wfbp", fitted_share()),
+            simulated_job("googlenet", 32, 40, "wfbp", fitted_share()),
+        ],
+    )
+    assert made[0] == pytest.approx(15.5, rel=0.04)
+    assert made[0] == pytest.approx(speedup("vgg19_22k", "caffe", 16, 10, "poseidon"), rel=0.01)
+    assert made[1] == pytest.approx(
+        speedup("vgg19", "caffe", 16, 10, "wfbp", fitted_share()), rel=0.05
+    )
+    assert made[2] > 31.5
 
 
 def test_poseidon_never_moves_more_bytes_than_servers() -> None:

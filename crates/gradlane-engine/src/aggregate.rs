@@ -16,11 +16,18 @@ use gradlane_wire::{Codec, FrameFlags, FrameKind};
 impl Engine {
     /// A rank's contribution to an owned slice is whole.
     pub(crate) fn add_part(&mut self, slice: SliceId, rank: Rank, part: Part, priority: Priority) {
-        let owned = self.server.owned.get_mut(&slice).expect("only the owner collects a slice");
-        if self.plan.strategy.ready == ReadyRule::Each && owned.step.0 > 0 {
+        let owned = self.server.owned.get(&slice).expect("only the owner collects a slice");
+        let step = owned.step;
+        if self.applies_each(step) {
             self.add_push(slice, rank, part, priority);
             return;
         }
+        if self.chooses(step) {
+            return self.add_to_set(slice, rank, part, priority);
+        }
+        let Some(owned) = self.server.owned.get_mut(&slice) else {
+            return;
+        };
         let form = match part {
             Part::Own | Part::Buffer(_) => Some(Codec::Raw),
             Part::Encoded(_) => Some(Codec::Encoded),
@@ -29,7 +36,6 @@ impl Engine {
         let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
         owned.parts.insert(rank, part);
         owned.priority = priority;
-        let step = owned.step;
         if mixed {
             let name = &self.plan.tensor(self.plan.slice(slice).tensor).spec.name;
             let reason = alloc::format!(
@@ -47,6 +53,17 @@ impl Engine {
         };
         owned.reducing = true;
         let parts = owned.take_parts();
+        self.reduce(slice, step, parts, priority);
+    }
+
+    /// All contributions to a slice that count are here.
+    pub(crate) fn reduce(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        parts: Vec<(Rank, Part)>,
+        priority: Priority,
+    ) {
         if parts.iter().all(|&(_, part)| part == Part::Absent) {
             self.deliver(slice, step, None, Codec::Raw, false);
         } else if self.plan.world_size == 1 && !self.needs_result(step) {
@@ -72,6 +89,12 @@ impl Engine {
             Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
             Pending::AddRound { slice, step, received } => {
                 Some(self.start_round(slice, step, received))
+            }
+            Pending::ScaleRound { slice, step, received } => {
+                Some(self.start_scales(slice, step, received))
+            }
+            Pending::BeginRound { slice, step, received } => {
+                Some(self.start_codes(slice, step, received))
             }
             Pending::Apply { slice, push } => Some(self.start_apply(slice, push)),
             Pending::Install { slice, step, buffer } => {
@@ -99,10 +122,11 @@ impl Engine {
         });
         let inputs: Vec<Region> = inputs.collect();
         let absent = inputs.len() < parts.len();
-        let divisor = self.contributors(step);
+        let divisor = parts.len() as u32;
         let tensor = self.plan.slice(slice).tensor;
         let apply = self.updates_on_server(step);
-        let copy_to = if apply { None } else { self.open_region(slice) };
+        let is_current = step == self.worker.step;
+        let copy_to = self.open_region(slice).filter(|_| is_current && !apply);
         let in_place = copy_to.is_some();
         let output_region = output.whole();
         let operation = if apply {
@@ -126,7 +150,7 @@ impl Engine {
             .collect();
         let inputs: Vec<Region> = spent.iter().map(|buffer| buffer.whole()).collect();
         let absent = inputs.len() < parts.len();
-        let divisor = self.contributors(step);
+        let divisor = parts.len() as u32;
         let (operation, output, in_place, encoded);
         if self.updates_on_server(step) {
             let tensor = self.plan.slice(slice).tensor;
@@ -212,7 +236,16 @@ impl Engine {
                 let form = if encoded { Codec::Encoded } else { Codec::Raw };
                 self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
-            Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
+            Running::AddRound { slice, step, output, spent, encoded } => {
+                if let Some(buffer) = spent {
+                    self.buffers.release(buffer, &mut self.events);
+                }
+                let form = if encoded { Codec::Encoded } else { Codec::Raw };
+                self.added_round(slice, step, fitted(output), form);
+            }
+            Running::ScaleRound { slice, step, output } => {
+                self.send_scales(slice, step, Some(output));
+            }
             Running::Apply { slice, push, output } => self.applied(slice, push, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);
@@ -244,6 +277,8 @@ impl Engine {
             self.answer_pull(slice, step, rank);
         }
         match buffer {
+            _ if self.keep_ahead(slice, step, buffer) => {}
+            None if !in_place => self.nothing_to_install(slice, false),
             Some(buffer) if !in_place => {
                 self.buffers.retain(buffer);
                 let state = self.worker.slice_mut(slice);
@@ -356,12 +391,27 @@ impl Engine {
         }
     }
 
+    /// A slice's result is here and has no bytes. Where the step may go on without this rank, its own
+    /// push may still be under way, and reads memory that is the engine's until then.
+    pub(crate) fn nothing_to_install(&mut self, slice: SliceId, has_value: bool) {
+        if self.chooses(self.worker.step) {
+            self.worker.slice_mut(slice).phase = Phase::Empty { has_value };
+            return self.install_if_open(slice);
+        }
+        self.slice_done(slice, has_value);
+    }
+
     /// A slice's result is in place, or there is none.
     pub(crate) fn slice_done(&mut self, slice: SliceId, has_value: bool) {
         let tensor = self.plan.slice(slice).tensor;
         self.worker.slice_mut(slice).phase = Phase::Done;
+        self.worker.tensor_mut(tensor).has_value |= has_value;
+        self.part_done(tensor);
+    }
+
+    /// A tensor waits for one thing less.
+    pub(crate) fn part_done(&mut self, tensor: TensorId) {
         let state = self.worker.tensor_mut(tensor);
-        state.has_value |= has_value;
         state.pending -= 1;
         if state.pending > 0 {
             return;

@@ -3,6 +3,7 @@
 //! session is in `lifecycle`.
 
 use crate::buffers::BufferTable;
+use crate::contributors::Contributors;
 use crate::each::Each;
 use crate::encoding::{EncodeQueue, Waiting};
 use crate::error::UsageError;
@@ -78,6 +79,7 @@ pub struct Engine {
     pub(crate) ring: Ring,
     pub(crate) gather: Gather,
     pub(crate) each: Each,
+    pub(crate) contributors: Contributors,
     pub(crate) work: WorkQueue,
     pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
@@ -110,6 +112,7 @@ impl Engine {
             ring: Ring::new(&plan),
             gather: Gather::default(),
             each: Each::default(),
+            contributors: Contributors::new(&plan, rank),
             work: WorkQueue::new(options.work_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
@@ -163,6 +166,10 @@ impl Engine {
     /// # Errors
     /// When the step is not the next one, the one before is not complete, or the session has ended.
     pub fn step_begin(&mut self, step: Step) -> Result<(), UsageError> {
+        self.begin(step, false)
+    }
+
+    pub(crate) fn begin(&mut self, step: Step, passes: bool) -> Result<(), UsageError> {
         self.lifecycle.check_open()?;
         let expected = if self.worker.begun { self.worker.step.next() } else { self.worker.step };
         if step != expected {
@@ -171,6 +178,9 @@ impl Engine {
         if self.worker.begun {
             self.check_complete(step)?;
             self.worker.enter(&self.plan, step);
+        }
+        if self.chooses(step) {
+            self.worker.add_parts(&self.plan);
         }
         self.worker.begun = true;
         self.lifecycle.progressed();
@@ -181,6 +191,7 @@ impl Engine {
         if self.worker.incomplete == 0 {
             self.events.push_back(Event::StepComplete { step });
         }
+        self.begun_choosing(step, passes);
         Ok(())
     }
 
@@ -251,6 +262,7 @@ impl Engine {
             Some(switch) if step >= switch.hold_from => switch.held.push(tensor),
             _ => self.send_contribution(tensor),
         }
+        self.contributed_choosing(tensor, step);
         Ok(())
     }
 
@@ -376,8 +388,8 @@ impl Engine {
     }
 
     /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
-    /// from the same step on, two steps after the current one; under the ready rule `Each`, on each
-    /// rank from its next step on.
+    /// from the same step on, two steps after the current one; where ranks may be in different steps
+    /// (ready rules `Each` and `Set`), on each rank from its next step on.
     ///
     /// # Errors
     /// On another rank, before a step has begun, when the last switch is not finished, or for a
@@ -391,7 +403,7 @@ impl Engine {
         if priorities.len() != self.plan.tensors.len() {
             return refuse("a priority vector has one entry a tensor");
         }
-        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let alone = self.switches_alone();
         let next = self.worker.step.next();
         let from = if alone { next } else { next.next() };
         if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
@@ -442,7 +454,9 @@ impl Engine {
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
-                FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
+                FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => {
+                    self.sent_round(header);
+                }
                 FrameKind::Block => self.sent_block(header.tensor, header.step),
                 _ => {}
             }
@@ -467,8 +481,12 @@ impl Engine {
     /// When [`Engine::handle_time`] wants to be called at the latest.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
-        (!self.lifecycle.has_ended() && self.worker.waits_for_others())
-            .then(|| self.lifecycle.deadline(self.options.progress_timeout))
+        if self.lifecycle.has_ended() {
+            return None;
+        }
+        let waits = self.worker.waits_for_others();
+        let deadline = waits.then(|| self.lifecycle.deadline(self.options.progress_timeout));
+        self.decision_timeout().into_iter().chain(deadline).min()
     }
 
     /// Number of scratch buffers in use.
@@ -477,9 +495,18 @@ impl Engine {
         self.buffers.in_use()
     }
 
-    /// Whether a rank's gradient counts in a step: rank 0's alone in step 0, everybody's later.
+    /// Whether a rank's gradient counts in a step, as far as is known: rank 0's alone in step 0,
+    /// everybody's later, but of those that are left out.
     pub(crate) fn contributes(&self, rank: Rank, step: Step) -> bool {
+        if self.chooses(step) && rank == self.rank() && step == self.worker.step {
+            return self.is_welcome(step);
+        }
         step.0 > 0 || rank == Rank(0)
+    }
+
+    /// Whether ranks take up new priorities each at a step of its own.
+    pub(crate) fn switches_alone(&self) -> bool {
+        self.plan.strategy.ready != ReadyRule::All
     }
 
     /// How many ranks contribute to a step.
@@ -557,8 +584,12 @@ impl Engine {
 
     /// Copies a result that waits in scratch into the tensor's memory, if that is open by now.
     pub(crate) fn install_if_open(&mut self, slice: SliceId) {
-        let Phase::Buffered(buffer) = self.worker.slice(slice).phase else {
-            return;
+        let buffer = match self.worker.slice(slice).phase {
+            Phase::Buffered(buffer) => buffer,
+            Phase::Empty { has_value } if self.worker.slice(slice).push_sent => {
+                return self.slice_done(slice, has_value);
+            }
+            _ => return,
         };
         if self.open_region(slice).is_none() {
             return;

@@ -38,14 +38,17 @@ impl Engine {
                 FrameKind::Broadcast => self.land_broadcast(from, header),
                 FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
-                FrameKind::RingReduce => self.land_round(header),
+                FrameKind::RingScale | FrameKind::RingReduce => self.land_round(header),
                 FrameKind::RingGather => self.land_result_round(header),
                 FrameKind::Block => Ok(self.land_block(from, header)),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
                 | FrameKind::Heartbeat
                 | FrameKind::Goodbye
-                | FrameKind::Abort => Ok(Landing::Control),
+                | FrameKind::Abort
+                | FrameKind::StepBegun
+                | FrameKind::StepGiven
+                | FrameKind::Contributors => Ok(Landing::Control),
             })
             .map_err(|what| ProtocolError { peer: from, what })
     }
@@ -60,11 +63,13 @@ impl Engine {
         }
         self.lifecycle.progressed();
         match header.kind {
+            FrameKind::Push if self.take_late(from, header) => {}
             FrameKind::Push => self.take_push(from, header),
+            FrameKind::Broadcast if self.take_ahead(header) => {}
             FrameKind::Broadcast => self.take_broadcast(header),
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
-            FrameKind::RingReduce => self.take_round(header),
+            FrameKind::RingScale | FrameKind::RingReduce => self.take_round(header),
             FrameKind::RingGather => self.take_result_round(header),
             FrameKind::Block => self.take_block(from, header),
             _ => {
@@ -86,9 +91,19 @@ impl Engine {
         header: &FrameHeader,
         payload: &[u8],
     ) -> Result<(), ProtocolError> {
+        let chooses = matches!(
+            header.kind,
+            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors
+        );
+        if chooses && self.lifecycle.has_ended() {
+            return Ok(());
+        }
         let taken = match header.kind {
             FrameKind::PlanSwitch => self.take_switch(from, header, payload),
             FrameKind::PlanSwitchAck => self.take_switch_ack(from, header),
+            FrameKind::StepBegun => self.take_step_begun(from, header),
+            FrameKind::StepGiven => self.take_step_given(from, header),
+            FrameKind::Contributors => self.take_contributors(header, payload),
             FrameKind::Goodbye => {
                 self.peer_said_goodbye(from, header.step);
                 Ok(())
@@ -99,6 +114,7 @@ impl Engine {
             }
             _ => Ok(()),
         };
+        self.say_goodbye_when_done();
         taken.map_err(|what| ProtocolError { peer: from, what })
     }
 
@@ -121,6 +137,9 @@ impl Engine {
                 .then_some(())
                 .ok_or_else(|| format!("an abort with a reason of {} bytes", header.length)),
             FrameKind::PlanSwitch => self.check_switch_length(header),
+            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors => {
+                self.check_choosing(from, header)
+            }
             _ => self.check_slice_header(from, header),
         }
     }
@@ -151,7 +170,7 @@ impl Engine {
             return Err(format!("{}, a tensor that is not trained", self.describe(header)));
         }
         let version = self.priorities.version(header.step);
-        if header.plan_version != version && !self.applies_each(header.step) {
+        if header.plan_version != version && !(self.switches_alone() && header.step.0 > 0) {
             return Err(format!(
                 "{} under plan version {}, this rank has {version}",
                 self.describe(header),
@@ -170,10 +189,16 @@ impl Engine {
         if encoded && !may_be_encoded {
             return Err(format!("{} as encoded bytes", self.describe(header)));
         }
-        let bytes = if has_body { self.plan.bytes_as(header.slice, header.codec) } else { 0 };
+        let is_scales = header.kind == FrameKind::RingScale;
+        let shares = self.plan.scale_bytes(header.slice).is_some() && header.step.0 > 0;
+        if is_scales && !(shares && encoded == has_body) {
+            return Err(format!("{}, whose ranks share no scales", self.describe(header)));
+        }
+        let bytes = if has_body { self.bytes_of(header) } else { 0 };
         // Where encodings differ in length, the last frame says how long this one is.
-        let varies =
-            encoded && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
+        let varies = !is_scales
+            && encoded
+            && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
         let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
@@ -193,7 +218,7 @@ impl Engine {
     fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
         let scheme = self.plan.tensor(header.tensor).scheme;
         let right = match header.kind {
-            FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
             FrameKind::Block => Scheme::Gather,
             _ => Scheme::Ps,
         };
@@ -221,6 +246,9 @@ impl Engine {
     }
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        if let Some(landing) = self.land_late(from, header)? {
+            return Ok(landing);
+        }
         let contributes = self.contributes(from, header.step);
         let collected = self.collected_step(from, header)?;
         let bytes = self.plan.bytes_as(header.slice, header.codec);
@@ -288,12 +316,16 @@ impl Engine {
     }
 
     fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+        if let Some(landing) = self.land_ahead(from, header)? {
+            return Ok(landing);
+        }
         let what = || self.describe(header);
         if header.step != self.worker.step {
             return Err(format!("{}, but this rank is in {}", what(), self.worker.step));
         }
         let tensor = self.worker.tensor(header.tensor);
-        let owes = self.contributes(self.rank(), header.step);
+        // Who is late may not have heard yet that it is left out.
+        let owes = self.contributes(self.rank(), header.step) && !self.chooses(header.step);
         if owes && tensor.contribution == Contribution::Missing {
             return Err(format!("{} without a contribution of this rank", what()));
         }
@@ -354,7 +386,7 @@ impl Engine {
             // An absent slice, or an empty one, has no bytes to land.
             _ => {
                 let absent = header.flags.contains(FrameFlags::ABSENT);
-                self.slice_done(header.slice, !absent);
+                self.nothing_to_install(header.slice, !absent);
             }
         }
     }
@@ -408,7 +440,7 @@ impl Engine {
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = self.priorities.newest();
         let next = header.plan_version == newest + 1;
-        let alone = self.plan.strategy.ready == ReadyRule::Each;
+        let alone = self.switches_alone();
         let late = step <= self.worker.step || step <= newest_from;
         if from != Rank(0) || !next || (late && !alone) {
             return Err(format!(

@@ -2,6 +2,7 @@
 
 use crate::error::Failure;
 use alloc::vec::Vec;
+use core::time::Duration;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::FrameHeader;
 
@@ -164,6 +165,47 @@ pub enum Operation {
         /// Where the parameters after the update go.
         output: Region,
     },
+    /// One hop of an encoded sum: `output = encode((decode(received) + own) / divisor)`; with error
+    /// feedback. To be reported with the length of the encoding.
+    RingEncode {
+        /// The encoded sum of the ranks before; none where none of them had a gradient.
+        received: Option<Region>,
+        /// This rank's gradient, if it has one.
+        own: Option<Region>,
+        /// Number of ranks that the mean is over, on the last one; else 1.
+        divisor: u32,
+        /// Room for the encoding.
+        output: Region,
+        /// On the last rank, where what `output` decodes to goes, in the same pass.
+        copy_to: Option<Region>,
+    },
+    /// `output = the larger of received and the scales of own`, a number for each bucket.
+    RingScale {
+        /// Scales of the ranks before; none where none of them had a gradient.
+        received: Option<Region>,
+        /// This rank's gradient.
+        own: Region,
+        /// The scales. May be `received`.
+        output: Region,
+    },
+    /// `output = codes of own`, to the larger of `scales` and its own: a sum that begins.
+    RingBegin {
+        /// Scales of all other ranks; none where none of them had a gradient.
+        scales: Option<Region>,
+        /// This rank's gradient, if it has one: scales or gradient are there.
+        own: Option<Region>,
+        /// Room for scales and sums.
+        output: Region,
+    },
+    /// `sums = sums + codes of own`, as integers.
+    RingAdd {
+        /// Scales and sums, which are read and written.
+        sums: Region,
+        /// This rank's gradient, if it has one; none counts as zeros.
+        own: Option<Region>,
+        /// On the last rank, where the mean that `sums` then stands for goes, in the same pass.
+        copy_to: Option<Region>,
+    },
     /// `to = decode(from)`.
     Decode {
         /// An encoded slice.
@@ -222,6 +264,31 @@ pub enum Event {
         version: u64,
         /// Updates of the slice since the version that the rank had received.
         staleness: u64,
+    },
+    /// The contributors of a step are known (ready rule `Set`).
+    Decided {
+        /// The step.
+        step: Step,
+        /// In rank order.
+        contributors: Vec<Rank>,
+    },
+    /// This rank has handed over all its gradients of a step, and the step goes on without them
+    /// (ready rule `Set`).
+    LeftOut {
+        /// The step.
+        step: Step,
+        /// Whether the whole result was here by then: the others are in the next step already.
+        behind: bool,
+    },
+    /// A rank had all its gradients of a step after it was decided without that rank (ready rule
+    /// `Set`; on rank 0).
+    Late {
+        /// The rank.
+        rank: Rank,
+        /// The step.
+        step: Step,
+        /// How much later.
+        lateness: Duration,
     },
     /// From this step on, frames are ordered by another priority vector.
     PlanSwitched {

@@ -21,6 +21,7 @@ use gradlane_wire::FrameHeader;
 #[allow(missing_docs, reason = "each is the method of Engine with its name and arguments")]
 pub enum Input {
     StepBegin(Step),
+    StepPass(Step),
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
     BlockReady(TensorId, Step, u64),
@@ -126,6 +127,7 @@ impl Journal {
 fn tell(engine: &mut Engine, input: &Input) -> Decision {
     match input {
         Input::StepBegin(step) => usage_of(&engine.step_begin(*step)),
+        Input::StepPass(step) => usage_of(&engine.step_pass(*step)),
         Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
         Input::BlockReady(tensor, step, bytes) => {
@@ -251,6 +253,7 @@ impl JournaledEngine {
 
     journaled! {
         step_begin(step: Step) -> Result<(), UsageError>, Input::StepBegin(step), usage_of;
+        step_pass(step: Step) -> Result<(), UsageError>, Input::StepPass(step), usage_of;
         gradient_ready(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::GradientReady(tensor, step), usage_of;
         tensor_absent(tensor: TensorId, step: Step) -> Result<(), UsageError>,

@@ -17,6 +17,8 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod contributors;
+mod coordinator;
 mod depths;
 mod each;
 mod encoding;
@@ -32,6 +34,7 @@ mod priority;
 mod queue;
 mod rank_set;
 mod ring;
+mod ring_encoded;
 mod scheduler;
 mod scheme;
 mod server;
@@ -41,9 +44,10 @@ mod work;
 mod worker;
 
 pub use depths::{PeerDepth, QueueDepths};
-pub use encoding::{Coding, Encoding};
+pub use encoding::Encoding;
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
+pub use gradlane_units::{Coding, RingBytes};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
@@ -51,9 +55,9 @@ pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
 pub use plan::{
     check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
 };
-pub use scheme::{Scheme, RING_BLOCK_ELEMS};
+pub use scheme::{Scheme, RING_BLOCK_ELEMS, RING_ENCODED_BLOCK_ELEMS};
 pub use staleness::{Staleness, Tally};
 pub use strategy::{
-    Granularity, Order, Placement, PullRule, ReadyRule, Release, Strategy, KVSTORE_SPLIT_ELEMS,
-    POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
+    Close, Granularity, Order, Placement, PullRule, ReadyRule, Release, SetRule, Strategy,
+    KVSTORE_SPLIT_ELEMS, POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
 };

@@ -59,6 +59,10 @@ impl Lifecycle {
         self.departed.contains_key(&peer)
     }
 
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
     pub(crate) fn progressed(&mut self) {
         self.progress_at = self.now;
     }
@@ -83,6 +87,10 @@ impl Engine {
     /// that are missing.
     pub fn handle_time(&mut self, now: Time) {
         self.lifecycle.now = self.lifecycle.now.max(now);
+        let is_due = self.decision_timeout().is_some_and(|due| due <= self.lifecycle.now);
+        if is_due && !self.lifecycle.has_ended() {
+            self.decide();
+        }
         let timeout = self.options.progress_timeout;
         let late = self.lifecycle.now >= self.lifecycle.deadline(timeout);
         if late && self.worker.waits_for_others() && !self.lifecycle.has_ended() {
@@ -298,12 +306,17 @@ impl Engine {
         if self.applies_each(step) {
             return missing;
         }
+        let set = self.contributors.set(step);
+        if self.chooses(step) && set.is_none() {
+            return self.contributors.awaited(self.plan.world_size);
+        }
+        let counts = |rank: Rank| set.is_none_or(|set| set.contains(rank));
         for (&slice, owned) in &self.server.owned {
             if owned.step != step || owned.reducing || !self.collects(slice, step) {
                 continue;
             }
             let ranks = (0..self.plan.world_size).map(Rank);
-            for rank in ranks.filter(|&rank| self.contributes(rank, step)) {
+            for rank in ranks.filter(|&rank| self.contributes(rank, step) && counts(rank)) {
                 if !owned.parts.contains_key(&rank) {
                     missing.insert(rank);
                 }

@@ -3,16 +3,16 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
-use crate::encoding::{Coding, Encoding};
+use crate::encoding::Encoding;
 use crate::error::PlanError;
-use crate::scheme::{RingPlacer, Scheme};
-use crate::strategy::{Granularity, Placement, PullRule, ReadyRule, Strategy};
+use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
+use crate::strategy::{Close, Granularity, Placement, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
-use gradlane_units::{Dtype, Rank, Rng, SliceId, TensorId};
+use gradlane_units::{Coding, Dtype, Rank, Rng, SliceId, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// When a tensor takes part.
@@ -128,26 +128,50 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Cuts tensors into slices and places them by the strategy's rules. Every rank is a server; the
-    /// slices of servers are placed as if there were no others. A world of one sends nothing, and
-    /// encodes nothing.
+    /// Cuts tensors into slices and places them by the strategy's rules, as [`Plan::build_on`] does;
+    /// every rank is a server.
     ///
     /// # Errors
-    /// When the world is empty, a trained tensor holds plain bytes, there are too many slices, the
-    /// strategy's ready rule or a tensor's scheme does not go with the rest, or a codec is given for
-    /// a tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    /// As [`Plan::build_on`].
     pub fn build<Tensor: Into<TensorSetting>>(
         tensors: Vec<Tensor>,
         strategy: Strategy,
         update: Update,
         world_size: u32,
     ) -> Result<Plan, PlanError> {
+        Plan::build_on(tensors, strategy, update, world_size, world_size)
+    }
+
+    /// Cuts tensors into slices and places them by the strategy's rules on the first `servers` ranks;
+    /// the others own nothing. The slices of servers are placed as if there were no others. A world
+    /// of one sends nothing, and encodes nothing.
+    ///
+    /// # Errors
+    /// When the world is empty, there are no servers or more than ranks, a trained tensor holds plain
+    /// bytes, there are too many slices, the strategy's ready rule or a tensor's scheme does not go
+    /// with the rest, or a codec is given for a tensor that is not added up, is not trained, or is not
+    /// of f32, f16 or bf16, or is on a ring that the codec cannot go round.
+    pub fn build_on<Tensor: Into<TensorSetting>>(
+        tensors: Vec<Tensor>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+        servers: u32,
+    ) -> Result<Plan, PlanError> {
         if world_size == 0 {
             return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
         }
+        if !(1..=world_size).contains(&servers) {
+            return Err(PlanError::new(format!(
+                "{servers} servers of {world_size} ranks: slices need at least one, and each is a rank"
+            )));
+        }
         check_ready_rule(&strategy, update)?;
-        let mut placer = Placer::new(strategy.placement, world_size);
+        check_set(&strategy, world_size)?;
+        let mut placer = Placer::new(strategy.placement, servers);
         let mut ring = RingPlacer::new(world_size);
+        // Apart, so that no codec changes where the sums of other tensors begin.
+        let mut encoded_ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
         for (index, tensor) in tensors.into_iter().enumerate() {
@@ -162,11 +186,11 @@ impl Plan {
             let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let blocks = ring.deal(&spec);
+            let blocks = ring.deal(&spec, RING_BLOCK_ELEMS);
             let mut encoding = None;
             match scheme {
                 Scheme::Ps => {
-                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, granule);
+                    let pieces = plan.strategy.granularity.cut(spec.numel, servers, granule);
                     let whole = pieces.len() == 1;
                     encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
                     for (part, piece) in pieces.into_iter().enumerate() {
@@ -180,10 +204,21 @@ impl Plan {
                     plan.slices.extend(slices);
                 }
                 Scheme::Ring => {
+                    let blocks = match &coding {
+                        Some(_) => encoded_ring.deal(&spec, encoded_block_elems(granule)),
+                        None => blocks,
+                    };
+                    let mut all = Vec::new();
                     for (block, owner) in blocks {
-                        let pieces = plan.strategy.granularity.cut_block(&block);
+                        let pieces = plan.strategy.granularity.cut_block(&block, granule);
                         let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
                         plan.slices.extend(slices);
+                        all.extend(pieces);
+                    }
+                    if let Some(coding) = coding {
+                        let found = encoding_of(coding.as_ref(), &all);
+                        encoding =
+                            Some(found.round_ring(&spec.name, coding.as_ref(), world_size)?);
                     }
                 }
             }
@@ -245,7 +280,7 @@ impl Plan {
 impl Granularity {
     /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
     /// empty tensor has one empty piece, so that it is accounted for like every other.
-    fn cut(self, numel: u64, world_size: u32, granule: u64) -> Vec<Range<u64>> {
+    fn cut(self, numel: u64, servers: u32, granule: u64) -> Vec<Range<u64>> {
         let granule = granule.max(1);
         match self {
             Granularity::Slices { elems } => {
@@ -255,7 +290,7 @@ impl Granularity {
             }
             Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
                 let granules = numel.div_ceil(granule);
-                let parts = u64::from(world_size).min(granules);
+                let parts = u64::from(servers).min(granules);
                 let bound = |i: u64| {
                     let at = (u128::from(granules) * u128::from(i) / u128::from(parts)) as u64;
                     at.saturating_mul(granule).min(numel)
@@ -269,28 +304,28 @@ impl Granularity {
 
 /// Deals slices to servers.
 struct Placer {
-    world_size: u32,
+    servers: u32,
     next: u32,
     rng: Option<Rng>,
 }
 
 impl Placer {
-    fn new(placement: Placement, world_size: u32) -> Placer {
+    fn new(placement: Placement, servers: u32) -> Placer {
         let rng = match placement {
             Placement::RoundRobin => None,
             Placement::Random { seed } => Some(Rng::new(seed)),
         };
-        Placer { world_size, next: 0, rng }
+        Placer { servers, next: 0, rng }
     }
 
     /// The owner of part number `part` of a tensor that is `whole` or split.
     fn place(&mut self, part: usize, whole: bool) -> Rank {
         match &mut self.rng {
-            Some(rng) if whole => Rank(rng.below(self.world_size)),
-            Some(_) => Rank((part % self.world_size as usize) as u32),
+            Some(rng) if whole => Rank(rng.below(self.servers)),
+            Some(_) => Rank((part % self.servers as usize) as u32),
             None => {
                 let owner = Rank(self.next);
-                self.next = (self.next + 1) % self.world_size;
+                self.next = (self.next + 1) % self.servers;
                 owner
             }
         }
@@ -305,6 +340,15 @@ pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanE
     let name = &strategy.name;
     match strategy.ready {
         ReadyRule::All => Ok(()),
+        ReadyRule::Set(_) if update != Update::Worker => Err(PlanError::new(
+            "stragglers are left out, but with update=server an owner updates its own parameters, \
+             and one that is late itself does not hold them yet: use update=worker",
+        )),
+        ReadyRule::Set(_) if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
+            "stragglers are left out, but in strategy {name:?} each worker pulls results, and who is \
+             late would ask for old ones: use p3, slicing or wfbp"
+        ))),
+        ReadyRule::Set(_) => Ok(()),
         ReadyRule::Each if update != Update::Server => Err(PlanError::new(format!(
             "strategy {name:?} applies each rank's gradients alone, where the parameters are: it \
              asks for update=server; with update=worker every rank would train a model of its own"
@@ -314,6 +358,25 @@ pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanE
         ))),
         ReadyRule::Each => Ok(()),
     }
+}
+
+/// A rule for stragglers that no world of this size can follow.
+fn check_set(strategy: &Strategy, world_size: u32) -> Result<(), PlanError> {
+    let Some(rule) = strategy.ready.set() else {
+        return Ok(());
+    };
+    let problem = match rule.close {
+        _ if rule.ahead_steps == 0 => "ahead_steps is 0: at least one step is decided ahead".into(),
+        Close::Backup { ranks: 0 } => "backup is 0: use the ready rule all".into(),
+        Close::Backup { ranks } if ranks >= world_size => {
+            format!("backup is {ranks} of {world_size} ranks: at least one has to contribute")
+        }
+        Close::Deadline { percent } if percent <= 100 => {
+            format!("the deadline is {percent}% of a step: it must be over 100%")
+        }
+        _ => return Ok(()),
+    };
+    Err(PlanError::new(problem))
 }
 
 fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
@@ -346,14 +409,15 @@ fn check_coding(
     let (name, codec) = (&spec.name, coding.name());
     if ready != ReadyRule::All {
         return Err(PlanError::new(format!(
-            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be \
-             encoded: use the ready rule all, or no codec"
+            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone, or left out when \
+             they are late, cannot be encoded (what encoding loses would be lost with them): use the \
+             ready rule all, or no codec"
         )));
     }
-    if scheme != Scheme::Ps {
+    if scheme == Scheme::Gather {
         return Err(PlanError::new(format!(
-            "tensor {name:?} has scheme {} and codec {codec:?}, but only what servers add up can be \
-             encoded: use scheme ps, or no codec",
+            "tensor {name:?} has scheme {} and codec {codec:?}, but only what is added up can be \
+             encoded: use scheme ps or ring, or no codec",
             scheme.name()
         )));
     }
@@ -378,6 +442,7 @@ fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
         fixed: coding.is_fixed(),
         residual_width: coding.residual_width(),
         bytes,
+        scales: Vec::new(),
     }
 }
 

@@ -40,6 +40,11 @@ impl Queue {
         self.entries.insert(at, (key, entry));
     }
 
+    /// Keeps the entries that are to be kept.
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&Unicast) -> bool) {
+        self.entries.retain(|(_, entry)| keep(entry));
+    }
+
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
     }

@@ -19,13 +19,19 @@ impl RankSet {
 
     /// All ranks below `world_size` but one.
     pub(crate) fn all_but(world_size: u32, rank: Rank) -> RankSet {
+        let mut set = RankSet::all(world_size);
+        set.remove(rank);
+        set
+    }
+
+    /// All ranks below `world_size`.
+    pub(crate) fn all(world_size: u32) -> RankSet {
         let mut set = RankSet::empty(world_size);
         set.words.fill(u64::MAX);
         if let Some(last) = set.words.last_mut().filter(|_| !world_size.is_multiple_of(64)) {
             *last = (1 << (world_size % 64)) - 1;
         }
         set.count = world_size;
-        set.remove(rank);
         set
     }
 
@@ -55,6 +61,29 @@ impl RankSet {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    /// How many ranks there are in it.
+    pub(crate) fn len(&self) -> u32 {
+        self.count
+    }
+
+    /// One bit a rank, the lowest first, in as few bytes as hold them.
+    pub(crate) fn to_bytes(&self, world_size: u32) -> Vec<u8> {
+        let bytes = self.words.iter().flat_map(|word| word.to_le_bytes());
+        bytes.take((world_size as usize).div_ceil(8)).collect()
+    }
+
+    /// The set that `to_bytes` wrote; none for other lengths or ranks outside the world.
+    pub(crate) fn from_bytes(world_size: u32, bytes: &[u8]) -> Option<RankSet> {
+        let mut set = RankSet::empty(world_size);
+        for (index, byte) in bytes.iter().enumerate() {
+            for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
+                let rank = u32::try_from(index * 8 + bit).ok().filter(|&it| it < world_size)?;
+                set.insert(Rank(rank));
+            }
+        }
+        (bytes.len() == (world_size as usize).div_ceil(8)).then_some(set)
     }
 
     /// The ranks in ascending order.
@@ -128,6 +157,28 @@ mod tests {
                 later.chain(members.iter().filter(|&&member| member <= rank)).copied().collect();
             prop_assert_eq!(round, turned);
         }
+    }
+
+    proptest! {
+        #[test]
+        fn a_set_is_what_its_bytes_say(
+            world_size in 1..200_u32, ranks in proptest::collection::btree_set(0..200_u32, 0..99),
+        ) {
+            let mut set = RankSet::empty(world_size);
+            for &rank in ranks.iter().filter(|&&rank| rank < world_size) {
+                set.insert(Rank(rank));
+            }
+            let mut bytes = set.to_bytes(world_size);
+            prop_assert_eq!(RankSet::from_bytes(world_size, &bytes), Some(set));
+            bytes.push(0);
+            prop_assert_eq!(RankSet::from_bytes(world_size, &bytes), None);
+        }
+    }
+
+    #[test]
+    fn ranks_outside_the_world_are_refused() {
+        assert_eq!(RankSet::from_bytes(3, &[0b1000]), None);
+        assert!(RankSet::from_bytes(3, &[0b101]).is_some_and(|set| set.len() == 2));
     }
 
     #[test]

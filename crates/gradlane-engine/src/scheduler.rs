@@ -14,7 +14,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader, HEADER_BYTES};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, HEADER_BYTES};
 
 /// Position in the order of sending: a strict order, smaller first. Older steps first, then larger
 /// priority (or earlier arrival), then tensor and slice, then arrival.
@@ -176,6 +176,24 @@ impl Scheduler {
         if !owed.is_empty() {
             self.shared.insert(key, Shared { message: Arc::new(message), owed });
         }
+    }
+
+    /// Takes back pushes of a step of which no frame was handed out; their slices.
+    pub(crate) fn withdraw_pushes(&mut self, step: Step) -> Vec<SliceId> {
+        let mut slices = Vec::new();
+        for peer in (0..self.peers.len() as u32).map(Rank) {
+            self.peers[peer.index()].queue.retain(|entry| {
+                let header = &entry.message.header;
+                let is_push = header.kind == FrameKind::Push && header.step == step;
+                let goes = is_push && entry.offset == 0;
+                if goes {
+                    slices.push(header.slice);
+                }
+                !goes
+            });
+            self.reindex(peer);
+        }
+        slices
     }
 
     pub(crate) fn set_writable(&mut self, peer: Rank, writable: bool) {

@@ -65,9 +65,49 @@ pub enum PullRule {
 pub enum ReadyRule {
     /// Those of all ranks: synchronous training.
     All,
+    /// Those of the ranks that rank 0 names, step by step: stragglers are left out.
+    Set(SetRule),
     /// None: each push is applied and answered alone (asynchronous SGD). Asks for updates on the
     /// server.
     Each,
+}
+
+/// When a step goes on without those that are late (ready rule `Set`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetRule {
+    /// When the contributors of a step are known.
+    pub close: Close,
+    /// How many steps the others may be decided ahead of the slowest rank, which keeps all results
+    /// that it has not come to; at least 1.
+    pub ahead_steps: u32,
+}
+
+/// When the contributors of a step are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Close {
+    /// Once all but so many ranks have all their gradients: backup workers.
+    Backup {
+        /// How many are left out.
+        ranks: u32,
+    },
+    /// Once all have, or so long after the last decision: at this percentage of the time that half
+    /// of the contributors of recent steps took (the median of the last 16).
+    Deadline {
+        /// The percentage.
+        percent: u32,
+    },
+}
+
+impl ReadyRule {
+    /// The rule by which stragglers are left out, if they are.
+    #[must_use]
+    pub const fn set(self) -> Option<SetRule> {
+        match self {
+            ReadyRule::Set(rule) => Some(rule),
+            _ => None,
+        }
+    }
 }
 
 /// When a tensor that is complete is given to its waiters.

@@ -22,7 +22,7 @@ pub(crate) enum Contribution {
 #[derive(Clone, Debug)]
 pub(crate) struct TensorState {
     pub(crate) contribution: Contribution,
-    /// Slices without a result.
+    /// Slices without a result; one more until contributors are known, where they are chosen.
     pub(crate) pending: u32,
     /// Whether some slice got a value.
     pub(crate) has_value: bool,
@@ -45,6 +45,11 @@ pub(crate) enum Phase {
     Buffered(BufferRef),
     /// Being copied from scratch into the tensor's memory.
     Installing,
+    /// Whole, without bytes, before this rank's own push was sent (ready rule `Set`).
+    Empty {
+        /// Whether some rank had a gradient.
+        has_value: bool,
+    },
     /// In place.
     Done,
 }
@@ -123,6 +128,15 @@ impl Worker {
         let all = (0..plan.tensors.len() as u32).map(TensorId);
         self.incomplete = all.filter(|&tensor| plan.takes_part(tensor, step)).count();
         self.uncontributed = self.incomplete;
+    }
+
+    /// Contributors are chosen in this step: no tensor is released before this rank knows them, and
+    /// has handed over the tensor itself.
+    pub(crate) fn add_parts(&mut self, plan: &Plan) {
+        for (index, tensor) in self.tensors.iter_mut().enumerate() {
+            let takes_part = plan.takes_part(TensorId(index as u32), self.step);
+            tensor.pending += u32::from(takes_part);
+        }
     }
 
     pub(crate) fn tensor(&self, tensor: TensorId) -> &TensorState {

@@ -61,11 +61,12 @@ impl Arrivals {
         now: Time,
         lateness: &Lateness,
     ) {
-        // In step 0 only rank 0 has something to say, and alone nobody waits.
+        // In step 0 only rank 0 has something to say, alone nobody waits, and nobody waits for what
+        // comes after its step was decided without it.
         let Some(gathering) = self.slices.get_mut(slice.index()) else {
             return;
         };
-        if step.0 == 0 || self.world_size == 1 {
+        if step < gathering.step || step.0 == 0 || self.world_size == 1 {
             return;
         }
         if gathering.step != step {

@@ -5,6 +5,7 @@
 //! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
 //! channel touches the application's memory any more.
 
+use crate::attendance::Standing;
 use crate::blocks::Blocks;
 use crate::descriptors;
 use crate::doorman::Doorman;
@@ -86,7 +87,7 @@ impl Channel {
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
         };
-        let metrics = Arc::new(Metrics::new(options.world_size, plan.tensors.len()));
+        let metrics = Arc::new(Metrics::new(rank, options.world_size, plan.tensors.len()));
         let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let shared = Arc::new(Shared {
@@ -141,13 +142,32 @@ impl Channel {
     /// [`ChannelError::Usage`] when it is not the next step or the one before is not complete; an
     /// error when the session is over. The same for all calls below that name no errors.
     pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Command::StepBegin(step))
+    }
+
+    /// Begins a step that this rank takes no part in, since it was left out of the one before
+    /// (stragglers). All its tensors are to be given as absent; the results land there.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`]. That it may not be passed is raised at the next call.
+    pub fn step_pass(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Command::StepPass(step))
+    }
+
+    /// Whether this rank was in a step, where stragglers are left out, and how far the others are.
+    #[must_use]
+    pub fn standing(&self, step: Step) -> Standing {
+        lock(&self.shared.metrics.attendance).standing(step)
+    }
+
+    fn begin(&self, step: Step, command: Command) -> Result<(), ChannelError> {
         self.check()?;
         let mut ledger = lock(&self.ledger);
         let ready = &self.shared.ready;
         let is_complete = |step| ready.has(Awaited::Step(step));
         ledger.step_begin(step, is_complete, |current| self.missing(current))?;
         // Commands are queued under the ledger's lock: their order is that of the checks.
-        self.shared.command(Command::StepBegin(step));
+        self.shared.command(command);
         Ok(())
     }
 
@@ -504,6 +524,28 @@ impl Channel {
     pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
         self.check()?;
         Ok(self.shared.ready.take(step))
+    }
+
+    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
+    /// that pass results on: it counts as no wait of the program.
+    ///
+    /// # Errors
+    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
+    pub fn next_ready(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<(TensorId, bool)>, ChannelError> {
+        loop {
+            let taken = self.take_ready(step)?;
+            if !taken.is_empty() {
+                return Ok(taken);
+            }
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+            self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
+        }
     }
 
     /// On rank 0: another priority for every tensor, in force on all ranks two steps later.

@@ -197,6 +197,10 @@ impl Driver {
                     self.works.begin_step();
                     self.engine.step_begin(step)
                 }
+                Command::StepPass(step) => {
+                    self.works.begin_step();
+                    self.engine.step_pass(step)
+                }
                 Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
@@ -339,6 +343,9 @@ impl Driver {
             Event::StepComplete { step } => ready.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
+            Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
+                lock(&self.shared.metrics.attendance).note(&event);
             }
             Event::PlanSwitched { version, .. } => {
                 let current = &self.shared.metrics.plan_version;

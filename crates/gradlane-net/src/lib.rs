@@ -19,6 +19,7 @@
 //! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
 
 mod arrivals;
+mod attendance;
 mod blocks;
 mod channel;
 mod codecs;
@@ -33,6 +34,7 @@ mod error;
 mod executor;
 mod handshake;
 mod inbound;
+mod integer_ring;
 mod kernels;
 mod ledger;
 mod listener;
@@ -50,11 +52,11 @@ mod trace;
 mod works;
 
 pub use arrivals::LatenessReading;
+pub use attendance::{LeftOutReading, Standing};
 pub use blocks::{Block, Blocks};
 pub use channel::Channel;
-pub use codecs::{CodecSpecError, TensorCodec};
 pub use error::{ChannelError, ChannelFailure};
-pub use gradlane_codec::{AdamOptions, SgdOptions};
+pub use gradlane_codec::{AdamOptions, CodecSpecError, SgdOptions, TensorCodec};
 pub use listener::Listener;
 pub use memory::UserMemory;
 pub use metrics::{MetricsReading, PeerReading, Refusal, StalenessReading, WaitReading};

@@ -5,6 +5,7 @@
 //! thread has slept, or a slice is whole.
 
 use crate::arrivals::{Lateness, LatenessReading};
+use crate::attendance::{Attendance, LeftOutReading};
 use crate::depths::DepthBoard;
 use crate::ready::{lock, Awaited};
 use crate::syscall::ThreadClock;
@@ -124,6 +125,8 @@ pub(crate) struct Metrics {
     pub(crate) staleness: Mutex<Staleness>,
     /// Who the slices of this rank wait for.
     pub(crate) lateness: Lateness,
+    /// Who was left out of which steps.
+    pub(crate) attendance: Mutex<Attendance>,
     /// How much waited in the engine when somebody asked.
     pub(crate) depths: DepthBoard,
     waits: Vec<TensorWaits>,
@@ -136,7 +139,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     /// Counters at zero.
-    pub(crate) fn new(world_size: u32, tensors: usize) -> Metrics {
+    pub(crate) fn new(rank: Rank, world_size: u32, tensors: usize) -> Metrics {
         Metrics {
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
@@ -147,6 +150,7 @@ impl Metrics {
             turns: AtomicU64::new(0),
             staleness: Mutex::new(Staleness::new(world_size)),
             lateness: Lateness::new(world_size),
+            attendance: Mutex::new(Attendance::new(rank, world_size)),
             depths: DepthBoard::default(),
             waits: (0..tensors).map(|_| TensorWaits::default()).collect(),
             raw_bytes: AtomicU64::new(0),
@@ -190,7 +194,7 @@ impl Metrics {
                     count_shared(&waits.step_sum_ns, waited_ns);
                 }
             }
-            Awaited::End => {}
+            Awaited::News(_) | Awaited::End => {}
         }
     }
 
@@ -198,7 +202,11 @@ impl Metrics {
     pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
         let carries_slice = matches!(
             header.kind,
-            FrameKind::Push | FrameKind::Broadcast | FrameKind::RingReduce | FrameKind::RingGather
+            FrameKind::Push
+                | FrameKind::Broadcast
+                | FrameKind::RingScale
+                | FrameKind::RingReduce
+                | FrameKind::RingGather
         );
         let whole = header.flags.contains(FrameFlags::LAST);
         if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {
@@ -228,6 +236,7 @@ impl Metrics {
             .collect();
         let refusals = lock(&self.refusals);
         let (gathered_slices, together_slices) = self.lateness.gathered();
+        let (decided_steps, left_out) = lock(&self.attendance).read();
         MetricsReading {
             tx_bytes: peers.iter().map(|peer| peer.tx_bytes).sum(),
             rx_bytes: peers.iter().map(|peer| peer.rx_bytes).sum(),
@@ -245,6 +254,8 @@ impl Metrics {
             stragglers: self.lateness.read(),
             gathered_slices,
             together_slices,
+            decided_steps,
+            left_out,
             io_cpu_s: self.cpu_s("io"),
             work_cpu_s: self.cpu_s("work"),
             doorman_cpu_s: self.cpu_s("doorman"),
@@ -404,6 +415,10 @@ pub struct MetricsReading {
     pub gathered_slices: u64,
     /// Those of them whose last two contributions came together: nobody was late.
     pub together_slices: u64,
+    /// Steps whose contributors were chosen.
+    pub decided_steps: u64,
+    /// By rank: how often it was left out of these; empty where contributors are not chosen.
+    pub left_out: Vec<LeftOutReading>,
     /// CPU time of the I/O thread, in seconds.
     pub io_cpu_s: f64,
     /// CPU time of all work threads, in seconds.

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 #[derive(Debug)]
 pub(crate) enum Command {
     StepBegin(Step),
+    StepPass(Step),
     GradientReady(TensorId, Step, UserMemory),
     TensorAbsent(TensorId, Step, UserMemory),
     SetParameter(TensorId, UserMemory),

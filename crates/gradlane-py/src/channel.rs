@@ -172,6 +172,18 @@ impl Channel {
         self.channel.step_begin(Step(step)).map_err(translate)
     }
 
+    /// Begin a step that this rank takes no part in: it was left out of the one before.
+    fn step_pass(&self, step: u64) -> PyResult<()> {
+        self.channel.step_pass(Step(step)).map_err(translate)
+    }
+
+    /// (whether this rank was in the step, or None; whether it was a whole step behind; the last
+    /// step whose contributors are known).
+    fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {
+        let standing = self.channel.standing(Step(step));
+        (standing.was_in, standing.behind, standing.decided.0)
+    }
+
     /// Hand over a gradient (in step 0 the tensor itself) until the tensor is ready in this step.
     fn gradient_ready(
         &self,
@@ -311,6 +323,13 @@ impl Channel {
     /// (tensor, absent) of what became ready in the step since the last call.
     fn take_ready(&self, step: u64) -> PyResult<Vec<(u32, bool)>> {
         let ready = self.channel.take_ready(Step(step)).map_err(translate)?;
+        Ok(ready.into_iter().map(|(tensor, absent)| (tensor.0, absent)).collect())
+    }
+
+    /// Wait for something that became ready and was not taken; returns it as `take_ready` does.
+    fn next_ready(&self, py: Python<'_>, step: u64) -> PyResult<Vec<(u32, bool)>> {
+        let ready =
+            self.waiting(py, move |channel, interrupt| channel.next_ready(Step(step), interrupt))?;
         Ok(ready.into_iter().map(|(tensor, absent)| (tensor.0, absent)).collect())
     }
 

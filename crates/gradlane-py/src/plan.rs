@@ -1,7 +1,10 @@
 //! `plan_json`: the plan of a model from its tensor table; `codec_json`: what a codec does to a
 //! tensor.
 
-use gradlane_engine::{Coding, Plan, Scheme, Strategy, TensorSetting, TensorSpec, Update};
+use gradlane_engine::{
+    Coding, Plan, ReadyRule, RingBytes, Scheme, SetRule, Strategy, TensorSetting, TensorSpec,
+    Update,
+};
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
 use pyo3::exceptions::PyValueError;
@@ -33,9 +36,11 @@ fn refuse(text: impl ToString) -> PyErr {
 ///
 /// tensors_json is a list of {"name", "numel", "dtype", "role"}, with "scheme" where it is another one
 /// than the strategy's, and {"codec", "sizes"} of those that are to be encoded; update is "worker" or
-/// "server".
+/// "server". stragglers_json is {"close": {"backup": {"ranks": n}} or {"deadline": {"percent": p}},
+/// "ahead_steps": k} where a step goes on without those that are late. The first `servers` ranks own
+/// slices; None: all do.
 #[pyfunction]
-#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size))]
+#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None))]
 pub(crate) fn plan_json(
     tensors_json: &str,
     strategy: &str,
@@ -43,13 +48,24 @@ pub(crate) fn plan_json(
     seed: u64,
     update: &str,
     world_size: u32,
+    stragglers_json: Option<&str>,
+    servers: Option<u32>,
 ) -> PyResult<String> {
     let rows: Vec<Row> = serde_json::from_str(tensors_json)
         .map_err(|error| refuse(format!("tensor table: {error}")))?;
     let update: Update = serde_json::from_value(update.into()).map_err(|_| {
         refuse(format!("unknown update {update:?}; known are \"worker\" and \"server\""))
     })?;
-    let strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
+    let mut strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
+    if let Some(text) = stragglers_json {
+        if strategy.ready != ReadyRule::All {
+            let name = &strategy.name;
+            return Err(refuse(format!("in strategy {name:?} nobody waits for stragglers")));
+        }
+        let rule: SetRule =
+            serde_json::from_str(text).map_err(|error| refuse(format!("stragglers: {error}")))?;
+        strategy.ready = ReadyRule::Set(rule);
+    }
     let mut tensors = Vec::with_capacity(rows.len());
     for Row { spec, scheme, codec, sizes } in rows {
         let coding = match codec {
@@ -60,7 +76,8 @@ pub(crate) fn plan_json(
         let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
         tensors.push(TensorSetting { spec, scheme, coding });
     }
-    let plan = Plan::build(tensors, strategy, update, world_size).map_err(refuse)?;
+    let servers = servers.unwrap_or(world_size);
+    let plan = Plan::build_on(tensors, strategy, update, world_size, servers).map_err(refuse)?;
     serde_json::to_string(&plan).map_err(refuse)
 }
 
@@ -69,10 +86,17 @@ pub(crate) fn plan_json(
 /// sizes are those of the tensor's dimensions in the order of its storage. "codec" is the canonical
 /// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size"; slices
 /// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
-/// feedback). ValueError names what is wrong with the text.
+/// feedback). With ring_ranks, the bytes are those of a ring of so many ranks: half of what goes round in
+/// all laps. ValueError names what is wrong with the text, or why it cannot go round.
 #[pyfunction]
+#[pyo3(signature = (text, dtype, sizes, ring_ranks=None))]
 #[allow(clippy::needless_pass_by_value, reason = "lists become vectors of their own")]
-pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<String> {
+pub(crate) fn codec_json(
+    text: &str,
+    dtype: &str,
+    sizes: Vec<u64>,
+    ring_ranks: Option<u32>,
+) -> PyResult<String> {
     let dtype: Dtype = serde_json::from_value(dtype.into())
         .map_err(|_| refuse(format!("unknown dtype {dtype:?}")))?;
     let elements = sizes.iter().try_fold(1_u64, |all, &size| all.checked_mul(size));
@@ -80,13 +104,23 @@ pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<S
     let Some(codec) = TensorCodec::parse(text, dtype, &sizes).map_err(refuse)? else {
         return Ok("null".to_owned());
     };
+    let on_ring = match ring_ranks {
+        Some(ranks) if ranks > 1 => codec
+            .ring_bytes(elements, ranks)
+            .map_err(|why| refuse(format!("codec {:?} on a ring: {why}", codec.name())))?,
+        _ => None,
+    };
+    let bytes = match on_ring {
+        Some(RingBytes { scales, sums }) => sums + scales.div_ceil(2),
+        None => codec.bytes_max(elements),
+    };
     let facts = serde_json::json!({
         "codec": codec.name(),
         "granule_elems": codec.granule_elems(),
         "fixed_size": codec.is_fixed(),
         "residual_width": codec.residual_width(),
         "unbiased": codec.is_unbiased(),
-        "wire_bytes_max": codec.bytes_max(elements),
+        "wire_bytes_max": bytes,
     });
     Ok(facts.to_string())
 }

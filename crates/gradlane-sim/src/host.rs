@@ -148,6 +148,9 @@ impl Run {
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
             Event::StepComplete { .. }
             | Event::PlanSwitched { .. }
+            | Event::Decided { .. }
+            | Event::LeftOut { .. }
+            | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Closed => {}
         }
@@ -187,6 +190,16 @@ impl Run {
             Operation::Recode { inputs, copy_to, .. } => {
                 let own = if copy_to.is_some() { decode } else { 0.0 };
                 inputs.len() as f64 * copies * decode + encode + own
+            }
+            Operation::RingEncode { received, copy_to, .. } => {
+                let decodes = u8::from(received.is_some()) + u8::from(copy_to.is_some());
+                encode + f64::from(decodes) * decode
+            }
+            // Scales are found in one pass over the values, which encoding makes as well.
+            Operation::RingScale { .. } => decode,
+            Operation::RingBegin { .. } => encode + decode,
+            Operation::RingAdd { copy_to, .. } => {
+                encode + decode + if copy_to.is_some() { decode } else { 0.0 }
             }
             Operation::DecodeApply { inputs, .. } => {
                 inputs.len() as f64 * copies * decode + charges.reduce_byte * raw

@@ -54,6 +54,16 @@ wire_enum! {
         /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
         /// block's start.
         Block = 18,
+        /// The scales of a slice's buckets so far, from a rank to the next one of the ring. `hop` counts the
+        /// ranks whose values they cover.
+        RingScale = 19,
+        /// The sender has begun the header's step, to rank 0; with `ABSENT` it takes no part in it.
+        StepBegun = 32,
+        /// All gradients of the sender in the header's step are queued, to rank 0.
+        StepGiven = 33,
+        /// Whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
+        /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
+        Contributors = 34,
     }
 }
 
@@ -74,13 +84,17 @@ impl FrameKind {
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",
+            FrameKind::RingScale => "ring-scale",
+            FrameKind::StepBegun => "stepbegun",
+            FrameKind::StepGiven => "stepgiven",
+            FrameKind::Contributors => "contributors",
         }
     }
 
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
     pub const fn goes_round(self) -> bool {
-        matches!(self, FrameKind::RingReduce | FrameKind::RingGather)
+        matches!(self, FrameKind::RingReduce | FrameKind::RingGather | FrameKind::RingScale)
     }
 }
 

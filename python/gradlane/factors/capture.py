@@ -10,7 +10,8 @@ computed and returned as ever.
 from __future__ import annotations
 
 import types
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,25 @@ class Taker(Protocol):
 
     def end_parts(self, index: int) -> None:
         """All layers that use the tensor have had their turn in this backward."""
+
+
+class OwnFactors(Protocol):
+    """A layer that is no `nn.Linear` and has factors all the same, such as one that is replayed.
+
+    It looks at `tap_of(self)` in its backward, and gives the tap what it has.
+    """
+
+    gives_factors: bool
+    """Whether it has any."""
+
+    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
+        """Write the mean of all ranks' gradients, as `gradlane.factors.rebuild` does."""
+
+
+def own_factors(module: nn.Module) -> OwnFactors | None:
+    """Return a layer as one with factors of its own, if it is one."""
+    gives = getattr(type(module), "gives_factors", False) and module.__dict__.get("gives_factors")
+    return cast(OwnFactors, module) if gives else None
 
 
 class Tap:
@@ -133,17 +153,28 @@ def _touched(indices: Tensor, output_gradient: Tensor, padding: int) -> TouchedR
     return TouchedRows(numbers, values.to(rows.dtype))
 
 
+def tap_of(module: nn.Module) -> Tap | None:
+    """Return the tap on a layer, if there is one."""
+    tap: Tap | None = module.__dict__.get(_ATTRIBUTE)
+    return tap
+
+
 def can_factor(module: nn.Module) -> bool:
     """Whether a layer's weight gradient can be sent as factors.
 
     Linear layers and embeddings with torch's own forward can; not embeddings that are sparse, that
     change their weight in forward (`max_norm`) or weigh their gradient (`scale_grad_by_freq`).
     """
+    own = own_factors(module) is not None
+    if not own and not isinstance(module, (nn.Linear, nn.Embedding)):
+        return False
     if _ATTRIBUTE not in module.__dict__ and "forward" in module.__dict__:
         return False
     weight = module._parameters.get("weight")
     if weight is None or not can_travel(weight.dtype) or not weight.is_contiguous():
         return False
+    if own:
+        return weight.dim() == 2
     if isinstance(module, NonDynamicallyQuantizableLinear):
         # Multi-head attention reads its weight and never calls it.
         return False
@@ -165,14 +196,17 @@ def install(module: nn.Module, taker: Taker, index: int) -> None:
     """
     weight = dict.__getitem__(module._parameters, "weight")
     assert weight is not None
-    forward = _forward_linear if isinstance(module, nn.Linear) else _forward_embedding
     module.__dict__[_ATTRIBUTE] = Tap(taker, index, weight)
+    if own_factors(module) is not None:
+        return
+    forward = _forward_linear if isinstance(module, nn.Linear) else _forward_embedding
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
 def remove(module: nn.Module) -> None:
     """Take a tap off again."""
-    if module.__dict__.pop(_ATTRIBUTE, None) is not None:
+    tap = module.__dict__.pop(_ATTRIBUTE, None)
+    if tap is not None and own_factors(module) is None:
         module.__dict__.pop("forward", None)
 
 
@@ -180,7 +214,7 @@ def _tap_of(module: nn.Module, weight: Tensor) -> Tap | None:
     """The tap to use in this forward, or None where it has to be torch's own."""
     if is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    tap: Tap | None = module.__dict__.get(_ATTRIBUTE)
+    tap = tap_of(module)
     if tap is None or tap.weight is not weight:
         return None
     return tap if torch.is_grad_enabled() and weight.requires_grad else None

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradlane.codec_choice import RAW, CodecChoice
-from gradlane.factors.block import block_bytes
-from gradlane.factors.capture import can_factor
+from gradlane.factors.block import Part, block_bytes
+from gradlane.factors.capture import can_factor, own_factors
+from gradlane.factors.rebuild import rebuild
 from gradlane.options import SFB, Options, factors_refusal
 from gradlane.table import Entry, state_entry
 
@@ -42,6 +43,11 @@ class Factored:
         """Bytes of the largest block: that of a whole gradient."""
         return block_bytes(self.entry.nbytes)
 
+    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
+        """Write the mean of all ranks' gradients, as `gradlane.factors.rebuild` does."""
+        own = own_factors(self.layers[0])
+        (rebuild if own is None else own.rebuild)(contributions, divisor, out)
+
     def plan_row(self) -> dict[str, Any]:
         """Return the row of the plan's tensor whose blocks are gathered."""
         return {
@@ -61,7 +67,7 @@ def layers_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Return the layers of a model that can be tapped, by the `id` of their weight."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and can_factor(module):
+        if can_factor(module):
             weight = dict.__getitem__(module._parameters, "weight")
             found.setdefault(id(weight), []).append(module)
     return found

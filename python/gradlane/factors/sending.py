@@ -110,7 +110,7 @@ class FactorLane:
                 else:
                     parts.append(self._parts(index, block, rank))
             mean = self._memory_for(index)
-            rebuild(parts, len(regions), mean)
+            self._factored[index].rebuild(parts, len(regions), mean)
             return mean
         finally:
             blocks.release()

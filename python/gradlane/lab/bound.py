@@ -13,8 +13,9 @@ import numpy as np
 
 from gradlane.lab.workloads.contract import TensorTiming
 
-SCHEMES = ("ps", "ring")
-"""Schemes whose traffic is known here: sharded parameter server, ring all-reduce."""
+SCHEMES = ("ps", "ring", "sfb")
+"""Schemes whose traffic is known here: sharded parameter server, ring all-reduce, factors from
+every rank to every other."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,11 @@ def port_bytes(size_bytes: float, *, workers: int, scheme: str = "ps") -> float:
 
     With a server on every worker and slices spread evenly, a worker sends (N-1)/N of its
     gradients and, as a server, its 1/N of the averages to N-1 others; a ring all-reduce
-    sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor.
+    sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor. Factors go to the
+    N-1 others.
 
     Args:
-        size_bytes: bytes of the tensor as it travels.
+        size_bytes: bytes of the tensor, or of one rank's factors, as they travel.
         workers: number of ranks, each with one port.
         scheme: one of `SCHEMES`.
 
@@ -52,6 +54,8 @@ def port_bytes(size_bytes: float, *, workers: int, scheme: str = "ps") -> float:
         raise ValueError(f"no bound is known for scheme '{scheme}'; use {' or '.join(SCHEMES)}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    if scheme == "sfb":
+        return (workers - 1) * size_bytes
     return 2.0 * (workers - 1) / workers * size_bytes
 
 
@@ -64,6 +68,7 @@ def bound_step_s(
     scheme: str = "ps",
     codec_ratio: float = 1.0,
     wire_bytes: Sequence[float] | None = None,
+    schemes: Sequence[str] = (),
 ) -> Bound:
     """Compute the perfect-overlap bound on the time of a step.
 
@@ -77,9 +82,10 @@ def bound_step_s(
         workers: number of ranks.
         goodput_bps: bits a second of payload that a port carries in each direction, at once.
         compute_s: nominal seconds of forward and backward, best measured without communication.
-        scheme: `ps` (a server on every worker) or `ring`.
+        scheme: one of `SCHEMES`, of all tensors.
         codec_ratio: bytes of a gradient over bytes that travel for it; 1 without a codec.
         wire_bytes: what travels for each gradient, where codecs differ; in place of the ratio.
+        schemes: of each tensor, where they differ.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -98,8 +104,8 @@ def bound_step_s(
         raise ValueError(f"wire bytes of {len(wire_bytes)} tensors for {len(timings)}")
     travel_s = np.array(
         [
-            port_bytes(size_bytes, workers=workers, scheme=scheme) * 8.0 / goodput_bps
-            for size_bytes in wire_bytes
+            port_bytes(size_bytes, workers=workers, scheme=one) * 8.0 / goodput_bps
+            for size_bytes, one in zip(wire_bytes, schemes or [scheme] * len(timings), strict=True)
         ],
         dtype=np.float64,
     )

@@ -8,6 +8,7 @@ After `settle` all parameters hold the last step's update.
 import datetime
 import gc
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from gradlane.lab.strategy import Strategy
 from gradlane.options import Options
+from gradlane.planner.plan import Plan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -37,6 +39,7 @@ class Place:
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
         codec: how gradients travel (gradlane only); `raw` is none.
+        plan: for the model (gradlane only), or None.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class Place:
     job: str
     trace_path: str | None = None
     codec: str = "raw"
+    plan: Plan | None = None
 
 
 class Communication(Protocol):
@@ -65,6 +69,9 @@ class Communication(Protocol):
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
+
+    def schemes(self) -> list[str]:
+        """Return the scheme of each parameter; empty: there is none, or it is not known."""
 
     def close(self) -> None:
         """Disconnect; a later run may connect anew."""
@@ -94,6 +101,10 @@ class Silence:
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Nothing is encoded."""
+        return []
+
+    def schemes(self) -> list[str]:
+        """Nothing is aggregated."""
         return []
 
     def close(self) -> None:
@@ -162,6 +173,10 @@ class DistributedDataParallel:
         """Nothing is encoded."""
         return []
 
+    def schemes(self) -> list[str]:
+        """Buckets go round a ring or a tree, as Gloo has it: nothing is known of tensors."""
+        return []
+
     def close(self) -> None:
         """Leave the process group."""
         # The wrapper's reducer must be gone before its group is.
@@ -176,14 +191,16 @@ class Gradlane:
         """Open a session over the store."""
         import gradlane
 
-        self._planned = strategy.is_planned
+        self._plan = "auto" if strategy.is_planned else place.plan
+        own = strategy.is_planned or strategy.is_hybrid
         self._session: Any = gradlane.init(
             store=_prefixed(place, store),
             rank=place.rank,
             world_size=place.world_size,
-            strategy=Options.strategy if strategy.is_planned else strategy.setting,
+            strategy=Options.strategy if own else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
+            exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,
@@ -196,7 +213,7 @@ class Gradlane:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hook the model and the optimizer."""
         prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(
-            model, optimizer, plan="auto" if self._planned else None
+            model, optimizer, plan=self._plan
         )
         return prepared
 
@@ -207,6 +224,7 @@ class Gradlane:
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""
         counters = dict(self._session.metrics())
+        counters["tensors_by_scheme"] = dict(Counter(self.schemes()))
         if staleness := self._session.staleness():
             counters["staleness_by_rank"] = staleness
         if self._session.plan is not None:
@@ -221,6 +239,10 @@ class Gradlane:
             (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
             for choice in self._session.codecs
         ]
+
+    def schemes(self) -> list[str]:
+        """Return what is in force."""
+        return list(self._session.schemes.values())
 
     def close(self) -> None:
         """Close the session."""

@@ -70,6 +70,8 @@ class Row:
         bound_binding: what binds it.
         goodput_bps: nominal payload bits a second that plain TCP streams reached on the ports.
         tx_bytes_per_step: bytes that left a port, mean over ranks.
+        expected_tx_bytes: those of gradients and factors alone, by the schemes' costs; None where
+            nothing is known of them.
         link_utilization: carried bits over goodput, mean over ports and directions.
         utilization_over_time: `time_s`, `transmit` and `receive`, equal bins of the window.
         cpu_s_per_step: real processor seconds of a rank, mean over ranks.
@@ -124,6 +126,7 @@ class Row:
     metrics: dict[str, Any]
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
+    expected_tx_bytes: float | None = None
     over_repeats: OverRepeats | None = None
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
-from gradlane.lab.bound import bound_step_s
+from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError
 from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
@@ -32,9 +32,9 @@ from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.shaping import PortShape
 from gradlane.lab.strategy import Strategy, parse_strategy
-from gradlane.lab.workloads import NAMES, SIMULATED_NAMES
+from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import ASGD, RING
+from gradlane.options import ASGD
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -118,9 +118,14 @@ class LabOptions:
         check_ranges(ranges)
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
+        if self.workload not in REPLAY_NAMES and any(one.is_hybrid for one in self.strategies):
+            raise ValueError(
+                f"strategy poseidon is for replayed models, and {self.workload} computes: its "
+                "layers have forwards of their own, from which no factors can be taken"
+            )
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting in (ASGD, RING)), None)
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
@@ -228,6 +233,7 @@ class _Runner:
         self._port = _FIRST_PORT
         self._timings: list[TensorTiming] = []
         self._wire_bytes: dict[str, list[int]] = {}
+        self._schemes: dict[str, list[str]] = {}
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
         self._machine = _machine()
@@ -278,6 +284,7 @@ class _Runner:
             "batch_time_s": options.batch_time_s,
             "paced": options.paced,
             "codec": options.codec_of(strategy),
+            "rate_bps": rate_bps,
         }
         traced = options.trace_path is not None and strategy.family == "gradlane"
         if traced:
@@ -296,6 +303,7 @@ class _Runner:
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
         self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
+        self._schemes[strategy.text] = results[0]["schemes"]
         digests = {result["param_digest"] for result in results}
         if options.codec_of(strategy) != RAW and len(digests) > 1:
             raise LabError(
@@ -385,6 +393,13 @@ class _Runner:
         for row in repeat_rows:
             if ceilings:
                 row.compute_s = ceilings[0]
+            wire_bytes = self._wire_bytes.get(row.strategy)
+            schemes = self._schemes.get(row.strategy, [])
+            if wire_bytes and row.strategy != ASGD:
+                row.expected_tx_bytes = sum(
+                    port_bytes(size_bytes, workers=row.workers, scheme=scheme)
+                    for size_bytes, scheme in zip(wire_bytes, schemes, strict=True)
+                )
             # What a hook of DDP's sends is not known here: the bound is that of full precision.
             if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
                 bound = bound_step_s(
@@ -392,8 +407,8 @@ class _Runner:
                     workers=row.workers,
                     goodput_bps=row.goodput_bps,
                     compute_s=row.compute_s,
-                    scheme=RING if row.strategy == RING else "ps",
-                    wire_bytes=self._wire_bytes.get(row.strategy) or None,
+                    wire_bytes=wire_bytes or None,
+                    schemes=schemes,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES
+from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES, Options
 from gradlane.planner.settings import LEARNING_STEPS
 
 AUTO = "auto"
 """The strategy that is none: gradlane finds its settings while training."""
+POSEIDON = "poseidon"
+"""p3 with the scheme of each layer by Poseidon's rule."""
+
+ANY_ROUNDING = "any-rounding"
+"""Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
 
 DDP_BUCKET_MB_DEFAULT = 25.0
 
@@ -26,11 +31,13 @@ class Strategy:
     Attributes:
         text: as it was written; it names the strategy in results.
         family: what implements it.
-        setting: the gradlane strategy, or `auto`: what gradlane finds by itself; empty in the
-            other families.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`;
+            empty in the other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
+        any_rounding: whether what gradlane finds may add up in another order than that of the
+            ranks.
     """
 
     text: str
@@ -38,6 +45,7 @@ class Strategy:
     setting: str = ""
     bucket_mb: float = 0.0
     hook: str = ""
+    any_rounding: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -50,14 +58,20 @@ class Strategy:
         Args:
             wanted: what was asked for, or None for the strategy's own.
         """
-        if self.setting not in SLICE_ELEMS:
+        setting = Options.strategy if self.is_hybrid else self.setting
+        if setting not in SLICE_ELEMS:
             return None
-        return SLICE_ELEMS[self.setting] if wanted is None else wanted
+        return SLICE_ELEMS[setting] if wanted is None else wanted
 
     @property
     def is_planned(self) -> bool:
         """Whether gradlane finds its settings by itself."""
         return self.setting == AUTO
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each layer goes by the scheme that Poseidon's rule says."""
+        return self.setting == POSEIDON
 
     @property
     def learning_steps(self) -> int:
@@ -72,7 +86,7 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        sums_on_servers = self.setting not in (RING, ASGD)
+        sums_on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -96,8 +110,10 @@ def parse_strategy(text: str) -> Strategy:
         )
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in (*STRATEGIES, AUTO) and not colon:
+    if name in (*STRATEGIES, AUTO, POSEIDON) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
+    if name == AUTO and argument == ANY_ROUNDING:
+        return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
         if colon:
@@ -110,7 +126,7 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO))
+    known = ", ".join(("none", *ddp, *STRATEGIES, f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 

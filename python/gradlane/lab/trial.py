@@ -30,6 +30,10 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
+from gradlane.options import SFB, ring_ranks
+from gradlane.planner.coordinator import Coordinator
+from gradlane.planner.plan import Plan
+from gradlane.planner.settings import ClusterFacts, Settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -59,6 +63,7 @@ class TrialRequest:
         paced: whether real workloads are stretched to fixed times.
         trace_path: where ranks record their timelines, or None.
         codec: how gradlane's gradients travel; `raw` is none.
+        rate_bps: nominal rate of every port, for plans to say.
     """
 
     job: str
@@ -76,6 +81,7 @@ class TrialRequest:
     paced: bool = True
     trace_path: str | None = None
     codec: str = "raw"
+    rate_bps: float = 1e9
 
 
 def digest_parameters(model: nn.Module) -> str:
@@ -103,7 +109,7 @@ def run_trial(
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
         `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
-        `evaluation`.
+        `schemes` (a tensor; empty: of one kind), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -160,6 +166,7 @@ def _run_connected(
             job=request.job,
             trace_path=request.trace_path,
             codec=request.codec,
+            plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
         ),
         store,
     )
@@ -176,9 +183,17 @@ def _run_connected(
     # A plan that a session finds may decline to encode.
     encodes = any(codec != "raw" for codec, _ in codecs)
     result["codec"] = request.codec if encodes else "raw"
+    result["schemes"] = communication.schemes()
+    factor_bytes = workload.factor_bytes() if isinstance(workload, ReplayWorkload) else {}
     result["wire_bytes"] = [
-        timing.size_bytes if wire_bytes is None else wire_bytes
-        for timing, (_, wire_bytes) in zip(workload.timings, codecs, strict=False)
+        factor_bytes[timing.name]
+        if scheme == SFB
+        else timing.size_bytes
+        if wire_bytes is None
+        else wire_bytes
+        for timing, (_, wire_bytes), scheme in zip(
+            workload.timings, codecs, result["schemes"], strict=False
+        )
     ]
     _meet(store, request.job, "end", world_size)
     del model, optimizer
@@ -193,6 +208,14 @@ def _run_connected(
     result["wall_lag_s"] = workload.clock.wall_lag_s
     result["timings"] = [asdict(timing) for timing in workload.timings] if rank == 0 else []
     return result
+
+
+def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
+    """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
+    assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
+    facts = ClusterFacts(world_size, request.rate_bps)
+    base = Settings(slice_elems=request.slice_elems)
+    return Coordinator(workload.profile(), facts, base=base, rule="poseidon").plan()
 
 
 def _train(
@@ -245,6 +268,7 @@ def _verify(
         request.warmup + request.steps,
         exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
     )
     if wrong:
         raise ArithmeticError(

@@ -73,6 +73,23 @@ class Straggler(TypedDict):
     max_step: int
 
 
+class LeftOut(TypedDict):
+    """How often steps went on without one rank (`stragglers="drop"` or `"backup=b"`).
+
+    `left_out_share` is of all steps whose contributors were chosen. On rank 0, which chooses them,
+    `late_s_mean` and `late_s_max` say how much later than the decision its gradients were there, in
+    the `late_count` of these steps that it did not pass; zeros on other ranks.
+    """
+
+    rank: int
+    left_out_steps: int
+    left_out_share: float
+    late_count: int
+    late_s_mean: float
+    late_s_max: float
+    max_step: int
+
+
 class StepTimes(TypedDict):
     """How long steps take, from first gradient to first gradient.
 
@@ -97,7 +114,8 @@ class Metrics(TypedDict):
     `step` is the number of the current training step, of the model with the most. `codec_ratio`
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
     codec. `gathered_slices` is how many of this rank's slices all ranks have contributed to, and
-    `together_slices` those of them that nobody was late for. There are no reconnections: a lost
+    `together_slices` those of them that nobody was late for. `left_out` is empty where steps wait
+    for all ranks. There are no reconnections: a lost
     connection ends the session. `channels` has the core's own counters, one of each model.
     """
 
@@ -134,6 +152,8 @@ class Metrics(TypedDict):
     stragglers: list[Straggler]
     gathered_slices: int
     together_slices: int
+    decided_steps: int
+    left_out: list[LeftOut]
     channels: list[Reading]
 
 
@@ -148,6 +168,7 @@ _SUMS = (
     "encoded_bytes",
     "gathered_slices",
     "together_slices",
+    "decided_steps",
     "wait_s",
     "io_cpu_s",
     "work_cpu_s",
@@ -173,7 +194,8 @@ def gone_on(before: Reading, now: Reading) -> Reading:
     """Join the counters of a model's closed channel with those of the one that it has now."""
     joined = {**now, **{name: now.get(name, 0) + before.get(name, 0) for name in (*_SUMS, "step")}}
     joined["peers"] = _row_by_row(before, now, "peers")
-    joined["stragglers"] = _row_by_row(before, now, "stragglers")
+    for name in ("stragglers", "left_out"):
+        joined[name] = _row_by_row(before, now, name)
     waits = {row["name"]: row for row in before.get("waits", ())}
     for row in now.get("waits", ()):
         waits[row["name"]] = _rows_joined(waits.get(row["name"], {}), row)
@@ -205,6 +227,7 @@ def metrics_of(
     gathered = int(total("gathered_slices"))
     late_rows = _summed(reading.get("stragglers", ()) for reading in readings)
     peer_rows = _summed(reading.get("peers", ()) for reading in readings)
+    left_out = _summed(reading.get("left_out", ()) for reading in readings)
     encoded = total("encoded_bytes")
     metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name != "in_flight_bytes"}
     metrics.update(
@@ -219,6 +242,9 @@ def metrics_of(
         tensor_waits=_most_first(waits, wait_s),
         layer_waits=_most_first(by_layer(waits), wait_s),
         stragglers=[straggler(late, row, gathered) for late, row in enumerate(late_rows)],
+        left_out=[
+            left_out_row(out, row, total("decided_steps")) for out, row in enumerate(left_out)
+        ],
         channels=list(readings),
     )
     result: Metrics = metrics
@@ -291,6 +317,20 @@ def straggler(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
     }
 
 
+def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
+    """Return a core's row of steps without a rank by the names of `LeftOut`."""
+    steps, count = int(row["left_out_steps"]), int(row["late_count"])
+    return {
+        "rank": rank,
+        "left_out_steps": steps,
+        "left_out_share": steps / decided if decided else 0.0,
+        "late_count": count,
+        "late_s_mean": float(row["left_out_late_s"]) / count if count else 0.0,
+        "late_s_max": float(row["late_s_max"]),
+        "max_step": int(row["late_step_max"]),
+    }
+
+
 def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
     """Number steps as the program does: a channel also counts those that were no training."""
 
@@ -300,7 +340,7 @@ def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> 
 
     rows: Reading = {
         name: [renumbered(row) for row in reading[name]]
-        for name in ("waits", "stragglers")
+        for name in ("waits", "stragglers", "left_out")
         if name in reading
     }
     return {**reading, **rows}

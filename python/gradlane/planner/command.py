@@ -27,6 +27,7 @@ def run_plan(
     rule: str = "auto",
     costs: MachineCosts | None = None,
     codec: str = RAW,
+    any_rounding: bool = False,
 ) -> Plan:
     """Make a plan and print each choice with its reason.
 
@@ -38,6 +39,8 @@ def run_plan(
         rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
         costs: constants of the cluster's machines; None: the simulator's own.
         codec: one that may be used, as for `gradlane.init`.
+        any_rounding: whether schemes may be chosen that add up in another order than that of the
+            ranks: rings, factors.
 
     Raises:
         ValueError: the codec is unknown, the budget is not positive, the rule is unknown, or the
@@ -48,7 +51,9 @@ def run_plan(
     rules = codec_rules(codec)
     check_codecs(rules)
     base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
-    coordinator = Coordinator(profile, facts, base=base, rule=rule, costs=costs)
+    coordinator = Coordinator(
+        profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding
+    )
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=number_of_candidates())

@@ -8,15 +8,22 @@ gives the same answers on every rank.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
-from gradlane.options import RING
+from gradlane.options import RING, ring_ranks
+from gradlane.planner.candidates import Candidate, Simulated
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
+from gradlane.planner.layers import (
+    Schemes,
+    factors_of,
+    layers_of,
+    operations_per_s,
+    simulated_schemes,
+)
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
 from gradlane.planner.schemes import (
@@ -31,8 +38,8 @@ from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.costs import MachineCosts
-from gradlane.whatif.grid import GOODPUT_SHARE
-from gradlane.whatif.profiles import Profile, ProfileTensor, timings_in
+from gradlane.whatif.grid import GOODPUT_SHARE, rebuild_s, scheme_bytes
+from gradlane.whatif.profiles import Profile, timings_in
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Coordinator:
         source: str = "given",
         rule: str = "auto",
         costs: MachineCosts | None = None,
+        any_rounding: bool = False,
     ) -> None:
         """Write the information book.
 
@@ -74,6 +82,8 @@ class Coordinator:
             rule: how schemes are chosen: `"auto"`, among those that the engine runs, or
                 `"poseidon"`, by the paper's algorithm 1.
             costs: constants of the cluster's machines; None: the simulator's own.
+            any_rounding: whether rule `auto` may choose schemes that add up in another order than
+                that of the ranks.
 
         Raises:
             ValueError: there is no such rule.
@@ -86,7 +96,8 @@ class Coordinator:
         self._source = source
         self._rule = rule
         self._costs = costs
-        self._layers = _layers_of(profile)
+        self._any_rounding = any_rounding
+        self._layers = layers_of(profile)
         self._book: dict[str, Any] = {
             "model": profile.model,
             "batch_size": profile.batch_size,
@@ -137,15 +148,23 @@ class Coordinator:
         """
         return self._scheme_of(self._layer(layer))
 
-    def bound(self, codec: str | None = None) -> Bound:
-        """Return the step time that no strategy can beat, with the bytes of a codec."""
-        choices = codecs_in(self._profile, codec_rules(codec))
+    def bound(self, codec: str | None = None, schemes: Schemes = ()) -> Bound:
+        """Return the step time that no strategy can beat, with the bytes of a codec.
+
+        Args:
+            codec: as in `Settings`.
+            schemes: layers whose scheme is not the strategy's.
+        """
+        profile, workers = self._profile, self._facts.workers
+        speed = None if self._costs is None else self._costs.operations_per_s
+        by_tensor = simulated_schemes(profile, schemes, workers, speed)
+        encoded = wire_bytes(profile, self._codecs_in(codec))
         return bound_step_s(
-            timings_in(self._profile),
-            workers=self._facts.workers,
+            timings_in(profile),
+            workers=workers,
             goodput_bps=self._facts.rate_bps * GOODPUT_SHARE,
-            compute_s=self._profile.compute_s,
-            wire_bytes=wire_bytes(self._profile, choices),
+            compute_s=profile.compute_s + rebuild_s(by_tensor),
+            wire_bytes=scheme_bytes(profile, encoded, by_tensor, workers),
         )
 
     def plan(
@@ -161,7 +180,7 @@ class Coordinator:
             ValueError: the simulator refuses the profile or the cluster.
         """
         if self._rule == "poseidon":
-            return self._poseidon_plan()
+            return self._poseidon_plan(budget_s, on_simulated)
         if self._facts.workers == 1:
             found: Found | None = Found(
                 self._base, self._profile.compute_s, self._profile.compute_s, ()
@@ -173,16 +192,18 @@ class Coordinator:
                 self._base,
                 budget_s=budget_s,
                 costs=self._costs,
+                any_rounding=self._any_rounding,
                 on_simulated=on_simulated,
             )
         settings = found.settings if found else self._base
-        bound = self.bound(settings.codec)
+        schemes = found.schemes if found else ()
+        bound = self.bound(settings.codec, schemes)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
             source=self._source,
             settings=settings,
-            tensors=self._planned_tensors(settings),
+            tensors=self._planned_tensors(settings, self._chosen(settings, found)),
             prediction=_prediction(found, bound, self._profile, self._facts),
             choices=tuple(_choice_row(choice) for choice in found.choices) if found else (),
             summary=summary_of(found, self._facts, bound)
@@ -190,9 +211,18 @@ class Coordinator:
             else f"The settings stay as they are: a simulation takes more than {budget_s:g} s.",
         )
 
-    def _poseidon_plan(self) -> Plan:
-        """Schemes by the paper's rule; the settings stay as they are, for nothing is simulated."""
+    def _poseidon_plan(self, budget_s: float, on_simulated: Callable[[], None]) -> Plan:
+        """Schemes by the paper's rule, and what they give; the settings stay as they are."""
         layers = {layer.name: self._scheme_of(layer) for layer in self._layers}
+        simulated = Simulated(self._profile, self._facts, budget_s, self._costs, on_simulated)
+        without = Candidate(self._base)
+        factored = tuple((name, one.scheme) for name, one in layers.items() if one.scheme != "ps")
+        with_factors = Candidate(self._base, factored)
+        simulated.run([without, with_factors])
+        steps_s = {
+            "step_s": simulated.step_s(with_factors),
+            "base_step_s": simulated.step_s(without),
+        }
         schemes = {name: choice.scheme for name, choice in layers.items()}
         servers = dict.fromkeys(schemes, "ps")
         hybrid, plain = self._step_with(schemes), self._step_with(servers)
@@ -201,9 +231,10 @@ class Coordinator:
             facts=self._facts,
             source=self._source,
             settings=self._base,
-            tensors=self._planned_tensors(self._base),
+            tensors=self._planned_tensors(self._base, layers),
             prediction={
                 "compute_s": self._profile.compute_s,
+                **{name: step_s for name, step_s in steps_s.items() if step_s is not None},
                 "bytes_step_s": hybrid.step_s,
                 "bytes_step_ps_s": plain.step_s,
                 "rebuild_s": hybrid.rebuild_s,
@@ -211,17 +242,15 @@ class Coordinator:
                 "node_bytes_ps": max(plain.node_bytes),
             },
             choices=(),
-            summary=poseidon_summary(schemes, hybrid, plain, self._facts),
+            summary=poseidon_summary(schemes, hybrid, plain, self._facts, steps_s),
         )
 
     def _step_with(self, schemes: Mapping[str, str]) -> HybridStep:
         profile, facts = self._profile, self._facts
-        # Rebuilding is arithmetic like that of the step itself, and as fast.
-        operations = 3 * profile.flops / profile.compute_s if profile.flops else math.inf
         return hybrid_step(
             self._layers,
             schemes,
-            Node(facts.workers, facts.rate_bps * GOODPUT_SHARE, operations),
+            Node(facts.workers, facts.rate_bps * GOODPUT_SHARE, operations_per_s(profile)),
             batch_rows=profile.batch_size,
             compute_s=profile.compute_s,
         )
@@ -247,16 +276,41 @@ class Coordinator:
         best = next(cost for cost in costs if cost.scheme in among)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
-    def _planned_tensors(self, settings: Settings) -> tuple[PlannedTensor, ...]:
-        """Every tensor with the scheme of its layer and the slices that the engine cuts."""
-        codecs = codecs_in(self._profile, codec_rules(settings.codec))
-        slices = _slices_of(self._profile, self._facts, settings, codecs)
-        schemes = {}
+    def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
+        # No plan changes between servers and a ring.
+        ranks = ring_ranks(self._base.strategy, self._facts.workers)
+        return codecs_in(self._profile, codec_rules(codec), ranks)
+
+    def _chosen(self, settings: Settings, found: Found | None) -> dict[str, SchemeChoice]:
+        """What the search chose for each layer, and why."""
+        others = dict(found.schemes) if found else {}
+        said = found.scheme_reasons if found else {}
+        chosen = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
-            if settings.strategy == RING:
-                choice = SchemeChoice(RING, choice.costs, "ring: as the strategy says")
+            scheme = others.get(layer.name, RING if settings.strategy == RING else "ps")
+            reason = said.get(layer.name, choice.reason)
+            if scheme == RING and layer.name not in said:
+                reason = "ring: as the strategy says"
+            chosen[layer.name] = SchemeChoice(scheme, choice.costs, reason)
+        return chosen
+
+    def _planned_tensors(
+        self, settings: Settings, layers: Mapping[str, SchemeChoice]
+    ) -> tuple[PlannedTensor, ...]:
+        """Every tensor with the scheme of its layer and the slices that the engine cuts."""
+        codecs = self._codecs_in(settings.codec)
+        slices = _slices_of(self._profile, self._facts, settings, codecs)
+        schemes = {}
+        own = RING if settings.strategy == RING else "ps"
+        for layer in self._layers:
+            choice = layers[layer.name]
             schemes.update(dict.fromkeys(layer.parameters, choice))
+            factors = factors_of(layer, self._profile) if choice.scheme == "sfb" else None
+            for name in layer.parameters:
+                if factors is not None and name != factors.tensor:
+                    reason = f"{own}: only the layer's matrix has factors"
+                    schemes[name] = replace(choice, scheme=own, reason=reason)
         return tuple(
             PlannedTensor(
                 name=tensor.name,
@@ -271,43 +325,6 @@ class Coordinator:
             )
             for tensor, count, codec in zip(self._profile.tensors, slices, codecs, strict=True)
         )
-
-
-def _layers_of(profile: Profile) -> list[Layer]:
-    """Group tensors by module, in the order in which modules first appear."""
-    groups: dict[str, list[ProfileTensor]] = {}
-    for tensor in profile.tensors:
-        groups.setdefault(tensor.name.rpartition(".")[0] or tensor.name, []).append(tensor)
-    operations = {module.name: module.flops for module in profile.modules}
-    return [
-        Layer(
-            name=name,
-            index=index,
-            kind=next((tensor.layer for tensor in tensors if tensor.layer), None),
-            parameters=tuple(tensor.name for tensor in tensors),
-            shapes=tuple(tensor.shape for tensor in tensors),
-            elements=sum(tensor.numel for tensor in tensors),
-            size_bytes=sum(tensor.size_bytes for tensor in tensors),
-            need_s=min(tensor.need_s for tensor in tensors),
-            ready_s=max(tensor.ready_s for tensor in tensors),
-            rows=_rows_of(name, tensors, operations),
-        )
-        for index, (name, tensors) in enumerate(groups.items())
-    ]
-
-
-def _rows_of(
-    name: str, tensors: Sequence[ProfileTensor], operations: Mapping[str, int | None]
-) -> int | None:
-    """Vectors that a module is applied to: as the profile says, or by its operations."""
-    for tensor in tensors:
-        if tensor.rows is not None:
-            return tensor.rows
-        flops = operations.get(name)
-        if len(tensor.shape) == 2 and tensor.numel and flops:
-            # A product with one vector takes two operations an element.
-            return max(1, round(flops / (2 * tensor.numel)))
-    return None
 
 
 def _slices_of(
@@ -375,5 +392,6 @@ def _choice_row(choice: Choice) -> dict[str, Any]:
         "runner_up_step_s": runner_up.step_s if runner_up else None,
         "tried": [{"value": one.value, "step_s": one.step_s} for one in choice.tried],
         "skipped": list(choice.skipped),
+        "declined": [asdict(one) for one in choice.declined],
         "reason": reason_of(choice),
     }

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from gradlane.codec_choice import RAW
 from gradlane.lab.bound import Bound
 from gradlane.lab.rates import format_rate
+from gradlane.planner.candidates import TIE
 from gradlane.planner.hybrid import HybridStep
 from gradlane.planner.schemes import Cost, Counts, Layer
-from gradlane.planner.search import TIE, Choice, Found, Value
+from gradlane.planner.search import Choice, Found, Value
 from gradlane.planner.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002
@@ -21,7 +22,14 @@ _WHAT = {
         "kvstore": "whole tensors, first come first served, pulled after a notice",
         "deferred-pull": "whole tensors, pulled when the next step begins",
         "ring": "slices round a ring, the most urgent first",
-    }
+    },
+    "schemes": {
+        "sfb": "factors of every layer",
+        "ps+sfb": "factors of some layers, servers for the rest",
+        "ring+sfb": "factors of some layers, a ring for the rest",
+        "ps+ring": "a ring for large layers, servers for small ones",
+        "ps+ring+sfb": "factors, a ring for other large layers, servers for small ones",
+    },
 }
 
 
@@ -34,7 +42,7 @@ def reason_of(choice: Choice) -> str:
     if choice.skipped:
         skipped = f"; no time to simulate {', '.join(map(shown, choice.skipped))}"
     if runner_up is None:
-        return f"kept: nothing else was simulated{skipped}"
+        return f"kept: nothing else was simulated{skipped}{_declined_reason(choice)}"
     times = [one.step_s for one in choice.tried]
     if choice.value != choice.base:
         gain = _percent(choice.base_step_s / choice.step_s - 1.0)
@@ -59,7 +67,21 @@ def reason_of(choice: Choice) -> str:
             f"{_described(choice)}kept: next best is {shown(runner_up.value)}, "
             f"{_ms(runner_up.step_s)}, {loss} slower"
         )
-    return text + skipped
+    return text + skipped + _declined_reason(choice)
+
+
+def _declined_reason(choice: Choice) -> str:
+    """Say what would be faster and may not be chosen."""
+    text = ""
+    for why in dict.fromkeys(one.why for one in choice.declined):
+        values = [
+            f"{one.value} would give {_ms(one.step_s)}, "
+            f"{_percent(1.0 - one.step_s / choice.step_s)} less"
+            for one in choice.declined
+            if one.why == why
+        ]
+        text += f"; declined: {', and '.join(values)}, but {why}"
+    return text
 
 
 def _codec_reason(choice: Choice) -> str:
@@ -120,18 +142,36 @@ def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost
 
 
 def poseidon_summary(
-    schemes: Mapping[str, str], hybrid: HybridStep, plain: HybridStep, facts: ClusterFacts
+    schemes: Mapping[str, str],
+    hybrid: HybridStep,
+    plain: HybridStep,
+    facts: ClusterFacts,
+    steps_s: Mapping[str, float | None],
 ) -> str:
-    """Say what factors save, by bytes alone."""
+    """Say what factors save.
+
+    Args:
+        schemes: by layer.
+        hybrid: what bytes alone say of them.
+        plain: of servers alone.
+        facts: the cluster.
+        steps_s: simulated, `step_s` with the schemes and `base_step_s` with servers alone; None
+            where there was no time for it.
+    """
     factored = [name for name, scheme in schemes.items() if scheme == "sfb"]
     where = f"{facts.workers} workers at {format_rate(facts.rate_bps)}"
     if not factored:
         return f"Factors are fewer numbers for no layer on {where}: all by servers."
     share = max(hybrid.node_bytes) / max(plain.node_bytes) if max(plain.node_bytes) else 1.0
+    step_s, base_step_s = steps_s["step_s"], steps_s["base_step_s"]
+    if step_s is None or base_step_s is None:
+        how, step_s, base_step_s = "By bytes alone a step takes", hybrid.step_s, plain.step_s
+    else:
+        how = "Simulated, a step takes"
     return (
         f"Factors for {len(factored)} of {len(schemes)} layers: {_percent(share)} of the bytes "
-        f"of servers alone, {max(hybrid.node_bytes) / 1e6:.1f} MB a node and step. By bytes alone "
-        f"a step takes {_ms(hybrid.step_s)} on {where}, {_ms(plain.step_s)} with servers alone "
+        f"of servers alone, {max(hybrid.node_bytes) / 1e6:.1f} MB a node and step. {how} "
+        f"{_ms(step_s)} on {where}, {_ms(base_step_s)} with servers alone "
         f"({_ms(hybrid.rebuild_s)} of it for rebuilding gradients)."
     )
 

@@ -8,22 +8,19 @@ the same candidates are tried.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW
-from gradlane.options import EXACT_STRATEGIES, RING, SLICE_ELEMS
+from gradlane.options import EXACT_STRATEGIES, RING, SLICE_ELEMS, ring_refusal
+from gradlane.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planner.layers import Schemes
+from gradlane.planner.scheme_search import Allowed, SchemeSearch, choose_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.planner.simulations import predict_step_s, simulated_frames
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
-TIE = 0.01
-"""Share of a step by which something must be faster to be chosen over the base settings."""
 SLICES = (12_500, 25_000, 100_000, 200_000, 500_000)
 FRAMES = (32_768, 131_072, 262_144)
 """What is tried beside the base settings. Of send buffers only the transport's own: the simulator
@@ -31,9 +28,6 @@ knows no queue that overflows, and finds longer ones better than they are (docs/
 
 _RING_SLICES = (4_096, 8_192)
 """Slices of a ring are smaller."""
-
-_FRAMES_PER_S = 400_000
-"""Frames that one thread simulates in a second on a slow machine."""
 
 Value = str | int | None
 
@@ -47,17 +41,27 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Declined:
+    """A value that is predicted to be faster and may not be chosen."""
+
+    value: Value
+    step_s: float
+    why: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """What was chosen for one setting.
 
     Attributes:
-        setting: its name, a field of `Settings`.
+        setting: its name, a field of `Settings`, or `schemes`.
         value: what was chosen.
         base: what it would be without a plan.
         step_s: predicted step time with `value`.
         base_step_s: with `base`.
         tried: everything that was simulated, in the order of values.
         skipped: values that were not, since there was no time.
+        declined: what is faster and may not be chosen, the fastest first.
     """
 
     setting: str
@@ -67,6 +71,7 @@ class Choice:
     base_step_s: float
     tried: tuple[Tried, ...]
     skipped: tuple[Value, ...] = ()
+    declined: tuple[Declined, ...] = ()
 
     @property
     def runner_up(self) -> Tried | None:
@@ -84,17 +89,21 @@ class Found:
         step_s: predicted step time with them.
         base_step_s: predicted step time with the base settings.
         choices: one a setting.
+        schemes: layers whose scheme is not the strategy's.
+        scheme_reasons: why, by layer; of layers without a choice there is none.
     """
 
     settings: Settings
     step_s: float
     base_step_s: float
     choices: tuple[Choice, ...]
+    schemes: Schemes = ()
+    scheme_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def number_of_candidates() -> int:
-    """How many simulations a whole search takes at most."""
-    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 5
+    """How many simulations a whole search takes at most, but for those of single layers."""
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 8
 
 
 def search(
@@ -104,6 +113,7 @@ def search(
     *,
     budget_s: float = 60.0,
     costs: MachineCosts | None = None,
+    any_rounding: bool = False,
     on_simulated: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """Choose the settings that are predicted to be fastest.
@@ -114,6 +124,8 @@ def search(
         base: the settings without a plan; its codec is one candidate, full precision the other.
         budget_s: candidates that would take longer than what is left of it are left out.
         costs: constants of the cluster's machines in place of the simulator's own.
+        any_rounding: whether gradients may be added up in another order than that of the ranks,
+            round a ring or from factors: results then differ in their last bits.
         on_simulated: called after each simulation.
 
     Returns:
@@ -122,40 +134,73 @@ def search(
     Raises:
         ValueError: the simulator refuses the profile or the cluster.
     """
-    simulations = _Simulations(profile, facts, budget_s, costs, on_simulated)
+    simulated = Simulated(profile, facts, budget_s, costs, on_simulated)
     asked = base.codec
     if asked is not None:
         # Nothing is encoded that is not faster for it.
         base = replace(base, codec=RAW)
-    simulations.run([base])
-    base_step_s = simulations.step_s(base)
+    simulated.run([Candidate(base)])
+    base_step_s = simulated.step_s(Candidate(base))
     if base_step_s is None:
         return None
-    best, choices = base, []
-    for setting, values in _candidates(base, asked):
-        if setting == "slice_elems" and best.strategy not in SLICE_ELEMS:
+    allowed = Allowed.of(facts, any_rounding, asked)
+    best = Candidate(base)
+    strategy = _choose(simulated, best, "strategy", _strategies(base, facts, allowed))
+    best = _with(best, "strategy", strategy.value)
+    schemes = choose_schemes(simulated, profile, facts, best, allowed)
+    choices = [strategy, *_scheme_choice(schemes)]
+    best = schemes.best
+    for setting, values in _candidates(best.settings, base, asked):
+        if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
             continue
-        choice = _choose(simulations, best, base, setting, values)
+        choice = _choose(simulated, best, setting, values)
         choices.append(choice)
         best = _with(best, setting, choice.value)
-    step_s = simulations.step_s(best)
+    step_s = simulated.step_s(best)
     assert step_s is not None
-    return Found(best, step_s, base_step_s, tuple(choices))
+    reasons = schemes.reasons
+    return Found(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
 
-def _candidates(base: Settings, codec: str | None) -> list[tuple[str, Sequence[Value]]]:
+def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+    if base.strategy == RING and allowed.why_no_ring:
+        # Between a ring and servers results differ in the last bits.
+        return (RING,)
+    if allowed.why_no_ring or ring_refusal(Settings.strategy, facts.update):
+        return EXACT_STRATEGIES
+    return (*EXACT_STRATEGIES, RING)
+
+
+def _scheme_choice(found: SchemeSearch) -> list[Choice]:
+    """The choice of schemes as a row beside those of settings; none where there was none."""
+    if len(found.tried) < 2 and not found.declined:
+        return []
+    tried = tuple(Tried(label, step_s) for label, step_s in found.tried)
+    return [
+        Choice(
+            "schemes",
+            found.label,
+            found.base_label,
+            found.step_s,
+            found.base_step_s,
+            tried,
+            found.skipped,
+            tuple(Declined(*one) for one in found.declined),
+        )
+    ]
+
+
+def _candidates(
+    settings: Settings, base: Settings, codec: str | None
+) -> list[tuple[str, Sequence[Value]]]:
     slices = [base.slice_elems_in_force, *SLICES]
-    strategies: tuple[str, ...] = EXACT_STRATEGIES
-    if base.strategy == RING:
-        # Between a ring and servers results differ in the last bits, which a plan does not change.
-        strategies = (RING,)
+    if settings.strategy == RING:
         slices = [None if elems is None else min(elems, SLICE_ELEMS[RING]) for elems in slices]
         slices += _RING_SLICES
     encoded: list[tuple[str, Sequence[Value]]] = []
     if codec is not None and codec != RAW:
         encoded.append(("codec", (RAW, codec)))
     return [
-        ("strategy", strategies),
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
@@ -163,36 +208,30 @@ def _candidates(base: Settings, codec: str | None) -> list[tuple[str, Sequence[V
     ]
 
 
-def _with(settings: Settings, setting: str, value: Value) -> Settings:
+def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
     changes: dict[str, Any] = {setting: value}
-    if setting == "strategy" and value != settings.strategy:
+    if setting == "strategy" and value != candidate.settings.strategy:
         # Each strategy has a slice size of its own.
         changes["slice_elems"] = None
-    return replace(settings, **changes)
+    return candidate._replace(settings=replace(candidate.settings, **changes))
 
 
-def _choose(
-    simulations: _Simulations,
-    best: Settings,
-    base: Settings,
-    setting: str,
-    values: Sequence[Value],
-) -> Choice:
+def _choose(simulated: Simulated, best: Candidate, setting: str, values: Sequence[Value]) -> Choice:
     """Choose the value of one setting, all others being as in `best`."""
-    kept = getattr(best, setting)
+    kept = getattr(best.settings, setting)
     if setting == "slice_elems":
-        kept = best.slice_elems_in_force
+        kept = best.settings.slice_elems_in_force
         values = sorted({*values, kept})  # type: ignore[type-var]
     candidates = {value: _with(best, setting, value) for value in values}
-    simulations.run(list(candidates.values()))
+    simulated.run(list(candidates.values()))
     tried, skipped = [], []
-    for value, settings in candidates.items():
-        step_s = simulations.step_s(settings)
+    for value, candidate in candidates.items():
+        step_s = simulated.step_s(candidate)
         if step_s is None:
             skipped.append(value)
         else:
             tried.append(Tried(value, step_s))
-    kept_step_s = simulations.step_s(best)
+    kept_step_s = simulated.step_s(best)
     assert kept_step_s is not None
     fastest = min(tried, key=lambda one: one.step_s, default=Tried(kept, kept_step_s))
     chosen = Tried(kept, kept_step_s)
@@ -208,44 +247,6 @@ def _choose(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    return float(EXACT_STRATEGIES.index(str(value))) if value in EXACT_STRATEGIES else 0.0
-
-
-class _Simulations:
-    """Simulations of one profile on one cluster, each done once, several at a time."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        facts: ClusterFacts,
-        budget_s: float,
-        costs: MachineCosts | None,
-        on_simulated: Callable[[], None],
-    ) -> None:
-        self._profile = profile
-        self._facts = facts
-        self._deadline_s = time.monotonic() + budget_s
-        self._costs = costs
-        self._on_simulated = on_simulated
-        self._step_s: dict[Settings, float] = {}
-        self._threads = min(4, os.cpu_count() or 1)
-
-    def step_s(self, settings: Settings) -> float | None:
-        """Predicted step time; None if it was left out."""
-        return self._step_s.get(settings)
-
-    def run(self, candidates: Sequence[Settings]) -> None:
-        """Simulate what was not simulated yet and fits into the time that is left."""
-        new = [one for one in dict.fromkeys(candidates) if one not in self._step_s]
-        with ThreadPoolExecutor(self._threads) as pool:
-            for settings, step_s in zip(new, pool.map(self._simulate, new), strict=True):
-                if step_s is not None:
-                    self._step_s[settings] = step_s
-
-    def _simulate(self, settings: Settings) -> float | None:
-        frames = simulated_frames(self._profile, self._facts, settings)
-        if time.monotonic() + frames / _FRAMES_PER_S > self._deadline_s:
-            return None
-        step_s = predict_step_s(self._profile, self._facts, settings, self._costs)
-        self._on_simulated()
-        return step_s
+    # What adds up in another order comes last.
+    order = (*EXACT_STRATEGIES, RING)
+    return float(order.index(str(value))) if value in order else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from gradlane.codec_choice import RAW
+from gradlane.planner.layers import Schemes, simulated_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
@@ -15,7 +16,11 @@ _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
 
 
 def predict_step_s(
-    profile: Profile, facts: ClusterFacts, settings: Settings, costs: MachineCosts | None = None
+    profile: Profile,
+    facts: ClusterFacts,
+    settings: Settings,
+    costs: MachineCosts | None = None,
+    schemes: Schemes = (),
 ) -> float:
     """Simulate a cluster with some settings and return the time of a step, in seconds.
 
@@ -24,6 +29,7 @@ def predict_step_s(
         facts: the cluster.
         settings: of the engine.
         costs: constants of its machines in place of the simulator's own.
+        schemes: layers whose scheme is not the strategy's.
 
     Raises:
         ValueError: the simulator refuses the profile or the settings; the text names the field.
@@ -35,6 +41,7 @@ def predict_step_s(
         latency_s=facts.latency_s,
         slice_elems=settings.slice_elems,
         codec=settings.codec or RAW,
+        schemes=schemes,
         costs=costs or MachineCosts(),
     )
     scenario = scenario_of(profile, cluster)
@@ -45,11 +52,22 @@ def predict_step_s(
     return float(run_scenario(scenario)["report"]["step_s"])
 
 
-def simulated_frames(profile: Profile, facts: ClusterFacts, settings: Settings) -> int:
+def simulated_frames(
+    profile: Profile, facts: ClusterFacts, settings: Settings, schemes: Schemes = ()
+) -> int:
     """Return about how many frames a simulation of these has to move: what it costs."""
     split = settings.slice_elems_in_force
     frames = 0
+    factored = {
+        name: scheme["block_bytes"]
+        for name, scheme in simulated_schemes(profile, schemes, facts.workers).items()
+        if "block_bytes" in scheme
+    }
     for tensor in profile.tensors:
+        if tensor.name in factored:
+            # They travel to every other rank, and no result comes back.
+            frames += math.ceil(factored[tensor.name] / settings.frame_bytes / 2)
+            continue
         elems = min(split or math.ceil(tensor.numel / facts.workers), max(1, tensor.numel))
         slices = math.ceil(max(1, tensor.numel) / elems)
         slice_bytes = max(1.0, tensor.size_bytes / slices)

@@ -22,6 +22,7 @@ from gradlane.compiled import is_tracing
 from gradlane.pauses import PAUSE
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.profiler.nested import samples_in
+from gradlane.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.profiler.timeline import Steps, read_step
 
@@ -89,6 +90,7 @@ class Recorder:
         self._tape = Tape(clock)
         self._batch_size = batch_size
         self._samples = _SampleCount(self._tape)
+        self._rows = RowCounts()
         self._handles: list[Any] = []
         self._steps: deque[list[Mark]] = deque(maxlen=STEPS_MAX)
 
@@ -120,6 +122,9 @@ class Recorder:
                 ),
                 nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
             ]
+            if has_rows(module):
+                rows = RowMark(self._rows)
+                self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
@@ -149,6 +154,7 @@ class Recorder:
         if self._tape.runs:
             raise RuntimeError("begin_step() inside a step: call end_step() first")
         self._samples.begin()
+        self._rows.begin()
         self._tape.begin()
 
     def end_step(self) -> None:
@@ -161,6 +167,7 @@ class Recorder:
             raise RuntimeError("end_step() without a step: call begin_step() first")
         self._steps.append(self._tape.end())
         self._samples.end()
+        self._rows.end()
 
     def profile(self, model_name: str) -> Profile:
         """Return the medians over the recorded steps. On CUDA, waits until the device is done.
@@ -206,6 +213,7 @@ class Recorder:
             need_s = needs_s.get(id(parameter))
             if need_s is None:
                 need_s = forward_s if ready_s is None else around_s[id(parameter)]
+            owner = layers[id(parameter)]
             shape = tuple(parameter.shape) + ((2,) if parameter.is_complex() else ())
             # Medians of different steps may lie a little beyond each other.
             tensors.append(
@@ -217,14 +225,17 @@ class Recorder:
                     ready_s=min(
                         max(compute_s if ready_s is None else ready_s, forward_s), compute_s
                     ),
-                    layer=layers[id(parameter)],
+                    layer=getattr(owner, "stands_for", type(owner).__name__),
+                    rows=self._rows.rows_of(owner, parameter) if len(shape) == 2 else None,
                     gradients=steps.gradients(index),
                 )
             )
         return tensors
 
-    def _needs(self, steps: Steps) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
-        """When forward first needs each parameter, and the class of its layer, by `id`.
+    def _needs(
+        self, steps: Steps
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
+        """When forward first needs each parameter, and its layer, by `id`.
 
         Returns:
             When a module that owns the parameter is first called, if ever; when the nearest module
@@ -234,13 +245,13 @@ class Recorder:
         starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
         needs_s: dict[int, float] = {}
         around_s: dict[int, float] = {}
-        layers: dict[int, str] = {}
+        layers: dict[int, nn.Module] = {}
         for name, module in self._modules.items():
             start_s = starts_s[name]
             outer_s = _start_around(name, starts_s)
             for _, parameter in module.named_parameters(recurse=False):
                 key = id(parameter)
-                layers.setdefault(key, type(module).__name__)
+                layers.setdefault(key, module)
                 around_s[key] = min(around_s.get(key, outer_s), outer_s)
                 if start_s is not None:
                     needs_s[key] = min(needs_s.get(key, start_s), start_s)

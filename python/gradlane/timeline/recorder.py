@@ -192,6 +192,10 @@ class _ListeningChannel:
         self._channel.step_begin(step)
         self._recording.begin_step(step)
 
+    def step_pass(self, step: int) -> None:
+        self._channel.step_pass(step)
+        self._recording.begin_step(step)
+
     def wait(self, tensors: list[int], step: int) -> None:
         begin_ns = time.monotonic_ns()
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from gradlane.lab.rates import format_rate
 from gradlane.options import ASGD, RING
 from gradlane.whatif.grid import Row
-from gradlane.whatif.simulation import RING_FUSED
+from gradlane.whatif.simulation import RING_FUSED, SCHEME_STRATEGIES
 
 GOAL = 0.95
 """The scaling factor that is good enough."""
@@ -23,7 +23,13 @@ BUSY = 0.9
 """A rank's I/O thread that works this share of the time is what limits."""
 BUSIER = 0.5
 """So is one that works this share of the time, and more of it than the port sends."""
-BASELINES = ("wfbp", "slicing", "kvstore", "deferred-pull", "p3", RING, RING_FUSED, ASGD)
+OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES)
+"""Strategies whose sums are those of servers but for the last bits."""
+BASELINES = (
+    *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
+    *OTHER_ROUNDINGS,
+    *(RING_FUSED, ASGD),
+)
 """What a training without gradlane's scheduling is taken to be: the first that was simulated."""
 
 
@@ -273,6 +279,8 @@ def _described(change: Change) -> str:
         return f"nothing, {change.strategy} {reaches}"
     if change.kind == "strategy" and change.strategy == RING_FUSED:
         return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
+    if change.kind == "strategy" and change.strategy in OTHER_ROUNDINGS:
+        return f"{change.strategy}, free, with other roundings {reaches}"
     if change.kind == "strategy":
         return f"{change.strategy}, exact and free {reaches}"
     if change.kind == "link":

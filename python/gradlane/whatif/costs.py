@@ -32,6 +32,9 @@ HOST_CONSTANTS = (
 """Seconds of a host; see `costs.rs`."""
 NETWORK_CONSTANTS = ("goodput_share", "send_buffer_floor_bytes", "share_spread")
 """What ports and connections carry; see `scenario.rs`."""
+ACCELERATOR_CONSTANTS = ("operations_per_s",)
+"""Floating-point operations a second at which gradients are made of factors. `calibrate` does not
+measure it, for the lab's accelerators sleep: who knows better than the profile writes it."""
 INTEGER_CONSTANTS = ("send_buffer_floor_bytes",)
 
 
@@ -47,6 +50,8 @@ class MachineCosts:
     """Of `HOST_CONSTANTS`, in seconds."""
     network: Mapping[str, float] = field(default_factory=dict)
     """Of `NETWORK_CONSTANTS`."""
+    operations_per_s: float | None = None
+    """Of the accelerator, for rebuilding gradients; None: that of the profile's own arithmetic."""
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Seconds of encoding and of decoding a byte of values, by the codec's text."""
 
@@ -83,13 +88,15 @@ def read_costs(path: Path) -> MachineCosts:
         raise CostsError(f"costs {path}: constants: expected an object with entries")
     found: dict[str, float] = {}
     for name, entry in constants.items():
-        if name not in HOST_CONSTANTS + NETWORK_CONSTANTS:
-            known = ", ".join(HOST_CONSTANTS + NETWORK_CONSTANTS)
+        constants_known = HOST_CONSTANTS + NETWORK_CONSTANTS + ACCELERATOR_CONSTANTS
+        if name not in constants_known:
+            known = ", ".join(constants_known)
             raise CostsError(f"costs {path}: constants.{name}: unknown; known are {known}")
         found[name] = _value(path, name, entry)
     return MachineCosts(
         host={name: value for name, value in found.items() if name in HOST_CONSTANTS},
         network={name: value for name, value in found.items() if name in NETWORK_CONSTANTS},
+        operations_per_s=found.get("operations_per_s"),
         codecs=_codecs(path, content.get("codecs", {})),
     )
 
@@ -119,6 +126,7 @@ def _value(path: Path, name: str, entry: Any) -> float:
         "goodput_share": (0.01, 1.0),
         "share_spread": (0.0, 0.9),
         "send_buffer_floor_bytes": (1.0, 1e12),
+        "operations_per_s": (1.0, 1e30),
     }.get(name, (0.0, 1.0))
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise CostsError(

@@ -12,6 +12,12 @@ from typing import Any
 
 from gradlane import options
 from gradlane.codec_choice import RAW, codec_rules
+from gradlane.planner.layers import (
+    SCHEME_RULES,
+    Schemes,
+    schemes_by_rule,
+    simulated_schemes,
+)
 from gradlane.whatif.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.whatif.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.whatif.profiles import Profile
@@ -20,7 +26,9 @@ ENGINE_STRATEGIES = options.STRATEGIES
 """Strategies of gradlane's own engine."""
 RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
-STRATEGIES = (*ENGINE_STRATEGIES, RING_FUSED)
+SCHEME_STRATEGIES = SCHEME_RULES
+"""`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
+STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
 """Costs of a host that takes no time for anything."""
@@ -39,6 +47,8 @@ class Cluster:
     """Bytes of a gradient over bytes that travel for it."""
     codec: str = RAW
     """Codec of the engine's strategies, as for `gradlane.init`; beside `compression`."""
+    schemes: Schemes = ()
+    """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
@@ -63,6 +73,24 @@ class Cluster:
     additions: Sequence[tuple[float, float]] = field(default=())
     """Measured additions of vectors, (elements, seconds), of `ring-fused`."""
     seed: int = 0
+
+
+def engine_strategy(strategy: str) -> str:
+    """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
+    return options.Options.strategy if strategy in SCHEME_STRATEGIES else strategy
+
+
+def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the scheme of each tensor that has another one than the strategy's, for a scenario.
+
+    Raises:
+        ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
+    """
+    schemes = cluster.schemes
+    if cluster.strategy in SCHEME_STRATEGIES:
+        schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers)
+    speed = cluster.costs.operations_per_s
+    return simulated_schemes(profile, schemes, cluster.workers, speed)
 
 
 def scenario_of(
@@ -95,7 +123,7 @@ def scenario_of(
         "model": "cluster",
         "profile": profile.to_scenario(),
         "workers": cluster.workers,
-        "strategy": cluster.strategy,
+        "strategy": engine_strategy(cluster.strategy),
         "slice_elems": cluster.slice_elems,
         "update": "server" if cluster.strategy == options.ASGD else "worker",
         # Fewer bytes over the same link take as long as all bytes over a faster one.
@@ -114,12 +142,16 @@ def scenario_of(
     if cluster.free_host:
         scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
     cluster.costs.apply_to(scenario)
+    schemes = tensor_schemes(profile, cluster)
+    if schemes:
+        scenario["schemes"] = schemes
     if rules != RAW:
-        choices = codecs_in(profile, rules)
+        ranks = options.ring_ranks(cluster.strategy, cluster.workers)
+        choices = codecs_in(profile, rules, ranks)
         scenario["codecs"] = {
             choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
             for choice, tensor in zip(choices, profile.tensors, strict=True)
-            if choice.codec != RAW
+            if choice.codec != RAW and schemes.get(choice.tensor, {}).get("scheme") != "sfb"
         }
         measured = {text: CodecCost(*cost) for text, cost in cluster.costs.codecs.items()}
         cost = mean_cost(profile, choices, measured)
@@ -129,7 +161,7 @@ def scenario_of(
                 "encode_byte_s": cost.encode_byte_s,
                 "decode_byte_s": cost.decode_byte_s,
             }
-    if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp"):
+    if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp") and not schemes:
         scenario["representatives"] = REPRESENTATIVES
     return scenario
 

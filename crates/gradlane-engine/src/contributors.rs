@@ -1,0 +1,458 @@
+//! The ready rule `Set`: a step goes on without the ranks that are late.
+//!
+//! Rank 0 decides who is in (see `coordinator`) and tells all ranks. An owner collects contributions as
+//! ever, but reduces a slice only when it knows the set and has all of it; what came from others is
+//! dropped, whole or not, early or late. So a rank is in for all slices of a step or for none, and all
+//! ranks divide by the same number.
+//!
+//! A rank that is late may be some steps behind. What the owners send it meanwhile waits in buffers,
+//! and becomes a step's result when the rank comes to that step. The owner's side of a rank that is
+//! late goes on like any other's: only its own worker waits.
+
+use crate::coordinator::Coordinator;
+use crate::engine::Engine;
+use crate::error::UsageError;
+use crate::inbound::{range, Checked};
+use crate::io::{BufferRef, Event, Landing, Memory};
+use crate::plan::Plan;
+use crate::rank_set::RankSet;
+use crate::scheduler::{Body, Message};
+use crate::server::{Arriving, Part};
+use crate::worker::{Contribution, Phase};
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+
+/// Sets of steps behind this rank that are kept, to tell late pushes from wrong ones.
+const SETS_KEPT: u64 = 8;
+
+/// A result of a step that this rank's worker has not come to.
+#[derive(Clone, Copy, Debug)]
+struct Ahead {
+    /// None where no rank had a gradient, or of an empty slice.
+    buffer: Option<BufferRef>,
+    received_bytes: u64,
+    is_whole: bool,
+    has_value: bool,
+}
+
+/// All that a rank keeps for the rule; nothing under other rules.
+#[derive(Debug, Default)]
+pub(crate) struct Contributors {
+    /// On rank 0.
+    coordinator: Option<Coordinator>,
+    sets: BTreeMap<Step, RankSet>,
+    newest: Step,
+    ahead: BTreeMap<(Step, SliceId), Ahead>,
+    /// Pushes that are arriving too late, by slice and sender.
+    late: BTreeMap<(SliceId, Rank), (Step, Arriving)>,
+    /// Whether this rank takes no part in the current step.
+    passes: bool,
+}
+
+impl Contributors {
+    pub(crate) fn new(plan: &Plan, rank: Rank) -> Contributors {
+        let rule = plan.strategy.ready.set().filter(|_| rank == Rank(0));
+        let coordinator = rule.map(|rule| Coordinator::new(rule, plan.world_size));
+        Contributors { coordinator, ..Contributors::default() }
+    }
+
+    /// Ranks that the next decision waits for, as far as this one knows.
+    pub(crate) fn awaited(&self, world_size: u32) -> RankSet {
+        let of_rank_0 = || {
+            let mut set = RankSet::empty(world_size);
+            set.insert(Rank(0));
+            set
+        };
+        self.coordinator.as_ref().map_or_else(of_rank_0, Coordinator::awaited)
+    }
+
+    /// The contributors of a step, if they are known.
+    pub(crate) fn set(&self, step: Step) -> Option<&RankSet> {
+        self.sets.get(&step)
+    }
+}
+
+impl Engine {
+    /// Whether contributors are chosen for a step.
+    pub(crate) fn chooses(&self, step: Step) -> bool {
+        step.0 > 0 && self.plan.strategy.ready.set().is_some()
+    }
+
+    /// Whether this rank may still contribute to the current step.
+    pub(crate) fn is_welcome(&self, step: Step) -> bool {
+        let is_in = |set: &RankSet| set.contains(self.rank());
+        !self.contributors.passes && self.contributors.set(step).is_none_or(is_in)
+    }
+
+    /// Begins a step and takes no part in it, to be with the other ranks again in the next: for a
+    /// rank that was late. Memory for the results is given by [`Engine::tensor_absent`].
+    ///
+    /// # Errors
+    /// As [`Engine::step_begin`]; when contributors are not chosen, or this rank was in the step
+    /// before, so that others may count on it.
+    pub fn step_pass(&mut self, step: Step) -> Result<(), UsageError> {
+        let before = step.0.checked_sub(1).map(Step).unwrap_or_default();
+        let was_out = self.contributors.set(before).is_some_and(|it| !it.contains(self.rank()));
+        let decided = self.contributors.set(step).is_some();
+        if !self.chooses(step) || !(was_out || decided) {
+            let what = format!("{step} cannot be passed: only a rank that was left out may");
+            return Err(UsageError::Argument(what));
+        }
+        self.begin(step, true)
+    }
+
+    /// The current step has begun: results that came before are its own, and rank 0 hears of it.
+    pub(crate) fn begun_choosing(&mut self, step: Step, passes: bool) {
+        self.contributors.passes = passes;
+        if !self.chooses(step) {
+            return;
+        }
+        self.contributors.sets.retain(|&it, _| it.0 + SETS_KEPT >= step.0);
+        let slices = (0..self.plan.slices.len() as u32).map(SliceId);
+        let here: Vec<(SliceId, Ahead)> = slices
+            .filter_map(|slice| Some((slice, self.contributors.ahead.remove(&(step, slice))?)))
+            .collect();
+        for (slice, ahead) in here {
+            let state = self.worker.slice_mut(slice);
+            state.received_bytes = ahead.received_bytes;
+            match ahead.buffer {
+                Some(buffer) if ahead.is_whole => state.phase = Phase::Buffered(buffer),
+                Some(buffer) => state.phase = Phase::Buffering(buffer),
+                None => self.nothing_to_install(slice, ahead.has_value),
+            }
+        }
+        let rank = self.rank();
+        if let Some(coordinator) = &mut self.contributors.coordinator {
+            let noted = coordinator.begun(rank, step, passes);
+            debug_assert_eq!(noted, Ok(()), "steps begin one by one");
+            self.decide();
+        } else {
+            let flags = if passes { FrameFlags::ABSENT } else { FrameFlags::NONE };
+            self.tell_coordinator(FrameKind::StepBegun, flags);
+        }
+    }
+
+    /// A tensor of the current step was handed over; with the last one rank 0 hears of it.
+    pub(crate) fn contributed_choosing(&mut self, tensor: TensorId, step: Step) {
+        if !self.chooses(step) {
+            return;
+        }
+        let is_last = self.worker.uncontributed == 0 && !self.contributors.passes;
+        if is_last && !self.is_welcome(step) {
+            let is_here = |phase| matches!(phase, Phase::Buffered(_) | Phase::Installing);
+            let behind = (0..self.plan.slices.len() as u32).map(SliceId).all(|slice| {
+                let phase = self.worker.slice(slice).phase;
+                let takes_part = self.plan.takes_part(self.plan.slice(slice).tensor, step);
+                !takes_part || phase == Phase::Done || is_here(phase)
+            });
+            self.events.push_back(Event::LeftOut { step, behind });
+        }
+        if self.contributors.set(step).is_some() {
+            self.part_done(tensor);
+        }
+        if !is_last {
+            return;
+        }
+        let rank = self.rank();
+        if self.contributors.coordinator.is_some() {
+            let noted = self.note_complete(rank, step);
+            debug_assert_eq!(noted, Ok(()), "a step is completed once");
+        } else {
+            self.tell_coordinator(FrameKind::StepGiven, FrameFlags::NONE);
+        }
+    }
+
+    fn tell_coordinator(&mut self, kind: FrameKind, flags: FrameFlags) {
+        let mut header = self.control_header(kind);
+        header.flags = flags;
+        let key = self.keys.control();
+        self.scheduler.push(Rank(0), key, Message { header, body: Body::Empty });
+    }
+
+    /// What a frame between a rank and rank 0 must satisfy.
+    pub(crate) fn check_choosing(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let (length, right_side) = match header.kind {
+            FrameKind::Contributors => (self.plan.world_size.div_ceil(8), from == Rank(0)),
+            _ => (0, self.rank() == Rank(0)),
+        };
+        let chooses = self.chooses(header.step) && right_side && from != self.rank();
+        if chooses && header.length == length {
+            return Ok(());
+        }
+        Err(format!(
+            "{:?} of {} bytes in {}, which this rank does not expect",
+            header.kind, header.length, header.step
+        ))
+    }
+
+    /// A rank has begun a step; on rank 0.
+    pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let passes = header.flags.contains(FrameFlags::ABSENT);
+        if let Some(coordinator) = &mut self.contributors.coordinator {
+            coordinator.begun(from, header.step, passes)?;
+        }
+        self.decide();
+        Ok(())
+    }
+
+    /// All gradients of a rank are queued; on rank 0.
+    pub(crate) fn take_step_given(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        self.note_complete(from, header.step)
+    }
+
+    fn note_complete(&mut self, rank: Rank, step: Step) -> Checked<()> {
+        let now = self.lifecycle.now();
+        if let Some(coordinator) = &mut self.contributors.coordinator {
+            if let Some(lateness) = coordinator.completed(rank, step, now)? {
+                self.events.push_back(Event::Late { rank, step, lateness });
+            }
+        }
+        self.decide();
+        Ok(())
+    }
+
+    /// Decides what can be decided now; on rank 0.
+    pub(crate) fn decide(&mut self) {
+        let now = self.lifecycle.now();
+        while let Some((step, set)) =
+            self.contributors.coordinator.as_mut().and_then(|it| it.decide(now))
+        {
+            let mut header = self.control_header(FrameKind::Contributors);
+            header.step = step;
+            let body = Body::Inline(set.to_bytes(self.plan.world_size));
+            let others = RankSet::all_but(self.plan.world_size, self.rank());
+            let key = self.keys.control();
+            self.scheduler.push_shared(others, key, Message { header, body });
+            self.decided(step, set);
+        }
+    }
+
+    /// Rank 0 has decided a step.
+    pub(crate) fn take_contributors(
+        &mut self,
+        header: &FrameHeader,
+        payload: &[u8],
+    ) -> Checked<()> {
+        let newest = self.contributors.newest;
+        let set = RankSet::from_bytes(self.plan.world_size, payload);
+        let Some(set) = set.filter(|set| !set.is_empty() && header.step == newest.next()) else {
+            return Err(format!("the contributors of {} after those of {newest}", header.step));
+        };
+        self.decided(header.step, set);
+        Ok(())
+    }
+
+    fn decided(&mut self, step: Step, set: RankSet) {
+        self.lifecycle.progressed();
+        self.contributors.newest = step;
+        self.contributors.sets.insert(step, set.clone());
+        self.events.push_back(Event::Decided { step, contributors: set.iter().collect() });
+        if step == self.worker.step && self.worker.begun {
+            self.decided_current(&set);
+        }
+        let slices: Vec<SliceId> = self.server.owned.keys().copied().collect();
+        for slice in slices {
+            self.reduce_if_decided(slice);
+        }
+    }
+
+    /// The step that this rank is in was decided.
+    fn decided_current(&mut self, set: &RankSet) {
+        let step = self.worker.step;
+        if !set.contains(self.rank()) && !self.contributors.passes {
+            if self.worker.uncontributed == 0 {
+                self.events.push_back(Event::LeftOut { step, behind: false });
+            }
+            for slice in self.scheduler.withdraw_pushes(step) {
+                self.contribution_sent(slice, step);
+            }
+        }
+        for tensor in (0..self.plan.tensors.len() as u32).map(TensorId) {
+            let given = self.worker.tensor(tensor).contribution != Contribution::Missing;
+            if given && self.plan.takes_part(tensor, step) {
+                self.part_done(tensor);
+            }
+        }
+    }
+
+    /// A rank's contribution to an owned slice is whole; contributors are chosen.
+    pub(crate) fn add_to_set(&mut self, slice: SliceId, rank: Rank, part: Part, urgency: Priority) {
+        if let Some(owned) = self.server.owned.get_mut(&slice) {
+            owned.parts.insert(rank, part);
+            owned.priority = urgency;
+        }
+        self.reduce_if_decided(slice);
+    }
+
+    /// Reduces a slice once the set is known and all of it is here.
+    fn reduce_if_decided(&mut self, slice: SliceId) {
+        let Some(owned) = self.server.owned.get_mut(&slice) else {
+            return;
+        };
+        let Some(set) = self.contributors.sets.get(&owned.step).filter(|_| !owned.reducing) else {
+            return;
+        };
+        if !set.iter().all(|rank| owned.parts.contains_key(&rank)) {
+            return;
+        }
+        let (parts, others): (Vec<_>, Vec<_>) =
+            owned.take_parts().into_iter().partition(|&(rank, _)| set.contains(rank));
+        let (step, priority) = (owned.step, owned.priority);
+        owned.reducing = true;
+        for (rank, arriving) in core::mem::take(&mut owned.arriving) {
+            self.contributors.late.insert((slice, rank), (step, arriving));
+        }
+        for (_, part) in others {
+            if let Part::Buffer(buffer) = part {
+                self.buffers.release(buffer, &mut self.events);
+            }
+        }
+        self.reduce(slice, step, parts, priority);
+    }
+
+    /// Whether a push is one that nobody waits for any more.
+    fn is_late(&self, header: &FrameHeader) -> bool {
+        let owned = self.server.owned.get(&header.slice);
+        self.chooses(header.step)
+            && owned
+                .is_some_and(|it| header.step < it.step || (header.step == it.step && it.reducing))
+    }
+
+    /// Where a push that is late goes; none for others.
+    pub(crate) fn land_late(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Checked<Option<Landing>> {
+        if !self.is_late(header) {
+            return Ok(None);
+        }
+        let key = (header.slice, from);
+        let bytes = self.plan.slice_bytes(header.slice);
+        let was_in = self.contributors.set(header.step).is_some_and(|set| set.contains(from));
+        let under_way = self.contributors.late.get(&key).filter(|(step, _)| *step == header.step);
+        let arrived = under_way.map_or(0, |(_, arriving)| arriving.received_bytes);
+        if was_in || arrived != header.offset {
+            let what = self.describe(header);
+            return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
+        }
+        if header.length == 0 {
+            return Ok(Some(Landing::Nothing));
+        }
+        let buffer = match under_way {
+            Some((_, arriving)) => arriving.buffer,
+            None if self.contributors.late.contains_key(&key) => {
+                return Err(format!("{} in the middle of another push", self.describe(header)));
+            }
+            None => {
+                let arriving = Arriving { buffer: self.buffers.acquire(bytes), received_bytes: 0 };
+                self.contributors.late.insert(key, (header.step, arriving));
+                arriving.buffer
+            }
+        };
+        Ok(Some(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
+    }
+
+    /// A frame of a push has arrived; true where it was late, and is dropped.
+    pub(crate) fn take_late(&mut self, from: Rank, header: &FrameHeader) -> bool {
+        if !self.is_late(header) {
+            return false;
+        }
+        let key = (header.slice, from);
+        if let Some((_, arriving)) = self.contributors.late.get_mut(&key) {
+            arriving.received_bytes += u64::from(header.length);
+            if header.flags.contains(FrameFlags::LAST) {
+                let buffer = arriving.buffer;
+                self.contributors.late.remove(&key);
+                self.buffers.release(buffer, &mut self.events);
+            }
+        }
+        true
+    }
+
+    /// Whether a result is of a step that this rank has not come to.
+    fn is_ahead(&self, step: Step) -> bool {
+        self.chooses(step) && step > self.worker.step
+    }
+
+    /// Where a result goes whose step this rank has not come to; none for others.
+    pub(crate) fn land_ahead(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Checked<Option<Landing>> {
+        if !self.is_ahead(header.step) {
+            return Ok(None);
+        }
+        let furthest = self.plan.strategy.ready.set().map_or(0, |rule| rule.ahead_steps);
+        let known = self.contributors.ahead.get(&(header.step, header.slice));
+        let arrived = known.map_or(0, |ahead| ahead.received_bytes);
+        let is_over = known.is_some_and(|ahead| ahead.is_whole);
+        let too_far = header.step.0 > self.worker.step.0 + u64::from(furthest);
+        if too_far || is_over || arrived != header.offset || from == self.rank() {
+            return Err(format!(
+                "{} at offset {} after {arrived} bytes; this rank is in {}",
+                self.describe(header),
+                header.offset,
+                self.worker.step
+            ));
+        }
+        if header.length == 0 {
+            return Ok(Some(Landing::Nothing));
+        }
+        let buffer = match known.and_then(|ahead| ahead.buffer) {
+            Some(buffer) => buffer,
+            None => self.buffers.acquire(self.plan.slice_bytes(header.slice)),
+        };
+        let ahead = Ahead {
+            buffer: Some(buffer),
+            received_bytes: arrived,
+            is_whole: false,
+            has_value: true,
+        };
+        self.contributors.ahead.insert((header.step, header.slice), ahead);
+        Ok(Some(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
+    }
+
+    /// A frame of a result has arrived; true where its step is still to come.
+    pub(crate) fn take_ahead(&mut self, header: &FrameHeader) -> bool {
+        if !self.is_ahead(header.step) {
+            return false;
+        }
+        let has_value = !header.flags.contains(FrameFlags::ABSENT);
+        let nothing = Ahead { buffer: None, received_bytes: 0, is_whole: false, has_value };
+        let key = (header.step, header.slice);
+        let ahead = self.contributors.ahead.entry(key).or_insert(nothing);
+        ahead.received_bytes += u64::from(header.length);
+        ahead.is_whole = header.flags.contains(FrameFlags::LAST);
+        true
+    }
+
+    /// This rank's own result of a step that its worker has not come to; false for others.
+    pub(crate) fn keep_ahead(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        buffer: Option<BufferRef>,
+    ) -> bool {
+        if !self.is_ahead(step) {
+            return false;
+        }
+        if let Some(buffer) = buffer {
+            self.buffers.retain(buffer);
+        }
+        let received_bytes = buffer.map_or(0, |buffer| buffer.bytes);
+        let has_value = buffer.is_some();
+        let ahead = Ahead { buffer, received_bytes, is_whole: true, has_value };
+        self.contributors.ahead.insert((step, slice), ahead);
+        true
+    }
+
+    /// When rank 0 wants to look again at who is complete.
+    pub(crate) fn decision_timeout(&self) -> Option<gradlane_units::Time> {
+        self.contributors.coordinator.as_ref().and_then(Coordinator::poll_timeout)
+    }
+}

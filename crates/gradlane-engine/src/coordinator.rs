@@ -1,0 +1,216 @@
+//! Rank 0's part of the ready rule `Set`: who contributed to which step is decided here, once a step,
+//! for all slices of the step together. No rank is ever in for one slice and out for another.
+//!
+//! A rank says when it begins a step and when all its gradients of the step are queued. A step is
+//! decided when the rule has enough of these. Those that are not in it are late: they take its
+//! result and go on. No step is decided while some rank is more than `ahead_steps` steps behind, since
+//! that rank has to keep all results that it has not come to.
+
+use crate::rank_set::RankSet;
+use crate::strategy::{Close, SetRule};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+use gradlane_units::{Rank, Step, Time};
+
+/// Steps whose lengths a deadline follows from.
+const SPANS_MAX: usize = 16;
+/// Steps that are measured before there are deadlines: the first ones are slow.
+const SPANS_MIN: usize = 5;
+
+/// What a rank does in the step that it is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Presence {
+    Training,
+    /// All its gradients are queued.
+    Complete(Time),
+    /// It contributes nothing, to be with the others again in the next step.
+    Passing,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    step: Step,
+    presence: Presence,
+}
+
+/// What rank 0 knows of all ranks.
+#[derive(Debug)]
+pub(crate) struct Coordinator {
+    rule: SetRule,
+    /// By rank.
+    standings: Vec<Standing>,
+    /// The last step that was decided.
+    decided: Step,
+    /// Who was in it.
+    last: RankSet,
+    /// When steps were decided that some rank may still be in.
+    decided_at: BTreeMap<Step, Time>,
+    /// From a decision until half of the next step's contributors were complete, newest last.
+    spans: VecDeque<Duration>,
+}
+
+impl Coordinator {
+    pub(crate) fn new(rule: SetRule, world_size: u32) -> Coordinator {
+        let start = Standing { step: Step(0), presence: Presence::Training };
+        Coordinator {
+            rule,
+            standings: alloc::vec![start; world_size as usize],
+            decided: Step(0),
+            last: RankSet::all(world_size),
+            decided_at: BTreeMap::new(),
+            spans: VecDeque::new(),
+        }
+    }
+
+    /// A rank has begun a step.
+    pub(crate) fn begun(&mut self, rank: Rank, step: Step, passes: bool) -> Result<(), String> {
+        let last_excluded = self.decided > Step(0) && !self.last.contains(rank);
+        let decided = self.decided;
+        let standing = &mut self.standings[rank.index()];
+        if step != standing.step.next() || step > decided.next() {
+            let at = standing.step;
+            return Err(format!("beginning {step} after {at}, when {decided} is decided"));
+        }
+        if passes && step > decided && !last_excluded {
+            return Err(format!("passing {step} after it was in {decided}"));
+        }
+        let presence = if passes { Presence::Passing } else { Presence::Training };
+        *standing = Standing { step, presence };
+        let first = self.standings.iter().map(|it| it.step).min().unwrap_or_default();
+        self.decided_at.retain(|&step, _| step >= first || step >= decided);
+        Ok(())
+    }
+
+    /// All gradients of a rank are queued. If the step was decided without it: since when.
+    pub(crate) fn completed(
+        &mut self,
+        rank: Rank,
+        step: Step,
+        now: Time,
+    ) -> Result<Option<Duration>, String> {
+        let standing = &mut self.standings[rank.index()];
+        if (standing.step, standing.presence) != (step, Presence::Training) {
+            return Err(format!("the end of {step} in {}", standing.step));
+        }
+        standing.presence = Presence::Complete(now);
+        Ok(self.decided_at.get(&step).map(|&since| now.since(since)))
+    }
+
+    /// The next step's contributors, once they are known.
+    pub(crate) fn decide(&mut self, now: Time) -> Option<(Step, RankSet)> {
+        let step = self.decided.next();
+        if self.holds_back().next().is_some() {
+            return None;
+        }
+        let complete = self.complete(step);
+        let enough = match self.rule.close {
+            Close::Backup { ranks } => complete.len() + ranks >= self.standings.len() as u32,
+            Close::Deadline { .. } => {
+                let is_due = || self.deadline().is_some_and(|deadline| now >= deadline);
+                !complete.is_empty() && (self.expected().next().is_none() || is_due())
+            }
+        };
+        if !enough {
+            return None;
+        }
+        self.note_span(&complete);
+        self.decided = step;
+        self.decided_at.insert(step, now);
+        self.last = complete.clone();
+        Some((step, complete))
+    }
+
+    /// When `decide` wants to be asked again, whatever else happens.
+    pub(crate) fn deadline(&self) -> Option<Time> {
+        let Close::Deadline { percent } = self.rule.close else {
+            return None;
+        };
+        let mut spans: Vec<Duration> = self.spans.iter().copied().collect();
+        if spans.len() < SPANS_MIN || self.complete(self.decided.next()).is_empty() {
+            return None;
+        }
+        spans.sort_unstable();
+        let since = *self.decided_at.get(&self.decided)?;
+        Some(since + spans[spans.len() / 2] * percent / 100)
+    }
+
+    /// Whether the deadline is all that is waited for, and may pass.
+    pub(crate) fn poll_timeout(&self) -> Option<Time> {
+        self.holds_back().next().is_none().then(|| self.deadline()).flatten()
+    }
+
+    /// Ranks that the next decision waits for.
+    pub(crate) fn awaited(&self) -> RankSet {
+        let mut awaited = RankSet::empty(self.standings.len() as u32);
+        let step = self.decided.next();
+        let complete = self.complete(step);
+        let held: Vec<Rank> = self.holds_back().collect();
+        let missing = self.ranks().filter(|&rank| held.is_empty() && !complete.contains(rank));
+        for rank in held.iter().copied().chain(missing) {
+            awaited.insert(rank);
+        }
+        awaited
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> {
+        (0..self.standings.len() as u32).map(Rank)
+    }
+
+    /// Ranks that are so far behind that no further step may be decided.
+    fn holds_back(&self) -> impl Iterator<Item = Rank> + '_ {
+        let next = self.decided.next().0;
+        let first = next.saturating_sub(u64::from(self.rule.ahead_steps));
+        self.ranks().filter(move |rank| self.standings[rank.index()].step.0 < first)
+    }
+
+    /// Ranks that are complete in a step.
+    fn complete(&self, step: Step) -> RankSet {
+        let mut complete = RankSet::empty(self.standings.len() as u32);
+        for rank in self.ranks() {
+            let standing = self.standings[rank.index()];
+            if standing.step == step && matches!(standing.presence, Presence::Complete(_)) {
+                complete.insert(rank);
+            }
+        }
+        complete
+    }
+
+    /// Ranks that are not complete in the next step and may be before its deadline: who was in the
+    /// last one, and who has begun this one. Nobody waits for a rank that is a whole step late.
+    fn expected(&self) -> impl Iterator<Item = Rank> + '_ {
+        let step = self.decided.next();
+        self.ranks().filter(move |&rank| {
+            let standing = self.standings[rank.index()];
+            if standing.step == step {
+                standing.presence == Presence::Training
+            } else {
+                self.last.contains(rank)
+            }
+        })
+    }
+
+    fn note_span(&mut self, complete: &RankSet) {
+        let Some(&since) = self.decided_at.get(&self.decided) else {
+            return;
+        };
+        let at = |rank: Rank| match self.standings[rank.index()].presence {
+            Presence::Complete(at) => at,
+            _ => Time::ZERO,
+        };
+        let mut times: Vec<Time> = complete.iter().map(at).collect();
+        times.sort_unstable();
+        if let Some(&half) = times.get((times.len().saturating_sub(1)) / 2) {
+            self.spans.push_back(half.since(since));
+        }
+        if self.spans.len() > SPANS_MAX {
+            self.spans.pop_front();
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "coordinator_tests.rs"]
+mod tests;

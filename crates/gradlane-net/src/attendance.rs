@@ -1,0 +1,150 @@
+//! Who was in each step, where stragglers are left out, and how late they were.
+//!
+//! The I/O thread writes, application threads read. All ranks know who was left out; how late a rank
+//! was, rank 0 knows, which decides.
+
+use crate::metrics::seconds;
+use gradlane_engine::Event;
+use gradlane_units::{Rank, Step};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Decided steps that can be asked for.
+const STEPS_KEPT: usize = 64;
+
+/// How one rank fared.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    left_out: u64,
+    late: u64,
+    late_ns: u64,
+    late_ns_max: u64,
+    late_step_max: u64,
+}
+
+/// All decided steps.
+#[derive(Debug)]
+pub(crate) struct Attendance {
+    rank: Rank,
+    decided: Step,
+    /// Whether this rank was in, in the last steps.
+    was_in: BTreeMap<Step, bool>,
+    /// The last step in which this rank was a whole step behind.
+    behind: Option<Step>,
+    tallies: Vec<Tally>,
+}
+
+/// Where this rank stands after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether it was in; none where that is not known.
+    pub was_in: Option<bool>,
+    /// Whether the others were in the next step already when its gradients of this one were there.
+    pub behind: bool,
+    /// The last step whose contributors are known.
+    pub decided: Step,
+}
+
+impl Attendance {
+    /// No step is decided.
+    pub(crate) fn new(rank: Rank, world_size: u32) -> Attendance {
+        let tallies = vec![Tally::default(); world_size as usize];
+        Attendance { rank, decided: Step(0), was_in: BTreeMap::new(), behind: None, tallies }
+    }
+
+    /// Notes an event of the engine that is about contributors.
+    pub(crate) fn note(&mut self, event: &Event) {
+        match event {
+            Event::Decided { step, contributors } => {
+                self.decided = *step;
+                self.was_in.insert(*step, contributors.contains(&self.rank));
+                if self.was_in.len() > STEPS_KEPT {
+                    self.was_in.pop_first();
+                }
+                for (rank, tally) in self.tallies.iter_mut().enumerate() {
+                    tally.left_out += u64::from(!contributors.contains(&Rank(rank as u32)));
+                }
+            }
+            Event::LeftOut { step, behind: true } => self.behind = Some(*step),
+            Event::Late { rank, step, lateness } => {
+                let late_ns = u64::try_from(lateness.as_nanos()).unwrap_or(u64::MAX);
+                if let Some(tally) = self.tallies.get_mut(rank.index()) {
+                    tally.late += 1;
+                    tally.late_ns += late_ns;
+                    if late_ns >= tally.late_ns_max {
+                        (tally.late_ns_max, tally.late_step_max) = (late_ns, step.0);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    pub(crate) fn standing(&self, step: Step) -> Standing {
+        Standing {
+            was_in: self.was_in.get(&step).copied(),
+            behind: self.behind == Some(step),
+            decided: self.decided,
+        }
+    }
+
+    /// The last decided step, and a row a rank; none where nothing was decided.
+    pub(crate) fn read(&self) -> (u64, Vec<LeftOutReading>) {
+        if self.decided.0 == 0 {
+            return (0, Vec::new());
+        }
+        let row = |tally: &Tally| LeftOutReading {
+            left_out_steps: tally.left_out,
+            late_count: tally.late,
+            left_out_late_s: seconds(tally.late_ns),
+            late_s_max: seconds(tally.late_ns_max),
+            late_step_max: tally.late_step_max,
+        };
+        (self.decided.0, self.tallies.iter().map(row).collect())
+    }
+}
+
+/// How often one rank was left out, and, on rank 0, how late its gradients were then.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LeftOutReading {
+    /// Steps that went on without its gradients.
+    pub left_out_steps: u64,
+    /// Those of them whose gradients it had all the same, later.
+    pub late_count: u64,
+    /// How much later than the decision that was, in seconds, over all of these.
+    pub left_out_late_s: f64,
+    /// The longest of them.
+    pub late_s_max: f64,
+    /// The step of the longest.
+    pub late_step_max: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn counts_who_was_left_out_and_how_late_they_were() {
+        let mut attendance = Attendance::new(Rank(1), 3);
+        assert_eq!(attendance.read(), (0, Vec::new()));
+        for (step, contributors) in [(1, vec![Rank(0), Rank(2)]), (2, vec![Rank(0), Rank(1)])] {
+            attendance.note(&Event::Decided { step: Step(step), contributors });
+        }
+        attendance.note(&Event::LeftOut { step: Step(1), behind: true });
+        for ms in [5, 2] {
+            let lateness = Duration::from_millis(ms);
+            attendance.note(&Event::Late { rank: Rank(1), step: Step(ms), lateness });
+        }
+        let standing = Standing { was_in: Some(false), behind: true, decided: Step(2) };
+        assert_eq!(attendance.standing(Step(1)), standing);
+        assert_eq!(attendance.standing(Step(2)).was_in, Some(true));
+        assert_eq!(attendance.standing(Step(3)).was_in, None);
+        let (decided, rows) = attendance.read();
+        assert_eq!(decided, 2);
+        let out: Vec<u64> = rows.iter().map(|row| row.left_out_steps).collect();
+        assert_eq!(out, [0, 1, 1]);
+        assert_eq!((rows[1].late_count, rows[1].late_step_max), (2, 5));
+        assert!((rows[1].left_out_late_s - 0.007).abs() < 1e-12);
+    }
+}

@@ -1,0 +1,122 @@
+"""What happens to ranks that are late, and to their gradients: `wait`, `drop`, `backup=b`.
+
+Needs no torch and no core: options are checked where they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+WAIT = "wait"
+DROP_FACTOR = 1.25
+"""How many times as long as recent steps `drop` waits by default."""
+LATE = ("discard", "carry")
+AHEAD_STEPS = 4
+
+
+@dataclass(frozen=True)
+class StragglerRule:
+    """When a step goes on without those that are late.
+
+    Attributes:
+        backup: so many ranks are left out of each step; 0: those that are late by the factor.
+        factor: of the time that half of the contributors of recent steps took.
+    """
+
+    backup: int = 0
+    factor: float = DROP_FACTOR
+
+    def core_rule(self, ahead_steps: int) -> str:
+        """Return the rule as the core takes it, in JSON."""
+        close = (
+            {"backup": {"ranks": self.backup}}
+            if self.backup
+            else {"deadline": {"percent": round(self.factor * 100)}}
+        )
+        return json.dumps({"close": close, "ahead_steps": ahead_steps})
+
+
+def parse_stragglers(text: str) -> StragglerRule | None:
+    """Return the rule that a text stands for, or None for `wait`.
+
+    Args:
+        text: `wait`, `drop`, `drop=FACTOR` or `backup=RANKS`.
+
+    Raises:
+        ValueError: it is none of these, or its number is out of range.
+    """
+    name, equals, number = text.partition("=")
+    if text == WAIT:
+        return None
+    if text == "drop":
+        return StragglerRule()
+    try:
+        if name == "drop" and equals and 1.01 <= float(number) <= 100:
+            return StragglerRule(factor=float(number))
+        if name == "backup" and equals and int(number) >= 1:
+            return StragglerRule(backup=int(number))
+    except ValueError:
+        pass
+    raise ValueError(
+        f"stragglers is {text!r}; it is 'wait', 'drop', 'drop=1.5' (times as long as recent steps, "
+        "1.01 to 100) or 'backup=1' (ranks that no step waits for, 1 or more)"
+    )
+
+
+def check_stragglers(text: str, late: str, ahead_steps: int, others: dict[str, object]) -> None:
+    """Check what is given about stragglers, and that everything else goes with it.
+
+    Args:
+        text: as for `parse_stragglers`.
+        late: one of `LATE`.
+        ahead_steps: how many steps may be decided ahead of the slowest rank.
+        others: the session's other options, by name.
+
+    Raises:
+        ValueError: it does not; the message says why, and what to do.
+    """
+    if late not in LATE:
+        raise ValueError(f"late is {late!r}; known are {', '.join(LATE)}")
+    if ahead_steps < 1:
+        raise ValueError(f"ahead_steps is {ahead_steps}; it must be 1 or more")
+    if parse_stragglers(text) is None:
+        if late != LATE[0]:
+            raise ValueError(f'late is {late!r} with stragglers="wait": nobody is late there')
+        return
+    for name, (allowed, why) in _TOGETHER.items():
+        if others[name] not in allowed:
+            raise ValueError(f"stragglers={text!r} with {name}={others[name]!r}: {why}")
+
+
+_TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
+    "strategy": (
+        ("p3", "slicing", "wfbp"),
+        "a ring needs every rank's part, pulling workers that are late would ask for old results, "
+        "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
+    ),
+    "factors": (
+        (False,),
+        "gradients are rebuilt from the factors of all ranks; leave the scheme out",
+    ),
+    "update": (
+        ("worker",),
+        "an owner that is late itself does not hold the parameters that it would update; use "
+        'update="worker"',
+    ),
+    "codec": (
+        ("raw",),
+        "what encoding has lost would be dropped with a late gradient, and counted again later; "
+        "use no codec",
+    ),
+    "check_every": (
+        (0,),
+        "ranks compare their parameters in the middle of training, and would wait for who is late; "
+        "use 0, and compare at the end",
+    ),
+    "checkpoint": (
+        (None,),
+        "to take one is a collective call, and would wait for who is late; save on one rank after "
+        "session.synchronize()",
+    ),
+}
