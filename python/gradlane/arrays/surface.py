@@ -150,7 +150,7 @@ class SessionArrays:
             'update="server"': options.update == "server",
             "checkpoint=": options.checkpoint is not None,
             "check_every=": options.check_every > 0,
-            "stragglers=": options.stragglers != Options.stragglers,
+            "stragglers=": options.leaves_out,
         }
         for option, is_given in refusals.items():
             if is_given:
