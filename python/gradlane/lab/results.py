@@ -8,7 +8,6 @@ row with others, so text and file show the same numbers.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.strategy import parse_strategy
+from gradlane.whole_files import replace_text
 
 CPU_BOUND_SHARE = 0.8
 """Above this share of the machine's processors, a row measures them and is no evidence."""
@@ -183,6 +183,4 @@ def summarize(rows: Sequence[Row]) -> None:
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as a JSON list; the file is always a whole one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, json.dumps([asdict(row) for row in rows], indent=1))
