@@ -262,6 +262,12 @@ class Channel:
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready in the step since the last call."""
 
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that was not taken, and return it as `take_ready` does.
+
+        It counts as no wait of the program.
+        """
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor; rank 0 only.
 

@@ -101,6 +101,9 @@ class Channel(Protocol):
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready since the last call."""
 
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that `take_ready` has not returned, and return it likewise."""
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
 

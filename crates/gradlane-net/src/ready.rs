@@ -19,6 +19,8 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) enum Awaited {
     Tensor(TensorId, Step),
     Step(Step),
+    /// Something that became ready in a step and was not taken yet.
+    News(Step),
     End,
 }
 
@@ -66,6 +68,7 @@ impl ReadyBoard {
                 None => return false,
             },
             Awaited::Step(step) => (&self.complete, step),
+            Awaited::News(step) => return lock(&self.news).iter().any(|&(at, ..)| at == step),
             Awaited::End => (&self.ended, Step(0)),
         };
         board.load(Ordering::SeqCst) > step.0
@@ -87,6 +90,7 @@ impl ReadyBoard {
         self.newest.store(tensor.0, Ordering::Relaxed);
         self.tensors[tensor.index()].store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Tensor(tensor, step));
+        self.signal(Awaited::News(step));
     }
 
     /// A step is complete.
@@ -174,6 +178,22 @@ mod tests {
         assert!(waiter.join().is_ok());
         assert_eq!(board.take(Step(3)), vec![(TensorId(0), false), (TensorId(1), true)]);
         assert_eq!(board.take(Step(3)), vec![]);
+    }
+
+    #[test]
+    fn a_waiter_for_news_wakes_for_any_tensor_of_its_step() {
+        let board = Arc::new(ReadyBoard::new(2));
+        let waiter = {
+            let board = Arc::clone(&board);
+            std::thread::spawn(move || {
+                board.wait(Awaited::News(Step(2)), Duration::from_secs(60));
+                board.take(Step(2))
+            })
+        };
+        board.publish_tensor(TensorId(0), Step(1), false);
+        board.publish_tensor(TensorId(1), Step(2), true);
+        assert!(waiter.join().is_ok_and(|news| news == vec![(TensorId(1), true)]));
+        assert!(!board.has(Awaited::News(Step(2))));
     }
 
     #[test]

@@ -50,6 +50,11 @@ class Row:
     """Share of the time that a port sends."""
     io_utilization: float
     """Share of the time that a rank's I/O thread works."""
+    staleness_mean: float | None = None
+    """Updates between what a gradient was computed from and what it was applied to, where each is
+    applied alone; None: all ranks' are applied together."""
+    staleness_max: int | None = None
+    """The most of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -121,6 +126,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     is_ring = cluster.strategy == RING_FUSED
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
     step_s = float(report["step_s"])
+    staleness = report.get("staleness", {})
     return Row(
         model=profile.model,
         strategy=cluster.strategy,
@@ -137,6 +143,8 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         samples_per_s=cluster.workers * profile.batch_size / step_s,
         tx_utilization=float(report.get("tx_utilization", 0.0)),
         io_utilization=float(report.get("io_utilization", 0.0)),
+        staleness_mean=staleness.get("mean"),
+        staleness_max=staleness.get("max"),
     )
 
 
