@@ -65,13 +65,14 @@ def plan_json(
         ValueError: the arguments make no plan; the message says why.
     """
 
-def codec_json(text: str, dtype: str, sizes: list[int]) -> str:
+def codec_json(text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None) -> str:
     """Say what a codec does to a tensor, as a JSON object; `null` where it would change nothing.
 
     Args:
         text: a codec such as `qsgd:bits=4`.
         dtype: the tensor's.
         sizes: of its dimensions in the order of storage.
+        ring_ranks: bytes are those of a ring of so many ranks: half of what goes round in all laps.
 
     Returns:
         `{"codec", "granule_elems", "fixed_size", "residual_width", "unbiased", "wire_bytes_max"}`.
@@ -280,6 +281,12 @@ class Channel:
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready in the step since the last call."""
+
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that was not taken, and return it as `take_ready` does.
+
+        It counts as no wait of the program.
+        """
 
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor; rank 0 only.

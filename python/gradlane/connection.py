@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.core import Channel, CoreModule, Listener
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
+from gradlane.local.layout import OFF, agree_on_layout
+from gradlane.local.opening import open_node_channel
 from gradlane.observability.observer import Observer
 from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
@@ -80,29 +83,49 @@ def open_channel(
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
+    secret = meeting.secret(around.secret)
+    if options.local != OFF and place.world_size > 1:
+        layout = agree_on_layout(options, meeting, os.environ)
+        if layout is not None:
+            between = functools.partial(_connect, around, meeting, secret, update)
+            return open_node_channel(
+                around, meeting, table, layout, first=first, open_between=between
+            )
+    ranks = [(first + index) % place.world_size for index in range(place.world_size)]
+    return _connect(around, meeting, secret, update, table, ranks)
+
+
+def _connect(
+    around: Surroundings,
+    meeting: Meeting,
+    secret: bytes,
+    update: str,
+    rows: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
+) -> Channel:
+    """Open the core's channel between some ranks, in their order."""
+    options, place = around.options, around.place
     # A core that knows nothing of them is asked for nothing of them.
     further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
     rule = parse_stragglers(options.stragglers)
     if rule is not None and place.world_size > 1:
         further["stragglers_json"] = rule.core_rule(options.ahead_steps)
     plan = around.core.plan_json(
-        json.dumps(table),
+        json.dumps(rows),
         options.strategy,
         options.slice_elems,
         options.seed,
         update,
-        place.world_size,
+        len(ranks),
         **further,
     )
-    secret = meeting.secret(around.secret)
     listener, host = _listen(around)
     try:
-        peers = meeting.exchange_addresses(host, listener.port)
-        rank = (place.rank - first) % place.world_size
-        settings = _channel_options(around, meeting.name, rank)
-        return around.core.Channel(
-            listener, settings, plan, [*peers[first:], *peers[:first]], secret
-        )
+        peers = meeting.exchange_addresses(host, listener.port, ranks)
+        # Ranks that carry for their nodes have a channel for each local rank.
+        job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
+        settings = _channel_options(around, job, ranks.index(place.rank), len(ranks))
+        return around.core.Channel(listener, settings, plan, peers, secret)
     except around.core.ChannelError as error:
         raise RendezvousError(f"rank {place.rank} could not connect: {error.args[0]}") from error
     except BaseException:
@@ -110,12 +133,12 @@ def open_channel(
         raise
 
 
-def _channel_options(around: Surroundings, job: str, rank: int) -> str:
+def _channel_options(around: Surroundings, job: str, rank: int, world_size: int) -> str:
     options, place = around.options, around.place
     return json.dumps(
         {
             "rank": rank,
-            "world_size": place.world_size,
+            "world_size": world_size,
             "job": job,
             "generation": place.restart,
             "seed": options.seed,

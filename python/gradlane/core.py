@@ -104,6 +104,9 @@ class Channel(Protocol):
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready since the last call."""
 
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that `take_ready` has not returned, and return it likewise."""
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
 
@@ -248,7 +251,9 @@ class CodecModule(Protocol):
     def Codec(self) -> CodecType:  # noqa: N802
         """The class of codecs."""
 
-    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+    def codec_json(
+        self, text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None
+    ) -> str:
         """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
 
 

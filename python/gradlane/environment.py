@@ -33,6 +33,13 @@ _LOCAL_RANK_VARIABLES = (
     "MV2_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+)
 _JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "SLURM_JOB_ID",
@@ -99,6 +106,14 @@ def find_local_rank(environment: Mapping[str, str]) -> int:
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return 0
+
+
+def find_local_size(environment: Mapping[str, str]) -> int:
+    """Return how many ranks are on this rank's node; 1 where the launcher does not say."""
+    for name in _LOCAL_SIZES:
+        if environment.get(name, "").isdigit():
+            return max(1, int(environment[name]))
+    return 1
 
 
 def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:

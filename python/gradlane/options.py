@@ -26,6 +26,8 @@ SLICE_ELEMS = {
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
 UPDATES = ("worker", "server")
+LOCALS = ("off", "leader", "shared", "auto")
+"""Whether the ranks of a node add up before the network, and how many of them then send."""
 SFB = "sfb"
 """The scheme of weights whose gradient travels as factors, from every rank to every other."""
 FACTOR_SCHEMES = (SFB,)
@@ -49,6 +51,7 @@ class Options:
         exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
+        local: one of `LOCALS`.
         stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
         late: what becomes of gradients that a step went on without: one of `LATE`.
         ahead_steps: how many steps may be decided ahead of the slowest rank.
@@ -80,6 +83,7 @@ class Options:
     factors: bool = False
     exact_order: bool = True
     update: str = "worker"
+    local: str = "off"
     stragglers: str = WAIT
     late: str = LATE[0]
     ahead_steps: int = AHEAD_STEPS
@@ -111,6 +115,7 @@ class Options:
         """
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("update", self.update, UPDATES)
+        _one_of("local", self.local, LOCALS)
         if self.strategy == RING:
             self._check_ring()
         if self.strategy == ASGD:
@@ -152,11 +157,6 @@ class Options:
         why = ring_refusal(self.strategy, self.update)
         if why:
             raise ValueError(f"strategy is 'ring', but {why}")
-        if self.codec != Options.codec:
-            raise ValueError(
-                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
-                "yet; use strategy 'p3'"
-            )
 
     def _check_asgd(self) -> None:
         if self.update != "server":
@@ -211,6 +211,7 @@ class Options:
             "factors",
             "exact_order",
             "update",
+            "local",
             "frame_bytes",
             "check_every",
             "stragglers",
@@ -221,6 +222,11 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.
         return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
+
+
+def ring_ranks(strategy: str, world_size: int) -> int | None:
+    """Return of how many ranks the ring is that a strategy's tensors go round; None: of none."""
+    return world_size if strategy == RING else None
 
 
 def strategy_of(strategy: str, scheme: str | None) -> str:

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -194,17 +194,24 @@ class Meeting:
             )
         return published
 
-    def exchange_addresses(self, host: str, port: int) -> list[str]:
+    def exchange_addresses(
+        self, host: str, port: int, ranks: Sequence[int] | None = None
+    ) -> list[str]:
         """Publish this rank's address and return all ranks', as `host:port`.
+
+        Args:
+            host: this rank's.
+            port: this rank's.
+            ranks: those that take part, in the order of the answer; None: all.
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
         """
-        node = _node_name()
+        node = node_name()
         own = {"host": host, "port": port, "node": node}
         self.put(f"address/{self.place.rank}", json.dumps(own))
         peers = []
-        for rank in range(self.place.world_size):
+        for rank in range(self.place.world_size) if ranks is None else ranks:
             peer = json.loads(self.get(f"address/{rank}", rank))
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
                 raise RendezvousError(
@@ -257,7 +264,8 @@ def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> s
     return ""
 
 
-def _node_name() -> str:
+def node_name() -> str:
+    """Return a name of this machine, or container, that no other one has."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read(8)

@@ -44,6 +44,7 @@ from gradlane.core import CoreModule, load_core
 from gradlane.environment import Place, find_place
 from gradlane.errors import GradlaneError, SessionClosed, UsageError
 from gradlane.join import Join
+from gradlane.local.layout import with_local
 from gradlane.observability.observer import make_observer
 from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
@@ -83,6 +84,7 @@ def init(
     codec: CodecArgument = None,
     exact_order: bool = Options.exact_order,
     update: str = Options.update,
+    local: str = Options.local,
     stragglers: str = Options.stragglers,
     late: str = Options.late,
     ahead_steps: int = Options.ahead_steps,
@@ -140,6 +142,11 @@ def init(
             `docs/planning.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
+        local: what the ranks of a node do: `"off"`: each talks to all others by itself; `"leader"`:
+            they add up in shared memory, and the first one talks to the network for all;
+            `"shared"`: each does, for its share; `"auto"`: `"leader"` where there are several
+            nodes of several ranks and it goes with the other options. Sums are taken node by
+            node then, another rounding; see `docs/several-accelerators.md`.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
             more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5
             times their length, 1.25 if not said). The mean is over the ranks that were in time,
@@ -194,6 +201,7 @@ def init(
         factors=scheme == SFB,
         exact_order=exact_order,
         update=update,
+        local=local,
         stragglers=stragglers,
         late=late,
         ahead_steps=ahead_steps,
@@ -217,6 +225,7 @@ def init(
         checkpoint_keep=checkpoint_keep,
         summary=is_wanted(summary, os.environ),
     )
+    options = with_local(options)
     core = core if core is not None else load_core()
     if options.codec != RAW:
         check_codecs(options.codec)

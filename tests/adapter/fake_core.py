@@ -402,6 +402,17 @@ class FakeChannel:
             taken.update(tensor for tensor, _ in ready)
             return ready
 
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        with self.world.changed:
+            taken: list[tuple[int, bool]] = []
+
+            def found() -> bool:
+                taken.extend(self.take_ready(step))
+                return bool(taken)
+
+            self._wait_for(found)
+            return taken
+
     def switch_priorities(self, priorities: list[int]) -> None:
         assert self.rank == 0
         assert len(priorities) == len(self.world.plan["tensors"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 from gradlane.arrays.dlpack import read_dlpack
 from gradlane.arrays.memory import borrow, dtype_name, make_slot
 from gradlane.errors import ArrayRefused
-from tests.adapter.pool import RankPool
+from tests.adapter.pool import FirstRanks, RankPool
 
 built = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -20,18 +19,16 @@ built = pytest.mark.skipif(
 HERE = "tests.arrays.scenarios"
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(3)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def three(pool: RankPool) -> FirstRanks:
+    return FirstRanks(pool, 3)
 
 
 @built
-def test_means_equal_those_of_a_prepared_model(pool: RankPool) -> None:
-    of_torch = pool.run(f"{HERE}:means_of_torch")
-    of_arrays = pool.run(f"{HERE}:means_of_arrays")
-    sliced = pool.run(f"{HERE}:means_of_arrays", slice_elems=1000, strategy="slicing")
+def test_means_equal_those_of_a_prepared_model(three: FirstRanks) -> None:
+    of_torch = three.run(f"{HERE}:means_of_torch")
+    of_arrays = three.run(f"{HERE}:means_of_arrays")
+    sliced = three.run(f"{HERE}:means_of_arrays", slice_elems=1000, strategy="slicing")
     for ours in (*of_arrays, *sliced):
         assert ours["seen"] == of_torch[0]
         assert ours["in_place"]
@@ -40,8 +37,8 @@ def test_means_equal_those_of_a_prepared_model(pool: RankPool) -> None:
 
 
 @built
-def test_values_are_spread_and_absent_ones_count_as_zeros(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(f"{HERE}:spread_and_absent")):
+def test_values_are_spread_and_absent_ones_count_as_zeros(three: FirstRanks) -> None:
+    for rank, found in enumerate(three.run(f"{HERE}:spread_and_absent")):
         assert found["spread"] == [[10.0, 10.0], [0.0, 0.0, 0.0]]
         assert found["late"] == [2.0, 2.0, 2.0]
         assert found["soon"] is None
@@ -50,8 +47,8 @@ def test_values_are_spread_and_absent_ones_count_as_zeros(pool: RankPool) -> Non
 
 
 @built
-def test_what_does_not_fit_is_refused_and_the_session_goes_on(pool: RankPool) -> None:
-    for said in pool.run(f"{HERE}:refused", ranks=2):
+def test_what_does_not_fit_is_refused_and_the_session_goes_on(three: FirstRanks) -> None:
+    for said in three.run(f"{HERE}:refused", ranks=2):
         kinds = [line.partition(":")[0] for line in said[:8]]
         expected = ["shape", "dtype", "layout", "layout", "layout", "device", "type", "dtype"]
         assert kinds == expected
@@ -64,27 +61,27 @@ def test_what_does_not_fit_is_refused_and_the_session_goes_on(pool: RankPool) ->
 
 
 @built
-def test_different_arrays_are_named_on_every_rank(pool: RankPool) -> None:
-    for error in pool.run(f"{HERE}:differing", ranks=2):
+def test_different_arrays_are_named_on_every_rank(three: FirstRanks) -> None:
+    for error in three.run(f"{HERE}:differing", ranks=2):
         assert "'w') has shape [2, 2] on rank 0" in error
 
 
 @built
-def test_a_lost_rank_is_named_again_and_again(pool: RankPool) -> None:
-    said = pool.run(f"{HERE}:lost", ranks=2)[0].split(" | ")
+def test_a_lost_rank_is_named_again_and_again(three: FirstRanks) -> None:
+    said = three.run(f"{HERE}:lost", ranks=2)[0].split(" | ")
     assert [line[:17] for line in said[:2]] == ["1 1 rank 1 gave u"] * 2
     assert said[2] == "close"
 
 
 @built
-def test_arrays_beside_a_model(pool: RankPool) -> None:
-    means = pool.run(f"{HERE}:beside_a_model")
+def test_arrays_beside_a_model(three: FirstRanks) -> None:
+    means = three.run(f"{HERE}:beside_a_model")
     assert means[0] == means[1] == means[2]
 
 
 @built
-def test_a_close_in_mid_step_counts_as_zeros(pool: RankPool) -> None:
-    means = pool.run(f"{HERE}:ended_in_mid_step", ranks=2)
+def test_a_close_in_mid_step_counts_as_zeros(three: FirstRanks) -> None:
+    means = three.run(f"{HERE}:ended_in_mid_step", ranks=2)
     assert means[0] == [[4.0], [2.0]]
 
 

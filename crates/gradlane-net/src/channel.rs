@@ -544,6 +544,28 @@ impl Channel {
         Ok(self.shared.ready.take(step))
     }
 
+    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
+    /// that pass results on: it counts as no wait of the program.
+    ///
+    /// # Errors
+    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
+    pub fn next_ready(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<(TensorId, bool)>, ChannelError> {
+        loop {
+            let taken = self.take_ready(step)?;
+            if !taken.is_empty() {
+                return Ok(taken);
+            }
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+            self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
+        }
+    }
+
     /// On rank 0: another priority for every tensor, in force on all ranks two steps later.
     ///
     /// # Errors

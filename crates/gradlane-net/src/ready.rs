@@ -21,6 +21,8 @@ pub(crate) enum Awaited {
     Step(Step),
     /// That the contributors of a step are known, where they are chosen.
     Decided(Step),
+    /// Something that became ready in a step and was not taken yet.
+    News(Step),
     End,
 }
 
@@ -72,6 +74,7 @@ impl ReadyBoard {
             },
             Awaited::Step(step) => (&self.complete, step),
             Awaited::Decided(step) => (&self.decided, step),
+            Awaited::News(step) => return lock(&self.news).iter().any(|&(at, ..)| at == step),
             Awaited::End => (&self.ended, Step(0)),
         };
         board.load(Ordering::SeqCst) > step.0
@@ -93,6 +96,7 @@ impl ReadyBoard {
         self.newest.store(tensor.0, Ordering::Relaxed);
         self.tensors[tensor.index()].store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Tensor(tensor, step));
+        self.signal(Awaited::News(step));
     }
 
     /// A step is complete.
@@ -186,6 +190,22 @@ mod tests {
         assert!(waiter.join().is_ok());
         assert_eq!(board.take(Step(3)), vec![(TensorId(0), false), (TensorId(1), true)]);
         assert_eq!(board.take(Step(3)), vec![]);
+    }
+
+    #[test]
+    fn a_waiter_for_news_wakes_for_any_tensor_of_its_step() {
+        let board = Arc::new(ReadyBoard::new(2));
+        let waiter = {
+            let board = Arc::clone(&board);
+            std::thread::spawn(move || {
+                board.wait(Awaited::News(Step(2)), Duration::from_secs(60));
+                board.take(Step(2))
+            })
+        };
+        board.publish_tensor(TensorId(0), Step(1), false);
+        board.publish_tensor(TensorId(1), Step(2), true);
+        assert!(waiter.join().is_ok_and(|news| news == vec![(TensorId(1), true)]));
+        assert!(!board.has(Awaited::News(Step(2))));
     }
 
     #[test]

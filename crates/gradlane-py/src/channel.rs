@@ -331,6 +331,13 @@ impl Channel {
         Ok(ready.into_iter().map(|(tensor, absent)| (tensor.0, absent)).collect())
     }
 
+    /// Wait for something that became ready and was not taken; returns it as `take_ready` does.
+    fn next_ready(&self, py: Python<'_>, step: u64) -> PyResult<Vec<(u32, bool)>> {
+        let ready =
+            self.waiting(py, move |channel, interrupt| channel.next_ready(Step(step), interrupt))?;
+        Ok(ready.into_iter().map(|(tensor, absent)| (tensor.0, absent)).collect())
+    }
+
     /// On rank 0: another priority for every tensor, in force two steps later.
     fn switch_priorities(&self, priorities: Vec<i32>) -> PyResult<()> {
         let priorities = priorities.into_iter().map(Priority).collect();

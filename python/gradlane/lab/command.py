@@ -268,6 +268,13 @@ def lab_grid(
     workload: Annotated[
         str, typer.Option(help="Only these, comma-separated; all by default.")
     ] = "",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="Measure these, comma-separated, such as p3,auto,auto:any-rounding; each cell's "
+            "own by default."
+        ),
+    ] = "",
     costs: CostsPath = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit the one fitted constant to the ResNet-50 rows.")
@@ -291,7 +298,7 @@ def lab_grid(
         from gradlane.lab.privilege import ensure_namespaces
 
         ensure_namespaces(sys.argv[1:])
-        cells = cells_of(workloads)
+        cells = cells_of(workloads, [name for name in strategy.split(",") if name.strip()])
         with runs_progress(console) as progress:
             missing = measure_missing(cells, results, budget_s=budget_s, progress=progress)
         if missing:

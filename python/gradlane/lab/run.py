@@ -36,7 +36,7 @@ from gradlane.lab.straggling import Bursts, StragglerSpec
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import ASGD, RING
+from gradlane.options import ASGD
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -133,7 +133,7 @@ class LabOptions:
             )
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting in (ASGD, RING)), None)
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:

@@ -30,7 +30,7 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.options import SFB
+from gradlane.options import SFB, ring_ranks
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.settings import ClusterFacts, Settings
@@ -296,6 +296,7 @@ def _verify(
         request.warmup + request.steps,
         exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
     )
     if wrong:
         raise ArithmeticError(

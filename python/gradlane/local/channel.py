@@ -1,0 +1,428 @@
+"""A channel to all ranks of which those of a node are reached through shared memory.
+
+It is what the core's channel is to everything above it. A gradient goes to the ranks of this node
+that carry parts of it; when all of the node's ranks have spoken, the carrier gives the node's mean
+to the channel between nodes, and what comes back lands with every rank of the node. All ranks copy
+the same bytes, so all have the same bits.
+
+A rank that ends without a goodbye fails the channel at once, on its node and through the carriers
+on all others.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradlane.core import Channel, CoreModule
+from gradlane.local.carriage import Carriage, Contribution
+from gradlane.local.failure import Failure
+from gradlane.local.link import BYE, ENDED, FAILED, GIVE, ORDER, RESULT, LocalLink, Message
+from gradlane.local.rank_calls import RankCalls
+from gradlane.local.shares import Part
+from gradlane.local.sums import copy
+from gradlane.local.waits import Waits
+from gradlane.timeline.recorded import CoreRow
+
+_LOOK_S = 1.0
+
+
+class NodeChannel(RankCalls):
+    """Connections to all ranks: to those of this node, and, if this one carries, to other nodes."""
+
+    def __init__(
+        self,
+        core: CoreModule,
+        link: LocalLink,
+        rows: Sequence[Mapping[str, Any]],
+        parts: Sequence[Part],
+        between: Channel | None,
+        *,
+        source_rank: int,
+        progress_timeout_s: float,
+    ) -> None:
+        """Start listening to the ranks of this node.
+
+        Args:
+            core: where errors come from.
+            link: to the ranks of this node.
+            rows: the plan's tensors.
+            parts: what each rank of a node carries.
+            between: the channel to the other nodes, if this rank carries.
+            source_rank: the rank whose values step 0 spreads.
+            progress_timeout_s: how long to wait for ranks that are alive but do not take part.
+        """
+        self._core = core
+        self._link = link
+        self._layout = link.layout
+        self._own = link.layout.local_rank
+        self._parts = parts
+        self._of_tensor: list[list[Part]] = [[] for _ in rows]
+        for part in parts:
+            self._of_tensor[part.tensor].append(part)
+        self._only_first = [row["role"] != "parameter" for row in rows]
+        self._names = [str(row["name"]) for row in rows]
+        self._timeout_s = progress_timeout_s
+        self._is_source = source_rank == self._layout.rank_of(self._layout.node, self._own)
+        self._changed = threading.Condition()
+        self._copying = threading.Lock()
+        self._failure: Failure | None = None
+        self._closing = False
+        self._left: set[int] = set()
+        self._step = -1
+        self._pointers = [0] * len(rows)
+        self._parts_here = [0] * len(rows)
+        self._ready = [-1] * len(rows)
+        self._newest = 0
+        self._news: deque[tuple[int, int, bool]] = deque()
+        self._waits = Waits(self._names)
+        self._local_bytes = 0
+        node, source = divmod(source_rank, self._layout.local_size)
+        self._carriage = (
+            None
+            if between is None
+            else Carriage(
+                core,
+                between,
+                link,
+                parts,
+                self,
+                source if node == self._layout.node else None,
+            )
+        )
+        self._listening = threading.Thread(
+            target=self._listen, name="gradlane-node-listen", daemon=True
+        )
+        self._listening.start()
+
+    # ---- gradients
+
+    def step_begin(self, step: int) -> None:
+        """Begin a step; the one before must be complete."""
+        self._check()
+        with self._changed:
+            self._step = step
+            self._parts_here = [0] * len(self._parts_here)
+        if self._carriage is not None:
+            self._calling(lambda carriage: carriage.begin(step))
+
+    def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over a gradient; the memory is the channel's until the tensor is ready."""
+        self._give(tensor, step, pointer, absent=False)
+
+    def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Say that there is no gradient here; a result of other ranks lands in the memory."""
+        self._give(tensor, step, pointer, absent=True)
+
+    def step_end(self, step: int) -> None:
+        """Say that `optimizer.step()` was called."""
+        self._check()
+        if self._carriage is not None:
+            self._carriage.end(step)
+
+    def _give(self, tensor: int, step: int, pointer: int, *, absent: bool) -> None:
+        self._check()
+        self._pointers[tensor] = pointer
+        # In step 0 only one rank's values count.
+        copies = not absent and (step > 0 or self._is_source)
+        for part in self._of_tensor[tensor]:
+            start = pointer + part.first_byte
+            if part.carrier == self._own:
+                assert self._carriage is not None
+                memory = None if absent else (start, part.nbytes)
+                self._carriage.hear(Contribution(part, self._own, step, memory))
+                continue
+            if copies:
+                copy(start, self._link.address(self._own, part.offset), part.nbytes)
+                self._local_bytes += part.nbytes
+            self._link.send(part.carrier, GIVE, part.number, step, flag=absent)
+
+    def deliver(self, part: Part, step: int, absent: bool) -> None:
+        """Take the mean of a part from its carrier's memory."""
+        with self._copying:
+            if self._failure is not None:
+                return
+            if not absent and not (step == 0 and self._is_source):
+                source = self._link.address(part.carrier, part.offset)
+                copy(source, self._pointers[part.tensor] + part.first_byte, part.nbytes)
+                self._local_bytes += part.nbytes
+        with self._changed:
+            self._parts_here[part.tensor] += 1
+            if self._parts_here[part.tensor] == len(self._of_tensor[part.tensor]):
+                self._ready[part.tensor] = step
+                self._newest = part.tensor
+                self._news.append((step, part.tensor, absent))
+                self._changed.notify_all()
+
+    # ---- results
+
+    def wait(self, tensors: list[int], step: int) -> None:
+        """Wait until all of these are ready."""
+        for tensor in tensors:
+            self._wait_for([tensor], step, whole_step=False)
+
+    def wait_step(self, step: int) -> None:
+        """Wait until the whole step is complete."""
+        takes_part = [
+            tensor
+            for tensor, only_first in enumerate(self._only_first)
+            if step == 0 or not only_first
+        ]
+        self._wait_for(takes_part, step, whole_step=True)
+
+    def needed(self, tensor: int, step: int) -> None:
+        """Say that a consumer is about to wait; nothing has to be asked for here."""
+
+    def is_ready(self, tensor: int, step: int) -> bool:
+        """Whether a tensor is ready; does not wait."""
+        self._check()
+        return self._ready[tensor] >= step
+
+    def take_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Return (tensor, absent) for what became ready since the last call."""
+        self._check()
+        with self._changed:
+            news, self._news = self._news, deque()
+        return [(tensor, absent) for at, tensor, absent in news if at == step]
+
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait for something that `take_ready` has not returned, and return it likewise."""
+        while not (taken := self.take_ready(step)):
+            with self._changed:
+                self._changed.wait_for(lambda: self._news or self._failure, _LOOK_S)
+        return taken
+
+    def _wait_for(self, tensors: Sequence[int], step: int, *, whole_step: bool) -> None:
+        self._check()
+
+        def missing() -> int | None:
+            return next((one for one in tensors if self._ready[one] < step), None)
+
+        with self._changed:
+            if missing() is None:
+                return
+            since_ns = time.monotonic_ns()
+            news, news_ns = len(self._news), since_ns
+            while (tensor := missing()) is not None and self._failure is None:
+                self._changed.wait(_LOOK_S)
+                if news != (news := len(self._news)):
+                    news_ns = time.monotonic_ns()
+                if time.monotonic_ns() - news_ns > self._timeout_s * 1e9:
+                    break
+            newest = self._newest
+        self._check()
+        if tensor is not None:
+            self.fail(
+                Failure(
+                    f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for "
+                    f"{self._names[tensor]!r} in step {step}; a rank of its node, or another "
+                    "node, does not take part",
+                    self._last_complete,
+                    None,
+                    timed_out=True,
+                )
+            )
+            self._check()
+        waited_ns = time.monotonic_ns() - since_ns
+        self._waits.note(
+            newest if whole_step else tensors[0], step, waited_ns, whole_step=whole_step
+        )
+
+    # ---- order
+
+    def switch_priorities(self, priorities: list[int]) -> None:
+        """Announce another order of urgency, one number a tensor (rank 0)."""
+        packed = array.array("i", priorities).tobytes()
+        for peer in self._link.peers:
+            if peer < self._layout.carriers:
+                self._link.tell(peer, ORDER, packed)
+        if self._carriage is not None:
+            self._calling(lambda carriage: carriage.reorder(priorities))
+
+    def send_raw(self, step: int) -> None:
+        """Let contributions to a step that has just begun travel between nodes without codecs."""
+        self._calling(lambda carriage: carriage.channel.send_raw(step))
+
+    # ---- counters
+
+    def metrics_json(self) -> str:
+        """Return counters as a JSON object: the network's if this rank carries, and waits."""
+        reading: dict[str, Any] = {}
+        if self._carriage is not None:
+            reading = json.loads(self._carriage.channel.metrics_json())
+        world_size = self._layout.nodes * self._layout.local_size
+        for table in ("peers", "stragglers"):
+            by_node = reading.get(table, [])
+            empty = dict.fromkeys(by_node[0], 0) if by_node else {}
+            rows = [dict(empty) for _ in range(world_size)]
+            for node, row in enumerate(by_node):
+                rows[self._layout.rank_of(node, self._own)] = row
+            reading[table] = rows if by_node else []
+        reading["waits"] = self._waits.rows()
+        reading["wait_s"] = self._waits.waited_ns * 1e-9
+        reading["local_bytes"] = self._local_bytes
+        return json.dumps(reading)
+
+    def waited_ns(self) -> int:
+        """Return how long threads of the program have waited so far, in nanoseconds."""
+        return self._waits.waited_ns
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return and forget the trace of frames between nodes."""
+        if self._carriage is None:
+            return []
+        return [
+            (*row[:3], self._peer(row[3]), row[4], self._tensor(row[5]), *row[6:])
+            for row in self._carriage.channel.take_trace()
+        ]
+
+    def take_timeline(self) -> tuple[list[CoreRow], int]:
+        """Return and forget the trace between nodes, and how much of it was not kept."""
+        if self._carriage is None:
+            return [], 0
+        rows, dropped = self._carriage.channel.take_timeline()
+        named: list[CoreRow] = []
+        for times, way, kind, peer, step, (index, *within), nbytes, priority in rows:
+            place = (self._tensor(index), within[0], within[1])
+            named.append((times, way, kind, self._peer(peer), step, place, nbytes, priority))
+        return named, dropped
+
+    def _peer(self, node: int) -> int:
+        return self._layout.rank_of(node, self._own)
+
+    def _tensor(self, index: int) -> int:
+        assert self._carriage is not None
+        return self._carriage.carried[index].tensor
+
+    # ---- the end
+
+    def finish(self, timeout_s: float) -> None:
+        """Close in order, with a goodbye to every rank."""
+        deadline_s = time.monotonic() + timeout_s
+        self._check()
+        with self._changed:
+            self._closing = True
+        for peer in self._link.peers:
+            self._link.send(peer, BYE)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(self._left) == len(self._link.peers),
+                timeout_s,
+            )
+            stayed = [peer for peer in self._link.peers if peer not in self._left]
+        self._check()
+        if stayed:
+            ranks = ", ".join(str(self._layout.rank_of(self._layout.node, one)) for one in stayed)
+            text = f"ranks {ranks} of this node did not close within {timeout_s:g} s"
+            self.abort(text)
+            raise self._core.ChannelTimeout(text, self._last_complete, None)
+        if self._carriage is not None:
+            try:
+                self._carriage.channel.finish(max(0.1, deadline_s - time.monotonic()))
+            except self._core.ChannelError as error:
+                failure = self._carriage.translated(error)
+                raise failure.error(self._core) from error
+            finally:
+                self._carriage.stop()
+        self._hang_up()
+
+    def abort(self, reason: str) -> None:
+        """Give up and tell every rank why."""
+        text = f"rank {self._rank} gave up: {reason}"
+        self.fail(Failure(text, self._last_complete, self._rank), told=reason)
+        if self._carriage is not None:
+            self._carriage.stop()
+        self._hang_up()
+
+    def forget_in_child(self) -> None:
+        """Close descriptors in a forked child."""
+        if self._carriage is not None:
+            self._carriage.channel.forget_in_child()
+        self._link.close()
+
+    def fail(self, failure: Failure, told: str | None = None) -> None:
+        """Keep the first failure, wake who waits, and tell all other ranks.
+
+        Args:
+            failure: what happened.
+            told: what the other nodes are told in place of its message.
+        """
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._changed.notify_all()
+        # From here on nobody touches memory of the program.
+        with self._copying:
+            pass
+        for peer in self._link.peers:
+            self._link.tell(peer, FAILED, failure.to_bytes(), waits=False)
+        if self._carriage is not None:
+            self._carriage.let_go()
+            self._carriage.abort(told or failure.message)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure.error(self._core)
+
+    def _calling(self, call: Any) -> None:
+        """Call the carriage, if there is one; its failure is one of this channel."""
+        self._check()
+        if self._carriage is None:
+            return
+        try:
+            call(self._carriage)
+        except self._core.ChannelError as error:
+            self.fail(self._carriage.translated(error))
+            self._check()
+
+    @property
+    def _rank(self) -> int:
+        return self._layout.rank_of(self._layout.node, self._own)
+
+    @property
+    def _last_complete(self) -> int | None:
+        trained = zip(self._ready, self._only_first, strict=True)
+        last = min((at for at, only_first in trained if not only_first), default=-1)
+        return last if last >= 0 else None
+
+    def _hang_up(self) -> None:
+        self._link.stop()
+        if self._listening is not threading.current_thread():
+            self._listening.join()
+        self._link.close()
+
+    def _listen(self) -> None:
+        """Hear the other ranks of this node until the end."""
+        for message in self._link.messages():
+            try:
+                self._hear(message)
+            except self._core.ChannelError as error:
+                assert self._carriage is not None
+                self.fail(self._carriage.translated(error))
+
+    def _hear(self, message: Message) -> None:
+        if message.kind == GIVE and self._carriage is not None:
+            part = self._parts[message.part]
+            start = self._link.address(message.sender, part.offset)
+            memory = None if message.flag else (start, part.nbytes)
+            self._carriage.hear(Contribution(part, message.sender, message.step, memory))
+        elif message.kind == RESULT:
+            self.deliver(self._parts[message.part], message.step, message.flag)
+        elif message.kind == ORDER and self._carriage is not None:
+            self._carriage.reorder(array.array("i", message.text).tolist())
+        elif message.kind == FAILED:
+            self.fail(Failure.from_bytes(message.text))
+        elif message.kind == BYE:
+            with self._changed:
+                self._left.add(message.sender)
+                self._changed.notify_all()
+        elif message.kind == ENDED and message.sender not in self._left:
+            rank = self._layout.rank_of(self._layout.node, message.sender)
+            text = f"rank {rank} was lost: its process on this node ended without a goodbye"
+            self.fail(Failure(text, self._last_complete, rank))

@@ -1,0 +1,74 @@
+"""Failures as they pass between a node's ranks, and between ranks and nodes.
+
+The channel between nodes numbers its ranks by nodes, and says `rank 1` for node 1. What is told
+through it in words names ranks of the whole world: such words are marked on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from gradlane.core import CoreModule
+
+_MARK = "world rank"
+_RANK = re.compile(r"\brank (\d+)")
+_MARKED = re.compile(rf"\b{_MARK} (\d+)")
+_NODE = re.compile(r"\b(?<!world )rank (\d+)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a channel has ended before its time.
+
+    Attributes:
+        message: what happened, with ranks of the whole world, or nodes.
+        last_complete_step: the last step that was whole, or None.
+        rank: the rank at fault, or None.
+        timed_out: whether ranks were alive and did not take part.
+    """
+
+    message: str
+    last_complete_step: int | None
+    rank: int | None
+    timed_out: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return what another rank of the node is told."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(text: bytes) -> Failure:
+        """Return what another rank of the node has told."""
+        return Failure(**json.loads(text))
+
+    def error(self, core: CoreModule) -> Exception:
+        """Return it as the core raises it."""
+        kind = core.ChannelTimeout if self.timed_out else core.ChannelError
+        return kind(self.message, self.last_complete_step, self.rank)
+
+
+def marked(reason: str) -> str:
+    """Return words for the channel between nodes: its own ranks are nodes."""
+    return _RANK.sub(rf"{_MARK} \1", reason)
+
+
+def from_between_nodes(
+    core: CoreModule, error: Exception, rank_of_node: Callable[[int], int]
+) -> Failure:
+    """Return a failure of the channel between nodes, with ranks of the whole world.
+
+    Args:
+        core: where the error comes from.
+        error: a `ChannelError` of that channel.
+        rank_of_node: the rank that speaks for a node.
+    """
+    message = str(error.args[0]) if error.args else str(error)
+    last = error.args[1] if len(error.args) > 1 else None
+    node = error.args[2] if len(error.args) > 2 else None
+    told = _MARKED.search(message)
+    message = _MARKED.sub(r"rank \1", _NODE.sub(r"node \1", message))
+    rank = int(told.group(1)) if told else None if node is None else rank_of_node(node)
+    return Failure(message, last, rank, isinstance(error, core.ChannelTimeout))

@@ -1,0 +1,55 @@
+"""The mean over the ranks of one node: in the order of local ranks, in one rounding for halves."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Memory = tuple[int, int]
+"""An address and a length in bytes."""
+
+_NUMPY = {"f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
+_HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def local_mean(dtype: str, present: Sequence[Memory], ranks: int, out: Memory) -> None:
+    """Write `((g0 + g1) + ...) / ranks` of what is present; who is not counts as zeros.
+
+    f32 and f64 are added in their own precision, halves in f32 and rounded once at the end.
+
+    Args:
+        dtype: in the core's terms.
+        present: memory of the ranks that have something, by local rank, at least one.
+        ranks: ranks of the node.
+        out: where the mean goes; none of `present`.
+    """
+    if dtype in _NUMPY:
+        target, *gradients = (_raw(one).view(_NUMPY[dtype]) for one in (out, *present))
+        if len(gradients) == 1:
+            np.divide(gradients[0], target.dtype.type(ranks), out=target)
+            return
+        np.add(gradients[0], gradients[1], out=target)
+        for gradient in gradients[2:]:
+            np.add(target, gradient, out=target)
+        np.divide(target, target.dtype.type(ranks), out=target)
+        return
+    halves = [torch.from_numpy(_raw(one)).view(_HALVES[dtype]) for one in (out, *present)]
+    total = halves[1].float()
+    for half in halves[2:]:
+        total.add_(half)
+    halves[0].copy_(total.div_(ranks))
+
+
+def copy(source: int, target: int, nbytes: int) -> None:
+    """Copy bytes from one address to another, without the interpreter's lock."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def _raw(memory: Memory) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """View memory as bytes; whoever gave the address keeps it alive."""
+    pointer, nbytes = memory
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(pointer)), np.uint8)

@@ -1,0 +1,58 @@
+"""How long this rank's program waited for which tensor: the core's own rows, counted here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Waits:
+    """Counts the waits of one channel."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Count nothing yet.
+
+        Args:
+            names: of the tensors, by number.
+        """
+        self._names = names
+        self._rows: dict[int, dict[str, Any]] = {}
+        self.waited_ns = 0
+
+    def note(self, tensor: int, step: int, waited_ns: int, *, whole_step: bool) -> None:
+        """Note a wait that is over.
+
+        Args:
+            tensor: what was waited for; of a whole step, what came last.
+            step: in which step of the channel.
+            waited_ns: how long.
+            whole_step: whether it was a wait for the step.
+        """
+        self.waited_ns += waited_ns
+        row = self._rows.setdefault(tensor, self._empty(tensor))
+        waited_s = waited_ns * 1e-9
+        if whole_step:
+            row["last_of_step_count"] += 1
+            row["last_of_step_wait_s"] += waited_s
+            return
+        row["count"] += 1
+        row["wait_s"] += waited_s
+        row["wait_step_last"] = step
+        if waited_s > row["wait_s_max"]:
+            row["wait_s_max"], row["wait_step_max"] = waited_s, step
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of tensors that were waited for."""
+        return [dict(row) for row in list(self._rows.values())]
+
+    def _empty(self, tensor: int) -> dict[str, Any]:
+        return {
+            "name": self._names[tensor],
+            "count": 0,
+            "wait_s": 0.0,
+            "wait_s_max": 0.0,
+            "wait_step_max": 0,
+            "wait_step_last": 0,
+            "last_of_step_count": 0,
+            "last_of_step_wait_s": 0.0,
+        }
