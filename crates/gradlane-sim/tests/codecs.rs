@@ -1,8 +1,6 @@
 //! Clusters in virtual time whose tensors are encoded: fewer bytes, and work for the host.
 
-use gradlane_sim::{
-    simulate, CodedTensor, Costs, Network, Profile, ProfiledTensor, Scenario, StrategyChoice,
-};
+use gradlane_sim::{simulate, CodedTensor, Costs, Network, Profile, ProfiledTensor, Scenario};
 
 /// The same cluster with every tensor in a codec.
 fn encoded(mut scenario: Scenario, codec: &str) -> Scenario {
@@ -66,7 +64,14 @@ fn scenarios_with_codecs_that_make_no_sense_are_refused() {
     let mut other = encoded(base.clone(), "f16");
     other.profile.tensors[0].name = "another".to_string();
     refused(&other, "layer0.weight");
-    let mut ring = encoded(base, "f16");
-    ring.strategy = StrategyChoice::Named("ring".to_string());
-    refused(&ring, "ring");
+}
+
+#[test]
+fn what_goes_round_a_ring_is_encoded_too() {
+    let raw = Scenario::new(wide_profile(), 4, "ring", Network::new(1e8));
+    let right = simulate(&raw).expect("a report").report;
+    let few = simulate(&encoded(raw, "qsgd:bits=8")).expect("a report").report;
+    let ratio = right.tx_bytes_per_step_mean / few.tx_bytes_per_step_mean;
+    assert!((3.5..4.0).contains(&ratio), "{ratio}");
+    assert!(few.step_s < right.step_s / 2.0, "{} and {}", few.step_s, right.step_s);
 }
