@@ -39,7 +39,8 @@ def test_asgd_of_the_study_is_that_of_the_engine() -> None:
         losses = [task.evaluate(model)[0]]
         for step in range(STEPS):
             assert turns[session.rank].acquire(timeout=30)
-            task.loss(model, task.batch(SEED, session.rank, WORKERS, step)).backward()
+            loss = task.loss(model, task.batch(SEED, session.rank, WORKERS, step))
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             # Waits for this rank's own answer.

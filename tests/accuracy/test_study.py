@@ -22,7 +22,7 @@ from gradlane.accuracy.markdown import (
     points,
 )
 from gradlane.accuracy.schemes import parse_scheme
-from gradlane.accuracy.tasks import TASKS
+from gradlane.accuracy.tasks import CIFAR10, TASKS
 from gradlane.accuracy.timing import step_s, timings
 from gradlane.accuracy.training import evaluation_steps, train
 from gradlane.cli import app
@@ -86,7 +86,7 @@ def test_schemes_are_read_and_wrong_ones_refused() -> None:
             parse_scheme(text, 4)
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", [name for name in TASKS if name != CIFAR10])
 def test_networks_have_the_parameters_that_they_say(task: str) -> None:
     model = TASKS[task].build(0)
     sizes = [one.numel() for one in model.parameters()]
@@ -163,11 +163,15 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert first.exit_code == 0, first.output
     assert "1 of 2 runs is missing" in first.output
     page = tmp_path / "accuracy.md"
+    summary = tmp_path / "trained.json"
+    arguments += ["--summary", str(summary)]
     second = CliRunner().invoke(app, [*arguments, "--markdown", str(page)])
     assert second.exit_code == 0, second.output
     rows = json.loads((tmp_path / "study" / "results.json").read_text())
     assert [one["scheme"] for one in rows] == ["p3", "qsgd:bits=8"]
     assert rows[0]["final_accuracy"] > 0.8
+    (told,) = json.loads(summary.read_text())["tasks"].values()
+    assert told["accuracy"] == {row["scheme"]: [row["final_accuracy"]] for row in rows}
     assert "qsgd:bits=8" in page.read_text() and (tmp_path / "study" / "results.csv").exists()
     html = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
     assert "Accuracy against time at 100 Mbit/s" in html

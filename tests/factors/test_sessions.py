@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,13 +71,6 @@ def test_rows_of_factors_are_recorded_as_seen() -> None:
     assert rows["inner.weight"] == 18
     assert rows["inner.bias"] is None
     assert rows["places.weight"] is None
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(4)
-    yield ranks
-    ranks.close()
 
 
 def check(results: list[Any], most_off: float = 1e-5) -> None:

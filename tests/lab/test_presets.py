@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -325,7 +326,7 @@ def test_a_file_in_place_of_the_folder_is_refused(
 def test_rows_that_cannot_be_written_leave_the_old_ones(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     save_rows([{"a": 1}], path)
-    (tmp_path / ".results.json.partial").mkdir()
+    (tmp_path / f".results.json.{os.getpid()}.tmp").mkdir()
     with pytest.raises(LabError, match=r"results\.json"):
         save_rows([{"a": 2}], path)
     assert json.loads(path.read_text()) == [{"a": 1}]

@@ -41,6 +41,7 @@ fn refuse(text: impl ToString) -> PyErr {
 /// slices; None: all do.
 #[pyfunction]
 #[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None))]
+#[allow(clippy::too_many_arguments, reason = "most have names in Python")]
 pub(crate) fn plan_json(
     tensors_json: &str,
     strategy: &str,

@@ -15,6 +15,7 @@ import numpy as np
 
 from gradlane.accuracy.schemes import FULL_PRECISION
 from gradlane.accuracy.study import ALL
+from gradlane.accuracy.tasks import TASKS
 
 Row = Mapping[str, Any]
 EQUAL_TIME_SHARE = 0.25
@@ -118,7 +119,7 @@ def speedup_to(
 ) -> float | None:
     """Return full precision's mean time to an accuracy over that of these rows.
 
-    None where a run did not get there.
+    None where a run did not get there, or where all were there before their first step.
     """
     own = [time_to(row, rate_bps, accuracy) for row in rows]
     theirs = [time_to(row, rate_bps, accuracy) for row in full]
@@ -126,7 +127,8 @@ def speedup_to(
     reached_full = [one for one in theirs if one is not None]
     if len(reached) < len(own) or not reached or not reached_full:
         return None
-    return statistics.fmean(reached_full) / statistics.fmean(reached)
+    mean_s = statistics.fmean(reached)
+    return statistics.fmean(reached_full) / mean_s if mean_s > 0.0 else None
 
 
 def loses(rows: Sequence[Row]) -> list[tuple[str, str, Spread]]:
@@ -140,3 +142,23 @@ def loses(rows: Sequence[Row]) -> list[tuple[str, str, Spread]]:
             if change.values and change.mean < 0 and not is_noise(change):
                 found.append((task, scheme, change))
     return found
+
+
+def summary(rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """Return the final accuracies by network and scheme, seed by seed.
+
+    Args:
+        rows: of the study, of all layers; each scheme with the same seeds.
+        command: that made them.
+    """
+    tasks = {}
+    for task in distinct(rows, "task"):
+        own = sorted(select(rows, task=task, layers=ALL), key=lambda row: int(row["seed"]))
+        tasks[task] = {
+            **{"what": TASKS[task].what, "steps": own[0]["steps"], "workers": own[0]["workers"]},
+            "accuracy": {
+                scheme: list(final(select(own, scheme=scheme), "accuracy").values)
+                for scheme in distinct(own, "scheme")
+            },
+        }
+    return {"format": "gradlane-trained", "command": command, "tasks": tasks}

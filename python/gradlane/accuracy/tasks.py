@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.accuracy import networks
+from gradlane.accuracy import cifar, networks
 from gradlane.lab.workloads.char_transformer import standard_library_text
 from gradlane.lab.workloads.gradients import hash_of
 
@@ -26,6 +26,7 @@ HELD_OUT_IMAGES = 360
 IMAGE_BATCH = 16
 TEXT_BATCH = 8
 HELD_OUT_WINDOWS = 128
+CIFAR10 = "cifar10"
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,18 @@ TASKS: dict[str, Task] = {
             steps=1200,
             quick_steps=120,
         ),
+        Task(
+            name=CIFAR10,
+            what="ResNet-110 on CIFAR-10",
+            network=cifar.ResNet110,
+            batch=cifar.batch,
+            held_out=cifar.held_out,
+            optimizer="sgd",
+            lr=0.05,
+            steps=1560,
+            quick_steps=100,
+            compute_s=0.04,
+        ),
     )
 }
-"""The tasks by name."""
+"""The tasks by name; that of CIFAR-10 needs its images, see `cifar.use_folder`."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import CheckpointError
+from gradlane.whole_files import replace_whole
 
 VERSION = 1
 _HEADER_BYTES_MAX = 1 << 28
@@ -91,8 +92,9 @@ def write_shard(path: Path, pieces: Iterable[Piece], facts: dict[str, Any]) -> i
         )
         payloads.append(data)
         offset += len(data)
-    own = {**facts, "version": VERSION, "pieces": rows}
-    header["__metadata__"] = {"gradlane": json.dumps(own)}
+    own = json.dumps({**facts, "version": VERSION, "pieces": rows})
+    # A changed step or place would not show in the checksums of the pieces.
+    header["__metadata__"] = {"gradlane": own, "crc32": str(zlib.crc32(own.encode()))}
     head = json.dumps(header).encode()
     # Eight bytes of alignment, which the format allows to be spaces.
     head += b" " * (-len(head) % 8)
@@ -115,10 +117,14 @@ def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
         raise _broken(path, "it is cut off")
     try:
         header = json.loads(content[8 : 8 + head_bytes])
-        facts = json.loads(header["__metadata__"]["gradlane"])
+        own = header["__metadata__"]["gradlane"]
+        is_whole = str(zlib.crc32(own.encode())) == header["__metadata__"]["crc32"]
+        facts = json.loads(own)
         version = facts["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(path, "its header is no header of gradlane's") from error
+    if not is_whole:
+        raise _broken(path, "the checksum of its header is wrong")
     if version != VERSION:
         raise CheckpointError(
             f"the checkpoint's file {path} has version {version}, and this gradlane reads version "
@@ -134,17 +140,15 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+    replace_whole(path, write)
     sync_folder(path.parent)
 
 

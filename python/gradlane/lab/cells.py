@@ -6,7 +6,6 @@ again, and rows of a machine that was too busy count as missing.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -23,6 +22,7 @@ from gradlane.lab.run import LabOptions, LabProgress, run_lab
 from gradlane.lab.strategy import AUTO, parse_strategy
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.options import RING
+from gradlane.whole_files import replace_whole
 
 WORKERS = 4
 CEILING = "none"
@@ -187,22 +187,18 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    replace_whole(path, write)
+    replace_or_say(path, write)
 
 
-def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside another and put it in its place: the old one or the new one, whole.
+def replace_or_say(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file whole, see `whole_files.replace_whole`.
 
     Raises:
         LabError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        write(partial)
-        partial.replace(path)
+        replace_whole(path, write)
     except OSError as failure:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise write_failure(path, failure) from failure
 
 

@@ -84,6 +84,20 @@ def lab_run(
         Path | None,
         typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
     ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="The first so many ranks own slices; all if absent.")
+    ] = None,
+    stragglers: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: wait, drop, drop=FACTOR, backup=RANKS; gradlane's strategies "
+            "are run with each."
+        ),
+    ] = "wait",
+    straggler: Annotated[
+        str | None,
+        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1 (burst=SECONDS, 0.5)."),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -94,11 +108,12 @@ def lab_run(
     """
     from gradlane.lab.rates import parse_rate
     from gradlane.lab.run import LabOptions
-    from gradlane.lab.strategy import parse_strategies
+    from gradlane.lab.straggling import parse_straggler
+    from gradlane.lab.strategy import parse_strategies, with_rules
 
     options = LabOptions(
         workload=workload,
-        strategies=parse_strategies(strategy),
+        strategies=with_rules(parse_strategies(strategy), stragglers),
         workers=workers,
         rates_bps=[parse_rate(text) for text in rate.split(",") if text.strip()],
         dilation=dilation,
@@ -111,6 +126,8 @@ def lab_run(
         profile_path=None if profile is None else str(profile),
         batch_time_s=batch_time_s,
         trace_path=trace,
+        servers=servers,
+        straggler=None if straggler is None else parse_straggler(straggler),
     )
     require_writable(json_path, html_path, trace)
     _run_and_show(options, json_path, html_path)

@@ -8,7 +8,6 @@ row with others, so text and file show the same numbers.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.strategy import parse_strategy
+from gradlane.whole_files import replace_text
 
 CPU_BOUND_SHARE = 0.8
 """Above this share of the machine's processors, a row measures them and is no evidence."""
@@ -84,6 +84,11 @@ class Row:
         verified_tensors: averaged gradients that were compared with their expectation.
         evaluation: quality on held-out samples after the last step, or None.
         metrics: the strategy's own counters on rank 0.
+        step_s_mean: mean of `step_s`: what steps that wait for a rank add shows here.
+        stragglers: what happens to ranks that are late; `wait`: all wait for them.
+        servers: so many ranks own slices; None: all.
+        straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
+            then, or None. `step_s` and all that follows from it is of the other ranks then.
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
         step_over_bound: step time over the bound.
         over_repeats: medians over the repeats.
@@ -124,6 +129,10 @@ class Row:
     verified_tensors: int
     evaluation: dict[str, Any] | None
     metrics: dict[str, Any]
+    step_s_mean: float = 0.0
+    stragglers: str = "wait"
+    servers: int | None = None
+    straggler: dict[str, Any] | None = None
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
     expected_tx_bytes: float | None = None
@@ -174,6 +183,4 @@ def summarize(rows: Sequence[Row]) -> None:
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as a JSON list; the file is always a whole one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, json.dumps([asdict(row) for row in rows], indent=1))

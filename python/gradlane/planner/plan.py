@@ -19,6 +19,7 @@ from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.options import RING, ring_refusal
 from gradlane.planner.schemes import ENGINE_SCHEMES, PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.whole_files import replace_text
 
 FORMAT = "gradlane-plan"
 VERSION = 1
@@ -108,10 +109,7 @@ class Plan:
         Raises:
             OSError: it cannot be written.
         """
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        partial.replace(target)
+        replace_text(Path(path), json.dumps(self.to_json(), indent=1))
 
     def check_fits(self, sizes: Mapping[str, int], where: str) -> None:
         """Check that the plan is for a model.

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gradlane.report.plots import Plot
+from gradlane.whole_files import replace_text
 
 ASSETS = Path(__file__).parent / "assets"
 Cell = str | int | float | bool | None
@@ -192,10 +193,7 @@ def write_report(
 </body>
 </html>
 """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    replace_text(Path(path), page)
 
 
 def _asset(name: str) -> str:

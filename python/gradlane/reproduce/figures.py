@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.reproduce import lowprec, p3, poseidon, whatif_paper
+from gradlane.reproduce import lowprec, p3, poseidon, trained, whatif_paper
 from gradlane.reproduce.comparison import Comparison, Curve, Figure, compared, published_content
 from gradlane.reproduce.simulations import Simulations
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
-    for module in (p3, whatif_paper, poseidon, lowprec)
+    for module in (p3, trained, whatif_paper, poseidon, lowprec)
     for figure in module.FIGURES
 }
 

@@ -348,7 +348,6 @@ def figure_12(simulations: Simulations) -> list[Ours]:
     return found
 
 
-_TRAINED = "training runs on CIFAR-10. Small networks instead: `gradlane lab accuracy --scheme p3"
 _FREE = "simulated, 4 ranks, free hosts, batch times of `gradlane whatif MODEL`"
 FIGURES = (
     Figure("p3:fig4", "three layers: P3 halves the delay", "simulated, 2 ranks", figure_4),
@@ -358,10 +357,8 @@ FIGURES = (
     Figure("p3:fig8", "use of the network, baseline", f"{_FREE}; intervals of 10 ms", figure_8),
     Figure("p3:fig9", "use of the network, P3", f"{_FREE}; intervals of 10 ms", figure_9),
     Figure("p3:fig10", "scaling at 10 Gbit/s", _FREE.replace("4", "2 to 16"), figure_10),
-    Figure("p3:fig11", "accuracy of P3 and DGC", needs=f"{_TRAINED} --scheme dgc` (DGC)"),
     Figure("p3:fig12", "size of slices", "simulated, 4 ranks, the project's own host", figure_12),
     Figure("p3:fig13", "use of the network, TensorFlow", f"{_FREE}; deferred-pull", figure_13),
     Figure("p3:fig14", "use of the network, Poseidon", f"{_FREE}; wfbp", figure_14),
-    Figure("p3:fig15", "accuracy of P3 and ASGD", needs=f"{_TRAINED} --scheme asgd` (ASGD)"),
 )
-"""Figures 1 to 3 are drawings."""
+"""Figures 1 to 3 are drawings; 11 and 15 are of accuracy, see `trained`."""

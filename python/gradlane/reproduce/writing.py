@@ -80,8 +80,9 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
     parts = [
         "# Figures of the papers, and ours\n",
         f"Written by `{command}`. Nothing here is measured: ours are simulations of the engine "
-        "that trains, a model of bytes where the\nengine lacks a scheme, or arithmetic; they come "
-        "out the same each time. Differences are relative, those of percentages in points. "
+        "that trains, a model of bytes where the\nengine lacks a scheme, or arithmetic, and for "
+        "accuracy what small networks learned; they come out the same each time. Differences are "
+        "relative, those of percentages in points. "
         "Published numbers\nare those in the papers' text and tables (`python/gradlane/reproduce/"
         "published.json`, each with its place): curves in pictures have none.\n",
     ]

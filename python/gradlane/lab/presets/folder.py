@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.cells import replace_whole, write_failure
+from gradlane.lab.cells import replace_or_say, write_failure
 from gradlane.lab.errors import LabError
 
 NEEDED_BYTES = 24 * 10**6
@@ -101,7 +101,7 @@ class PresetFolder:
                 table.writerow(columns)
                 table.writerows([row.get(name) for name in columns] for row in rows)
 
-        replace_whole(self.table, write)
+        replace_or_say(self.table, write)
 
 
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from gradlane.lab.cells import (
     measure_missing,
     read_rows,
     remaining_estimate_s,
-    replace_whole,
+    replace_or_say,
     save_rows,
     still_missing,
 )
@@ -121,7 +121,7 @@ def write_files(rows: Rows, folder: PresetFolder) -> None:
 
     save_rows(rows, folder.results)
     folder.write_table(rows)
-    replace_whole(folder.page, lambda partial: report_from_preset(rows, partial))
+    replace_or_say(folder.page, lambda partial: report_from_preset(rows, partial))
 
 
 def _require_own(preset: Preset, rows: Rows, folder: PresetFolder) -> None:
