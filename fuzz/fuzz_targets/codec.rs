@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use gradlane_codec::{build_with, CodecSpec, Place, TensorShape, Variant};
+use gradlane_codec::{build_with, CodecSpec, IntegerSums, Place, TensorShape, Variant};
 use libfuzzer_sys::fuzz_target;
 
 const TEXTS: &[&str] = &[
@@ -17,6 +17,8 @@ const TEXTS: &[&str] = &[
     "qsgd:bits=4",
     "qsgd:bits=8,levels=uniform",
     "qsgd:bits=16,bucket=64,norm=l2",
+    "qsgd:bits=8,ring=integer",
+    "qsgd:bits=2,bucket=96,ring=integer",
     "int8",
     "topk:ratio=0.1",
     "dgc:ratio=0.01,clip=1",
@@ -89,4 +91,35 @@ fuzz_target!(|case: Case<'_>| {
         codec.decode(&other[..bytes], &mut back[1]).expect("what was encoded");
         assert!(same(&back[0], &back[1]), "{spec} encodes otherwise with {variant}");
     }
+    add_codes(&case, &spec, elements, place);
 });
+
+/// The same bytes as sums of codes that came round a ring.
+fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, place: Place) {
+    let ranks = u32::from(case.column).max(1);
+    let with = |variant| IntegerSums::with(variant, spec, ranks).ok().flatten();
+    let Some(scalar) = with(Variant::SCALAR) else {
+        return;
+    };
+    let mut sums = case.bytes.to_vec();
+    assert_eq!(
+        scalar.mean(&sums, &mut vec![0.0; elements]).is_ok(),
+        sums.len() == scalar.sum_bytes(elements)
+    );
+    sums.resize(scalar.sum_bytes(elements), 0x5a);
+    let values: Vec<f32> = (0..elements).map(|it| it as f32 * 0.25 - 100.0).collect();
+    let run = |of: &IntegerSums| {
+        let (mut sums, mut means) = (sums.clone(), vec![0.0; elements]);
+        let mut residual = vec![0.5; elements];
+        of.mean(&sums, &mut means).expect("their length");
+        let kept = case.with_residual.then_some(&mut residual[..]);
+        let added = of.add(&place, &values, kept, &mut sums);
+        (added.is_ok().then_some((sums, residual)), means)
+    };
+    let right = run(&scalar);
+    for variant in Variant::available() {
+        let found = run(&with(variant).expect("as the scalar one"));
+        assert!(same(&found.1, &right.1), "{spec} has other means with {variant}");
+        assert_eq!(found.0, right.0, "{spec} adds otherwise with {variant}");
+    }
+}

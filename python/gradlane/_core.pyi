@@ -153,6 +153,9 @@ class Channel:
         All tensors are to be given by `tensor_absent`; the results land there.
         """
 
+    def wait_decided(self, step: int) -> None:
+        """Wait until it is known who is in the current step, where stragglers are left out."""
+
     def standing(self, step: int) -> tuple[bool | None, bool, int]:
         """Where this rank stands after a step, where stragglers are left out.
 

@@ -43,6 +43,9 @@ class Channel(Protocol):
     def step_pass(self, step: int) -> None:
         """Begin a step without a part in it (stragglers); everything is to be said absent."""
 
+    def wait_decided(self, step: int) -> None:
+        """Wait until it is known who is in a step (stragglers)."""
+
     def standing(self, step: int) -> tuple[bool | None, bool, int]:
         """Return whether this rank was in a step, if known; whether the others were in the next one
         when its gradients were there; and the last step whose contributors are known."""

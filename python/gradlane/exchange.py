@@ -428,9 +428,8 @@ class Exchange:
         was_in, _, _ = self._channel.standing(self.step)
         if was_in is None:
             try:
-                # No tensor is released before its rank knows the contributors.
-                with PAUSE, self._waiting(self.step, [0]):
-                    self._channel.wait([0], self.step)
+                with PAUSE:
+                    self._channel.wait_decided(self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "waiting for the contributors")
             was_in, _, _ = self._channel.standing(self.step)

@@ -264,14 +264,7 @@ def ring_refusal(strategy: str, update: str) -> str:
         strategy: one of `STRATEGIES`.
         update: one of `UPDATES`.
     """
-    if update == "server":
-        return (
-            "update is 'server', which keeps optimizer state on the servers that own slices, and "
-            "a ring has none: use update='worker'"
-        )
-    if strategy in ("kvstore", "deferred-pull"):
-        return f"in strategy {strategy!r} workers pull from servers, and a ring has none"
-    return ""
+    return _serverless_refusal(strategy, update, "a ring has none")
 
 
 def factors_refusal(strategy: str, update: str) -> str:
@@ -281,16 +274,17 @@ def factors_refusal(strategy: str, update: str) -> str:
         strategy: one of `STRATEGIES`.
         update: one of `UPDATES`.
     """
+    return _serverless_refusal(strategy, update, "factors go to every rank instead")
+
+
+def _serverless_refusal(strategy: str, update: str, why: str) -> str:
     if update == "server":
         return (
-            "update is 'server', which updates on the servers that own slices, and factors go to "
-            "every rank: use update='worker'"
+            "update is 'server', which keeps optimizer state on the servers that own slices, and "
+            f"{why}: use update='worker'"
         )
     if strategy in ("kvstore", "deferred-pull"):
-        return (
-            f"in strategy {strategy!r} workers pull from servers, and factors go to every rank: "
-            f"use strategy {Options.strategy!r}"
-        )
+        return f"in strategy {strategy!r} workers pull from servers, and {why}"
     return ""
 
 

@@ -298,6 +298,9 @@ class FakeChannel:
     def step_pass(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 
+    def wait_decided(self, step: int) -> None:
+        raise NotImplementedError("real ranks do that")
+
     def standing(self, step: int) -> tuple[bool | None, bool, int]:
         raise NotImplementedError("real ranks do that")
 

@@ -128,9 +128,10 @@ def main() -> None:
     answers = threading.Lock()
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _run(request)
+        with answers:  # Nobody else may be inside of standard output at that moment.
+            pid = os.fork()
+            if pid == 0:
+                _run(request)
         _answer(answers, {"name": request["name"], "pid": pid})
         threading.Thread(target=_report, args=(answers, request["name"], pid), daemon=True).start()
 

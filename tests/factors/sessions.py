@@ -232,6 +232,86 @@ def compare(
     return found
 
 
+class Drawn(nn.Module):
+    """Layers drawn by a seed: any sizes, with and without bias, used once or twice, or not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+
+        def below(count: int) -> int:
+            return int(torch.randint(count, (1,), generator=draw))
+
+        self.leading = [1 + below(3) for _ in range(below(3))]
+        self.words = nn.Embedding(2 + below(30), 1 + below(20), padding_idx=below(2) or None)
+        width = self.words.embedding_dim
+        self.layers = nn.ModuleList()
+        self.times = []
+        for _ in range(1 + below(3)):
+            again = below(3) == 0
+            wide = width if again else 1 + below(40)
+            self.layers.append(nn.Linear(width, wide, bias=below(2) == 0))
+            self.times.append(2 if again else 1)
+            width = wide
+        self.norm = nn.LayerNorm(width)
+        torch.manual_seed(seed)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values: Tensor = self.words(tokens)
+        for layer, times in zip(self.layers, self.times, strict=True):
+            for _ in range(times):
+                values = layer(values).tanh()
+        output: Tensor = self.norm(values)
+        return output
+
+
+def drawn_loss(model: Drawn, rank: int, step: int, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(10_000 * seed + 100 * step + rank)
+    count = int(torch.randint(1, 6, (1,), generator=draw))
+    shape = (count, *model.leading)
+    tokens = torch.randint(model.words.num_embeddings, shape, generator=draw)
+    loss: Tensor = (model(tokens) * torch.rand(model.norm.normalized_shape, generator=draw)).sum()
+    return loss
+
+
+def drawn(
+    store: Store, rank: int, world_size: int, job: str, seeds: list[int]
+) -> list[dict[str, Any]]:
+    """Train drawn models by servers and by factors, with what a seed says of the loop."""
+    found = []
+    for seed in seeds:
+        values, digests = [], []
+        for scheme in ("ps", "sfb"):
+            name = f"{job}-{seed}-{scheme}"
+            with open_session(store, rank, world_size, name, scheme=scheme) as session:
+                model = Drawn(seed)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+                session.prepare(model, optimizer, defer=seed % 5 != 0)
+                for step in range(4):
+                    if seed % 3 == 0 and step % 2:
+                        with session.no_sync():
+                            backward(drawn_loss(model, rank, 50 + step, seed))
+                    if seed % 4 == 0:
+                        backward(drawn_loss(model, rank, 80 + step, seed))
+                    # Some ranks have nothing in some steps, but for what they had above.
+                    if (seed + rank + step) % 7 or step == 0 or seed % 4:
+                        backward(drawn_loss(model, rank, step, seed))
+                    if seed % 2:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                digests.append(digest(model))
+                values.append([parameter.detach().double() for parameter in model.parameters()])
+        off = max(
+            float((one - other).abs().max() / (other.abs().max() + 1e-3))
+            for one, other in zip(*values, strict=True)
+        )
+        found.append({"case": f"seed {seed}", "digests": digests[1:], "off": off, "moved": [True]})
+    return found
+
+
 def train(
     store: Store,
     rank: int,

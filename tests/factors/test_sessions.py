@@ -70,7 +70,7 @@ def test_rows_of_factors_are_recorded_as_seen() -> None:
     # Three sentences of six words.
     assert rows["inner.weight"] == 18
     assert rows["inner.bias"] is None
-    assert rows["places.weight"] is None
+    assert rows["places.weight"] == 18
 
 
 def check(results: list[Any], most_off: float = 1e-5) -> None:
@@ -97,6 +97,12 @@ def test_tied_embeddings_and_other_dtypes(pool: RankPool) -> None:
     cases = [("words", one) for one in ("plain", "accumulated", "clipped", "autocast")]
     cases += [("bf16", "plain"), ("f64", "plain"), ("f64", "forgotten")]
     check(pool.run(f"{MODULE}:compare", ranks=3, cases=cases))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_layers_give_what_servers_give(pool: RankPool, ranks: int) -> None:
+    seeds = [ranks * 100 + number for number in range(8)]
+    check(pool.run(f"{MODULE}:drawn", ranks=ranks, seeds=seeds))
 
 
 def test_one_rank_alone(pool: RankPool) -> None:

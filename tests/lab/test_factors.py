@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradlane.lab.bound import bound_step_s, port_bytes
+from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.run import LabOptions
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads.contract import TensorTiming
@@ -68,3 +69,18 @@ def test_models_that_compute_have_no_replayed_factors() -> None:
     assert poseidon.is_hybrid
     assert poseidon.slice_elems(None) == 50_000
     assert poseidon.learning_steps == 0
+
+
+def test_notes_say_what_factors_save_and_what_is_slept() -> None:
+    plain = {"strategy": "p3", "expected_tx_bytes": 8e6, "tx_bytes_per_step": 8.2e6}
+    factored = {
+        "strategy": "poseidon",
+        "expected_tx_bytes": 2e6,
+        "tx_bytes_per_step": 2.05e6,
+        "metrics": {"tensors_by_scheme": {"ps": 9, "sfb": 3}},
+    }
+    first, last = factor_notes([plain, factored])
+    assert first.startswith("poseidon: factors for 3 tensors, 2.0 MB a port and step by the")
+    assert first.endswith("0.250 of p3's by cost, 0.250 sent.")
+    assert "slept" in last
+    assert factor_notes([plain, {"strategy": "none"}]) == []

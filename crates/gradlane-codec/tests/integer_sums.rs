@@ -16,12 +16,11 @@ fn sums_of(variant: Variant, text: &str, ranks: u32) -> IntegerSums {
 /// A rank's part: none where it has no gradient.
 type Part = Option<(Vec<f32>, Option<Vec<f32>>)>;
 
-/// The scales, the sums, the means and what each rank keeps, as a ring makes them.
-fn round(
-    sums: &IntegerSums,
-    elements: usize,
-    parts: &[Part],
-) -> (Vec<u8>, Vec<u8>, Vec<f32>, Vec<Option<Vec<f32>>>) {
+/// The scales, the sums, the means and what each rank keeps.
+type Round = (Vec<u8>, Vec<u8>, Vec<f32>, Vec<Option<Vec<f32>>>);
+
+/// What a ring makes of the ranks' parts.
+fn round(sums: &IntegerSums, elements: usize, parts: &[Part]) -> Round {
     let mut scales = vec![0; sums.scale_bytes(elements)];
     for (values, residual) in parts.iter().flatten() {
         let mut values = Floats::holding(values, elements % 3);

@@ -28,6 +28,7 @@ mod gather;
 mod inbound;
 mod io;
 mod journal;
+mod latecomers;
 mod lifecycle;
 mod plan;
 mod priority;

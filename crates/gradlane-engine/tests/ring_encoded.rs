@@ -114,7 +114,7 @@ fn check(cluster: &Cluster, plan: &Plan, toy: Toy, step: u64, holes: bool, raw: 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 120, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 80, ..ProptestConfig::default() })]
     #[test]
     fn all_ranks_have_the_same_mean(
         sizes in proptest::collection::vec(prop_oneof![1..70_u64, Just(900_u64)], 2..6),

@@ -480,6 +480,24 @@ impl Channel {
         self.wait_for(Awaited::Step(step), interrupt)
     }
 
+    /// Waits until the contributors of a step are known, where stragglers are left out.
+    ///
+    /// # Errors
+    /// As [`Channel::wait`]; [`ChannelError::Usage`] where steps wait for all ranks.
+    pub fn wait_decided(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        if self.plan.strategy.ready.set().is_none() {
+            let what = format!("nobody decides {step}: it waits for all ranks");
+            return Err(UsageError::Argument(what).into());
+        }
+        lock(&self.ledger).check_step("wait_decided", step)?;
+        self.wait_for(Awaited::Decided(step), interrupt)
+    }
+
     fn wait_for(
         &self,
         awaited: Awaited,

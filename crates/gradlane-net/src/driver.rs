@@ -346,6 +346,9 @@ impl Driver {
             }
             Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
                 lock(&self.shared.metrics.attendance).note(&event);
+                if let Event::Decided { step, .. } = event {
+                    ready.publish_decided(step);
+                }
             }
             Event::PlanSwitched { version, .. } => {
                 let current = &self.shared.metrics.plan_version;

@@ -194,7 +194,7 @@ impl Metrics {
                     count_shared(&waits.step_sum_ns, waited_ns);
                 }
             }
-            Awaited::News(_) | Awaited::End => {}
+            Awaited::News(_) | Awaited::Decided(_) | Awaited::End => {}
         }
     }
 

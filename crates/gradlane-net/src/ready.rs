@@ -19,6 +19,8 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) enum Awaited {
     Tensor(TensorId, Step),
     Step(Step),
+    /// That the contributors of a step are known, where they are chosen.
+    Decided(Step),
     /// Something that became ready in a step and was not taken yet.
     News(Step),
     End,
@@ -39,6 +41,8 @@ pub(crate) struct ReadyBoard {
     newest: AtomicU32,
     /// One more than the last complete step.
     complete: AtomicU64,
+    /// One more than the last step whose contributors are known.
+    decided: AtomicU64,
     /// Not zero when the session is over.
     ended: AtomicU64,
     news: Mutex<VecDeque<(Step, TensorId, bool)>>,
@@ -53,6 +57,7 @@ impl ReadyBoard {
             tensors: (0..tensors).map(|_| AtomicU64::new(0)).collect(),
             newest: AtomicU32::new(0),
             complete: AtomicU64::new(0),
+            decided: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             news: Mutex::default(),
             waiting: AtomicUsize::new(0),
@@ -68,6 +73,7 @@ impl ReadyBoard {
                 None => return false,
             },
             Awaited::Step(step) => (&self.complete, step),
+            Awaited::Decided(step) => (&self.decided, step),
             Awaited::News(step) => return lock(&self.news).iter().any(|&(at, ..)| at == step),
             Awaited::End => (&self.ended, Step(0)),
         };
@@ -97,6 +103,12 @@ impl ReadyBoard {
     pub(crate) fn publish_step(&self, step: Step) {
         self.complete.store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Step(step));
+    }
+
+    /// The contributors of a step are known.
+    pub(crate) fn publish_decided(&self, step: Step) {
+        self.decided.store(step.0 + 1, Ordering::SeqCst);
+        self.signal(Awaited::Decided(step));
     }
 
     /// The session is over: every waiter wakes.

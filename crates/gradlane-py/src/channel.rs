@@ -177,6 +177,11 @@ impl Channel {
         self.channel.step_pass(Step(step)).map_err(translate)
     }
 
+    /// Wait until it is known who is in the current step.
+    fn wait_decided(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.waiting(py, move |channel, interrupt| channel.wait_decided(Step(step), interrupt))
+    }
+
     /// (whether this rank was in the step, or None; whether it was a whole step behind; the last
     /// step whose contributors are known).
     fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {

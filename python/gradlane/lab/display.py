@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from gradlane.lab.cells import CellsProgress
+from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabProgress
@@ -187,33 +188,6 @@ def _codec_caption(rows: Sequence[Row]) -> str:
     return "".join(f"\n{strategy} in {codec}" for strategy, codec in encoded.items())
 
 
-def _factors_caption(rows: Sequence[Row]) -> str:
-    """Return what factors save, beside the cost model; empty where none travel."""
-    plain = next((row for row in rows if row.strategy == "p3" and row.expected_tx_bytes), None)
-    lines = []
-    for row in {row.strategy: row for row in rows}.values():
-        factored = row.metrics.get("tensors_by_scheme", {}).get("sfb", 0)
-        if not factored or row.expected_tx_bytes is None:
-            continue
-        expected_mb, sent_mb = row.expected_tx_bytes / 1e6, row.tx_bytes_per_step / 1e6
-        line = f"{row.strategy}: factors for {factored} tensors, {expected_mb:.1f} MB a step by "
-        line += f"the schemes' costs, {sent_mb:.1f} MB sent with headers"
-        if plain is not None and plain.expected_tx_bytes:
-            line += (
-                f"; {row.expected_tx_bytes / plain.expected_tx_bytes:.3f} of p3's by cost, "
-                f"{row.tx_bytes_per_step / plain.tx_bytes_per_step:.3f} sent"
-            )
-        lines.append(f"\n{line}")
-    if lines:
-        lines.append(
-            "\nreplayed factors: only the elements that are checked are rebuilt, and the time of "
-            "the whole product is slept (at the speed of the step's own arithmetic); digests "
-            "differ from strategies without factors, since gradients and factors are invented "
-            "apart"
-        )
-    return "".join(lines)
-
-
 def summary_table(rows: Sequence[Row], title: str) -> Table:
     """Return a table with a line for each strategy of one workload at one rate.
 
@@ -223,9 +197,10 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     """
     shows_loss = any(any(row.loss) for row in rows)
     cpu_bound = any(row.cpu_bound for row in rows)
+    notes = factor_notes(vars(row) for row in rows)
     table = Table(
         title=title,
-        caption=_caption(rows[0], cpu_bound) + _codec_caption(rows) + _factors_caption(rows),
+        caption="\n".join([_caption(rows[0], cpu_bound) + _codec_caption(rows), *notes]),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -18,6 +18,10 @@ class RankCalls:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
+    def wait_decided(self, step: int) -> None:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
     def standing(self, step: int) -> tuple[bool | None, bool, int]:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")

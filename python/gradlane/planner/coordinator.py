@@ -277,7 +277,7 @@ class Coordinator:
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
     def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
-        # No plan changes between servers and a ring.
+        # With a codec no plan changes between servers and a ring.
         ranks = ring_ranks(self._base.strategy, self._facts.workers)
         return codecs_in(self._profile, codec_rules(codec), ranks)
 

@@ -14,7 +14,7 @@ that they are simulated all the same, for the reason to say what they would give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradlane.codec_choice import RAW
 from gradlane.options import RING, ring_refusal
@@ -64,7 +64,7 @@ class Allowed:
             # Of two addends there is one order.
             ring = ""
         if codec not in (None, RAW):
-            ring = f"what goes round a ring is not encoded, and {codec} is asked for"
+            ring = f"codec {codec} is asked for, which rounds otherwise on a ring than on servers"
         return cls(ring, factors)
 
     def why_not(self, label: str) -> str:
@@ -150,6 +150,8 @@ class _Search:
                         layer.name: self._by_size(best, layer) for layer in self._layers
                     }
             best = self._with_factors(best)
+            if self._own == RING and not self._allowed.why_no_ring:
+                best = self._on_servers(best)
             declined = self._declined(best)
         step_s = self._simulated.step_s(best)
         assert step_s is not None
@@ -246,7 +248,9 @@ class _Search:
             if without_s is None:
                 continue
             if without_s <= best_s * (1.0 + _NO_LONGER):
-                self._reasons[layer.name] = self._not_worth(layer, best_s, without_s)
+                self._reasons[layer.name] = self._not_worth(
+                    self._scheme_in(base, layer), layer, best_s, without_s
+                )
                 chosen, best_s = without, without_s
             else:
                 self._reasons[layer.name] = self._worth(layer, best_s, without_s)
@@ -266,6 +270,20 @@ class _Search:
         self._tried[self._label(best)] = best_s
         return best
 
+    def _on_servers(self, best: Candidate) -> Candidate:
+        """Factors with servers for the rest, where that is faster than with a ring."""
+        servers = self._kept._replace(settings=_with_strategy(self._kept.settings, "p3"))
+        if self._step_s(servers) is None:
+            return best
+        said = dict(self._reasons)
+        other = self._with_factors(servers)
+        step_s, best_s = self._simulated.step_s(other), self._simulated.step_s(best)
+        assert step_s is not None and best_s is not None
+        if other is not servers and step_s < best_s * (1.0 - TIE):
+            return other
+        self._reasons = said
+        return best
+
     def _scheme_in(self, candidate: Candidate, layer: Layer) -> str:
         own = RING if candidate.settings.strategy == RING else "ps"
         return dict(candidate.schemes).get(layer.name, own)
@@ -276,9 +294,9 @@ class _Search:
             f"{_ms(without_s)} without"
         )
 
-    def _not_worth(self, layer: Layer, with_s: float, without_s: float) -> str:
+    def _not_worth(self, own: str, layer: Layer, with_s: float, without_s: float) -> str:
         return (
-            f"{self._own}: factors do not shorten the step ({_ms(with_s)} with them, "
+            f"{own}: factors do not shorten the step ({_ms(with_s)} with them, "
             f"{_ms(without_s)} without); {self._sizes(layer)}"
         )
 
@@ -305,7 +323,7 @@ class _Search:
         """What is not allowed and faster than what is chosen, the fastest first."""
         others = []
         bases = [self._kept]
-        ring = self._kept._replace(settings=_round_a_ring(self._kept.settings))
+        ring = self._kept._replace(settings=_with_strategy(self._kept.settings, RING))
         if self._allowed.why_no_ring and self._own != RING:
             others.append(ring)
             bases.append(ring)
@@ -324,8 +342,8 @@ class _Search:
         return sorted(faster, key=lambda one: one[1])
 
 
-def _round_a_ring(settings: Settings) -> Settings:
-    return Settings(RING, None, settings.frame_bytes, settings.send_buffer_bytes, settings.codec)
+def _with_strategy(settings: Settings, strategy: str) -> Settings:
+    return replace(settings, strategy=strategy, slice_elems=None)
 
 
 def _ms(seconds: float) -> str:

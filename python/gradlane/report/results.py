@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.report.page import (
     Block,
@@ -186,6 +187,8 @@ def _overview(rows: Sequence[Row]) -> Table:
     )
     if any(row.get("cpu_bound") for row in rows):
         caption += " * the machine's processors were busy for over 80%: no evidence."
+    for rate in _distinct(rows, "rate_bps"):
+        caption = " ".join([caption, *factor_notes(_at(rows, rate_bps=rate))])
     used = [
         index
         for index in range(len(columns))
