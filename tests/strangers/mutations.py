@@ -76,7 +76,7 @@ def _gradients_left_behind() -> Iterator[None]:
 
 
 def _gradients_lent_though_shared() -> AbstractContextManager[Any]:
-    return mock.patch.object(gradients, "_is_alone", lambda _: True)
+    return mock.patch.object(gradients, "is_alone", lambda _: True)
 
 
 def _layouts_ignored() -> AbstractContextManager[Any]:
