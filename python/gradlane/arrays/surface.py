@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from gradlane.arrays.exchange import ArrayExchange
 from gradlane.arrays.memory import Slot, make_slot
 from gradlane.errors import UsageError
-from gradlane.options import Options
 
 if TYPE_CHECKING:
     from gradlane.connection import Surroundings
