@@ -61,7 +61,7 @@ fn scenarios_with_codecs_that_make_no_sense_are_refused() {
         assert!(text.as_ref().is_err_and(|text| text.contains(named)), "{named}: {text:?}");
     };
     refused(&encoded(base.clone(), "zip"), "no codec is named");
-    let mut other = encoded(base.clone(), "f16");
+    let mut other = encoded(base, "f16");
     other.profile.tensors[0].name = "another".to_string();
     refused(&other, "layer0.weight");
 }
