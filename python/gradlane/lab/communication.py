@@ -200,6 +200,7 @@ class Gradlane:
             strategy=Options.strategy if own else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
+            local=strategy.local,
             update="server" if strategy.is_asynchronous else "worker",
             interface=None,
             advertise=place.address,

@@ -16,6 +16,9 @@ AUTO = "auto"
 POSEIDON = "poseidon"
 """p3 with the scheme of each layer by Poseidon's rule."""
 
+HIERARCHICAL = {"hierarchical": "leader", "hierarchical-shared": "shared"}
+"""Strategy p3 between nodes whose ranks add up first, by what those ranks do."""
+
 DDP_BUCKET_MB_DEFAULT = 25.0
 
 Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
@@ -33,6 +36,7 @@ class Strategy:
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
+        local: what gradlane's ranks of one node do, as in `gradlane.init`.
     """
 
     text: str
@@ -40,6 +44,7 @@ class Strategy:
     setting: str = ""
     bucket_mb: float = 0.0
     hook: str = ""
+    local: str = "off"
 
     @property
     def is_baseline(self) -> bool:
@@ -80,7 +85,7 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        sums_on_servers = self.setting not in (RING, ASGD)
+        sums_on_servers = self.setting not in (RING, ASGD) and self.local == "off"
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -106,6 +111,9 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO, POSEIDON) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
+    if name in HIERARCHICAL and not colon:
+        local = HIERARCHICAL[name]
+        return Strategy(text=name, family="gradlane", setting=Options.strategy, local=local)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
         if colon:
@@ -118,7 +126,7 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO, POSEIDON))
+    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO, POSEIDON, *HIERARCHICAL))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 
