@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.adapter.nursery import Nursery
     from tests.adapter.pool import RankPool
 
 _SOURCES = str(Path(__file__).parent.parent / "python")
@@ -31,3 +32,13 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process that forks programs for all tests."""
+    from tests.adapter.nursery import Nursery
+
+    process = Nursery()
+    yield process
+    process.close()

@@ -44,6 +44,9 @@ def plan_json(
     seed: int,
     update: str,
     world_size: int,
+    *,
+    stragglers_json: str | None = None,
+    servers: int | None = None,
 ) -> str:
     """Cut tensors into slices, place them, and return the plan as JSON.
 
@@ -62,13 +65,14 @@ def plan_json(
         ValueError: the arguments make no plan; the message says why.
     """
 
-def codec_json(text: str, dtype: str, sizes: list[int]) -> str:
+def codec_json(text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None) -> str:
     """Say what a codec does to a tensor, as a JSON object; `null` where it would change nothing.
 
     Args:
         text: a codec such as `qsgd:bits=4`.
         dtype: the tensor's.
         sizes: of its dimensions in the order of storage.
+        ring_ranks: bytes are those of a ring of so many ranks: half of what goes round in all laps.
 
     Returns:
         `{"codec", "granule_elems", "fixed_size", "residual_width", "unbiased", "wire_bytes_max"}`.
@@ -142,6 +146,20 @@ class Channel:
 
     def step_begin(self, step: int) -> None:
         """Begin a step: 0 first, then 1, 2, …; the one before must be complete."""
+
+    def step_pass(self, step: int) -> None:
+        """Begin a step without a part in it: for a rank that was left out of the one before.
+
+        All tensors are to be given by `tensor_absent`; the results land there.
+        """
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        """Where this rank stands after a step, where stragglers are left out.
+
+        Returns:
+            Whether it was in the step, None where that is not known; whether the others were in the
+            next one when its gradients were there; the last step whose contributors are known.
+        """
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Hand over a gradient (in step 0: the tensor itself); it will hold the result.
@@ -283,6 +301,8 @@ class Channel:
         `name`, `count`, `wait_s`, `wait_s_max`, `wait_step_max`, `wait_step_last`,
         `last_of_step_count`, `last_of_step_wait_s`), `stragglers` (rows by rank of `last_count`,
         `late_s`, `late_s_max`, `late_step_max`), `gathered_slices`, `together_slices`,
+        `decided_steps`, `left_out` (rows by rank of `left_out_steps`, `late_count`,
+        `left_out_late_s`, `late_s_max`, `late_step_max`),
         `plan_version`, `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`,
         `refused_connections`, `refusals` (`address` and `reason` of the last ones). Depths of
         queues are asked of the I/O thread, without the GIL; it answers within 100 ms or not at all.

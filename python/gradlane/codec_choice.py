@@ -41,7 +41,8 @@ class CodecFacts:
         fixed_size: whether all encodings are equally long.
         residual_width: numbers kept for each value of what is lost, to be added the next time.
         unbiased: whether the expectation of what is decoded is the value.
-        wire_bytes_max: most bytes of the encoded tensor; exact with `fixed_size`.
+        wire_bytes_max: most bytes of the encoded tensor; exact with `fixed_size`. On a ring half of
+            what goes round in all laps.
     """
 
     codec: str
@@ -156,38 +157,44 @@ def check_codecs(rules: CodecRules) -> None:
             codec_facts(text, "f32", (1,))
 
 
-def codec_facts(text: str, dtype: str, sizes: Sequence[int]) -> CodecFacts | None:
+def codec_facts(
+    text: str, dtype: str, sizes: Sequence[int], ring_ranks: int | None = None
+) -> CodecFacts | None:
     """Say what a codec does to a tensor; None where it would change nothing.
 
     Args:
         text: the codec.
         dtype: the tensor's, in the core's terms.
         sizes: of its dimensions in the order of its storage.
+        ring_ranks: ranks of the ring that it goes round; None: it goes to servers.
 
     Raises:
-        ValueError: the text is no codec.
+        ValueError: the text is no codec, or none that goes round a ring of so many ranks.
     """
-    facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes)))
+    facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes), ring_ranks))
     return None if facts is None else CodecFacts(**facts)
 
 
-def choose_codecs(rules: CodecRules, tensors: Sequence[CodedTensor]) -> list[CodecChoice]:
+def choose_codecs(
+    rules: CodecRules, tensors: Sequence[CodedTensor], ring_ranks: int | None = None
+) -> list[CodecChoice]:
     """Give each tensor its codec.
 
     Args:
         rules: what `codec_rules` returned.
         tensors: all trained tensors.
+        ring_ranks: ranks of the ring that they go round; None: they go to servers.
 
     Raises:
-        ValueError: a codec is unknown.
+        ValueError: a codec is unknown, or cannot go round.
     """
     if rules == RAW:
         return [CodecChoice(tensor.name, RAW, "no codec is given") for tensor in tensors]
     if isinstance(rules, str):
         encodable = (one.numel for one in tensors if one.dtype in ENCODED_DTYPES)
         smallest = smallest_encoded(encodable)
-        return [_by_size(rules, tensor, smallest) for tensor in tensors]
-    return [_by_pattern(rules, tensor) for tensor in tensors]
+        return [_by_size(rules, tensor, smallest, ring_ranks) for tensor in tensors]
+    return [_by_pattern(rules, tensor, ring_ranks) for tensor in tensors]
 
 
 def smallest_encoded(numels: Iterable[int]) -> int:
@@ -206,21 +213,23 @@ def smallest_encoded(numels: Iterable[int]) -> int:
     return sizes[-1] if sizes else 0
 
 
-def _by_size(text: str, tensor: CodedTensor, smallest: int) -> CodecChoice:
+def _by_size(text: str, tensor: CodedTensor, smallest: int, ring_ranks: int | None) -> CodecChoice:
     if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
         reason = f"below {smallest:,} elements; the others are over 99 % of all"
         return CodecChoice(tensor.name, RAW, reason)
-    return _made(text, tensor, "the codec for all")
+    return _made(text, tensor, "the codec for all", ring_ranks)
 
 
-def _by_pattern(rules: Iterable[tuple[str, str]], tensor: CodedTensor) -> CodecChoice:
+def _by_pattern(
+    rules: Iterable[tuple[str, str]], tensor: CodedTensor, ring_ranks: int | None
+) -> CodecChoice:
     for pattern, text in rules:
         if fnmatchcase(tensor.name, pattern):
-            return _made(text, tensor, f"fits {pattern!r}")
+            return _made(text, tensor, f"fits {pattern!r}", ring_ranks)
     return CodecChoice(tensor.name, RAW, "fits no pattern")
 
 
-def _made(text: str, tensor: CodedTensor, reason: str) -> CodecChoice:
+def _made(text: str, tensor: CodedTensor, reason: str, ring_ranks: int | None) -> CodecChoice:
     if text == RAW:
         return CodecChoice(tensor.name, RAW, reason)
     if tensor.dtype not in ENCODED_DTYPES:
@@ -228,7 +237,7 @@ def _made(text: str, tensor: CodedTensor, reason: str) -> CodecChoice:
         return CodecChoice(tensor.name, RAW, f"{tensor.dtype}: codecs are for {known}")
     if tensor.numel == 0:
         return CodecChoice(tensor.name, RAW, "has no elements")
-    facts = codec_facts(text, tensor.dtype, tensor.sizes)
+    facts = codec_facts(text, tensor.dtype, tensor.sizes, ring_ranks)
     if facts is None:
         return CodecChoice(tensor.name, RAW, f"{text} changes nothing of {tensor.dtype}")
     if facts.fixed_size and facts.wire_bytes_max >= tensor.numel * _bytes_of(tensor.dtype):

@@ -248,7 +248,9 @@ class CodecModule(Protocol):
     def Codec(self) -> CodecType:  # noqa: N802
         """The class of codecs."""
 
-    def codec_json(self, text: str, dtype: str, sizes: list[int]) -> str:
+    def codec_json(
+        self, text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None
+    ) -> str:
         """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
 
 

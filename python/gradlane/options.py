@@ -157,11 +157,6 @@ class Options:
         why = ring_refusal(self.strategy, self.update)
         if why:
             raise ValueError(f"strategy is 'ring', but {why}")
-        if self.codec != Options.codec:
-            raise ValueError(
-                f"codec is {self.codec!r} with strategy 'ring': what goes round is not encoded "
-                "yet; use strategy 'p3'"
-            )
 
     def _check_asgd(self) -> None:
         if self.update != "server":
@@ -227,6 +222,11 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         # To take one is a collective call.
         return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
+
+
+def ring_ranks(strategy: str, world_size: int) -> int | None:
+    """Return of how many ranks the ring is that a strategy's tensors go round; None: of none."""
+    return world_size if strategy == RING else None
 
 
 def strategy_of(strategy: str, scheme: str | None) -> str:

@@ -34,7 +34,7 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options
+from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
@@ -91,9 +91,10 @@ class Prepared:
         self.model = model
         self._extras, self._members = self._make_members()
         coded = [entry.coded() for entry in self._trained]
+        ranks = ring_ranks(around.options.strategy, around.place.world_size)
         factored = self._members.factored
         self.codecs: list[CodecChoice] = without_codecs(
-            choose_codecs(around.options.codec, coded), factored
+            choose_codecs(around.options.codec, coded, ranks), factored
         )
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         for index, one in factored.items():

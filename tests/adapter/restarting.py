@@ -1,12 +1,19 @@
-"""A training program for torchrun whose second rank fails in the first attempt."""
+"""A training program whose second rank fails in the first attempt, under torchrun's own agent.
+
+Argument one is the port where its rendezvous is. The agent forks the ranks, since each would load
+torch for seconds otherwise.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gradlane
 
@@ -32,4 +39,16 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{sys.argv[1]}",
+            max_restarts=1,
+            monitor_interval=0.1,
+            start_method="fork",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        elastic_launch(config, main)()

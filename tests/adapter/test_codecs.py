@@ -147,11 +147,17 @@ def start(session: Any, values: list[Tensor] | None = None) -> tuple[nn.Module, 
 
 
 @pytest.mark.parametrize(
-    ("codec", "world_size", "ratio"),
-    [("qsgd:bits=8", 2, 3.4), ({"0.*": "qsgd:bits=4"}, 3, 4.0), ("bf16:residual=on", 3, 1.7)],
+    ("codec", "world_size", "ratio", "strategy"),
+    [
+        ("qsgd:bits=8", 2, 3.4, "p3"),
+        ({"0.*": "qsgd:bits=4"}, 3, 4.0, "p3"),
+        ("bf16:residual=on", 3, 1.7, "p3"),
+        ("qsgd:bits=8", 3, 3.2, "ring"),
+        ("qsgd:bits=8,ring=integer", 3, 2.6, "ring"),
+    ],
 )
 def test_ranks_stay_alike_and_near_to_exact_training(
-    codec: Any, world_size: int, ratio: float
+    codec: Any, world_size: int, ratio: float, strategy: str
 ) -> None:
     def body(session: Any) -> tuple[list[Tensor], int, list[str]]:
         model, optimizer = start(session)
@@ -161,8 +167,8 @@ def test_ranks_stay_alike_and_near_to_exact_training(
         sent = session.metrics()["tx_bytes"] - before
         return snapshot(model), sent, [choice.codec for choice in session.codecs]
 
-    exact = run_ranks(world_size, body, core=CORE)
-    lossy = run_ranks(world_size, body, core=CORE, codec=codec)
+    exact = run_ranks(world_size, body, core=CORE, strategy=strategy)
+    lossy = run_ranks(world_size, body, core=CORE, codec=codec, strategy=strategy)
     assert {one for _, _, codecs in exact for one in codecs} == {"raw"}
     assert all(same_bits(parameters, lossy[0][0]) for parameters, _, _ in lossy)
     assert not same_bits(lossy[0][0], exact[0][0])
@@ -202,7 +208,8 @@ def test_a_scaler_skips_steps_that_are_not_finite_and_goes_on() -> None:
 # ---- residuals
 
 
-def test_training_goes_on_to_the_bit_with_every_ranks_own_state() -> None:
+@pytest.mark.parametrize("strategy", ["p3", "ring"])
+def test_training_goes_on_to_the_bit_with_every_ranks_own_state(strategy: str) -> None:
     """Rounding to bf16 draws no numbers, so the bits do not depend on the steps' numbers."""
     states: dict[int, Any] = {}
 
@@ -225,9 +232,10 @@ def test_training_goes_on_to_the_bit_with_every_ranks_own_state() -> None:
         return snapshot(model)
 
     codec = {"*.weight": "bf16:residual=on"}
-    right = run_ranks(3, whole, core=CORE, codec=codec)
-    run_ranks(3, first, core=CORE, codec=codec)
-    for found in run_ranks(3, second, core=CORE, codec=codec, slice_elems=700):
+    settings: dict[str, Any] = {"codec": codec, "strategy": strategy}
+    right = run_ranks(3, whole, core=CORE, **settings)
+    run_ranks(3, first, core=CORE, **settings)
+    for found in run_ranks(3, second, core=CORE, slice_elems=700, **settings):
         assert same_bits(found, right[0])
     (state,) = states[0][1]["models"]
     assert set(state["worker_residual"]) == {"0.weight", "2.weight"}
@@ -372,3 +380,14 @@ def test_ranks_with_other_codecs_are_told_so() -> None:
         thread.join(60)
     assert len(results) == 2
     assert all("codec" in text for text in results), results
+
+
+@pytest.mark.parametrize("codec", ["dgc", {"*": "dgc:ratio=0.1"}])
+def test_momentum_of_one_rank_does_not_go_round_a_ring(codec: Any) -> None:
+    def body(session: Any) -> str:
+        with pytest.raises(ValueError, match="momentum") as caught:
+            start(session)
+        return str(caught.value)
+
+    for text in run_ranks(2, body, core=CORE, codec=codec, strategy="ring"):
+        assert "topk" in text and "dgc" in text

@@ -4,83 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
-import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.adapter.nursery import ROOT, SOURCES, Nursery, free_port
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
 )
 
-ROOT = Path(__file__).parent.parent.parent
 WORLD_SIZE = 3
-SOURCES = {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Nursery:
-    """The process that forks ranks."""
-
-    def __init__(self) -> None:
-        """Start it; torch is loaded while the first request waits."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.adapter.nursery"],
-            cwd=ROOT,
-            env={**os.environ, **SOURCES},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = json.loads(line)
-            self._answers[answer["name"]].put(answer)
-
-    def start(self, name: str, **request: Any) -> int:
-        """Fork a program; returns its process id."""
-        self._answers[name] = queue.Queue()
-        assert self._process.stdin is not None
-        print(json.dumps({"name": name, **request}), file=self._process.stdin, flush=True)
-        return int(self._answers[name].get(timeout=120)["pid"])
-
-    def wait(self, name: str, timeout_s: float) -> int:
-        """Wait for a program to end; returns its exit status as `Popen.returncode` has it."""
-        return int(self._answers[name].get(timeout=timeout_s)["code"])
-
-    def close(self) -> None:
-        """End the nursery."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    process = Nursery()
-    yield process
-    process.close()
 
 
 class Run:
@@ -103,6 +43,7 @@ class Run:
             for rank, name in enumerate(names):
                 pids[name] = nursery.start(
                     name,
+                    program="tests.adapter.failing_rank",
                     arguments=[ending],
                     output=str(folder / f"output-{rank}"),
                     errors=str(folder / f"errors-{rank}"),
@@ -211,21 +152,10 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
     assert "PeerLost: rank 1 gave up: ArithmeticError" in errors[0]
 
 
-def test_torchrun_restarts_find_each_other(tmp_path: Path) -> None:
+def test_torchrun_restarts_find_each_other(nursery: Nursery, tmp_path: Path) -> None:
     """The first attempt's keys are still in the store when the second one meets there."""
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--max-restarts", "1", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "tests.adapter.restarting"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **SOURCES},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
-    lines = sorted(line for line in result.stdout.splitlines() if "attempt 1" in line)
+    program, port = "tests.adapter.restarting", str(free_port())
+    (printed,) = nursery.run_all(tmp_path, program, [port], [{}], timeout_s=200)
+    lines = sorted(line for line in printed.splitlines() if "attempt 1" in line)
     assert [line.split()[1] for line in lines] == ["0", "1"]
     assert len({line.split()[-1] for line in lines}) == 1

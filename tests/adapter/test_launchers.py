@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 from torch import nn
 
 from gradlane.environment import Place, find_place, find_store_address
-from tests.adapter.test_endings import ROOT, SOURCES, free_port
+from tests.adapter.nursery import ROOT, SOURCES, Nursery, free_port
 
 needs_core = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -152,7 +152,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_mpirun_on_one_node() -> None:
+def test_mpirun_on_one_node(nursery: Nursery, tmp_path: Path) -> None:
     """The variables of Open MPI by hand: it need not be installed."""
     environments = [
         {
@@ -164,4 +164,5 @@ def test_mpirun_on_one_node() -> None:
         for port in [str(free_port())]
         for rank in range(2)
     ]
-    check(run_all([[sys.executable, "-m", PROGRAM]] * 2, environments))
+    printed = nursery.run_all(tmp_path, PROGRAM, [], environments)
+    check(sorted(line for output in printed for line in output.splitlines()))

@@ -6,35 +6,28 @@ At two ranks the two sum in the same order. An example whose framework is not in
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.adapter.test_endings import ROOT, SOURCES, free_port
+from tests.adapter.nursery import ROOT, Nursery, free_port
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
 )
 
 
-def learned(example: str, engine: str) -> list[str]:
-    """Run an example on two ranks; returns what each of them has learned."""
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", str(free_port()), str(ROOT / "examples" / example)),
-            *("--engine", engine),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **SOURCES, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    return [line for line in result.stdout.splitlines() if line.startswith("learned")]
+def learned(nursery: Nursery, folder: Path, example: str, engine: str) -> list[str]:
+    """Run an example on two ranks, as torchrun starts them; returns what each has learned."""
+    common = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    path = str(ROOT / "examples" / example)
+    printed = nursery.run_all(folder, path, ["--engine", engine], environments, timeout_s=250)
+    lines = [line for output in printed for line in output.splitlines()]
+    return [line for line in lines if line.startswith("learned")]
 
 
 @pytest.mark.parametrize(
@@ -46,10 +39,12 @@ def learned(example: str, engine: str) -> list[str]:
         ("lightning_module.py", "lightning"),
     ],
 )
-def test_examples_learn_what_ddp_learns(example: str, needs: str) -> None:
+def test_examples_learn_what_ddp_learns(
+    nursery: Nursery, tmp_path: Path, example: str, needs: str
+) -> None:
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    ours = learned(example, "gradlane")
+    ours = learned(nursery, tmp_path, example, "gradlane")
     assert len(ours) == 2
-    assert set(ours) == set(learned(example, "ddp"))
+    assert set(ours) == set(learned(nursery, tmp_path, example, "ddp"))
     assert len(set(ours)) == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapter.test_endings import ROOT, SOURCES, free_port
+from tests.adapter.nursery import ROOT, SOURCES, free_port
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"

@@ -24,7 +24,7 @@ def test_gradlanes_strategies_encode_and_ddp_does_not(profile: Path) -> None:
     """Every rank holds the same parameters, as near to the exact ones as the codec may be."""
     options = LabOptions(
         workload="resnet50",
-        strategies=parse_strategies("ddp-gloo,p3,kvstore"),
+        strategies=parse_strategies("ddp-gloo,p3,kvstore,ring"),
         workers=2,
         rates_bps=[200_000_000],
         steps=10,
@@ -32,9 +32,9 @@ def test_gradlanes_strategies_encode_and_ddp_does_not(profile: Path) -> None:
         codec="qsgd:bits=4",
         profile_path=str(profile),
     )
-    ddp, p3, kvstore = run_lab(options)
-    assert [one.codec for one in (ddp, p3, kvstore)] == ["raw", "qsgd:bits=4", "qsgd:bits=4"]
-    for one in (p3, kvstore):
+    ddp, p3, kvstore, ring = run_lab(options)
+    assert [one.codec for one in (ddp, p3, kvstore, ring)] == ["raw", *["qsgd:bits=4"] * 3]
+    for one in (p3, kvstore, ring):
         assert one.params_equal
         assert one.verified_tensors == 2 * 3
         # An eighth, and headers, votes and what is still queued.

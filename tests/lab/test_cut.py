@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from gradlane.lab.namespaces import Cluster
+from gradlane.lab.nursery import running_nursery
 from gradlane.lab.privilege import why_no_namespaces
+from tests.adapter.nursery import SOURCES
 
 REASON = why_no_namespaces()
-ROOT = Path(__file__).parent.parent.parent
 RANKS = 3
 CUT = 2
 """The rank whose cable is pulled."""
@@ -23,29 +22,31 @@ ENDS_WITHIN_S = 60.0
 
 @pytest.mark.skipif(REASON is not None, reason=f"network namespaces cannot be made here: {REASON}")
 def test_a_pulled_cable_is_named_on_every_rank(tmp_path: Path) -> None:
-    with Cluster(RANKS, 200_000_000) as cluster:
+    with Cluster(RANKS, 200_000_000) as cluster, contextlib.ExitStack() as ending:
         children = []
         for rank in range(RANKS):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "MASTER_ADDR": cluster.addresses[0],
+                "MASTER_PORT": "29501",
+                "ADVERTISE": cluster.addresses[rank],
+                "PYTHONUNBUFFERED": "1",
+            }
             with (tmp_path / f"errors-{rank}").open("wb") as errors:
-                children.append(
-                    cluster.spawn(
-                        rank,
-                        [sys.executable, "-u", "-m", "tests.adapter.failing_rank", "none"],
-                        environment={
-                            "RANK": str(rank),
-                            "WORLD_SIZE": str(RANKS),
-                            "MASTER_ADDR": cluster.addresses[0],
-                            "MASTER_PORT": "29501",
-                            "ADVERTISE": cluster.addresses[rank],
-                            "PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}",
-                            "OMP_NUM_THREADS": "1",
-                        },
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                    )
+                # With an ending that it does not know, such as a number, it trains for ever.
+                child = running_nursery({"OMP_NUM_THREADS": "1", **SOURCES}).fork(
+                    rank,
+                    "tests.adapter.failing_rank",
+                    namespace=cluster.namespace_descriptor(rank),
+                    environment=environment,
+                    stderr=errors,
+                    timeout_s=60.0,
                 )
+            children.append(child)
+            for end in (child.stdout.close, child.stdin.close, child.kill):
+                ending.callback(end)
         for child in children:
-            assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith(b"step 6"):
                     break

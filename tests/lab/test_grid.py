@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradlane.lab.cells import (
     STEPS,
     CellsProgress,
+    compact,
     measure_missing,
     missing_strategies,
     read_rows,
@@ -18,7 +20,8 @@ from gradlane.lab.cells import (
     with_compute_times,
 )
 from gradlane.lab.grid import CELLS, cells_of, in_grid_order
-from tests.made_rows import Machine
+from gradlane.whatif.prediction_grid import auto_table
+from tests.made_rows import Machine, made_row
 
 
 def measure(machine: Machine, path: Path, budget_s: float) -> int:
@@ -41,6 +44,64 @@ def test_the_grid_is_what_the_predictions_are_tested_on() -> None:
     assert len(CELLS) == 20
     with pytest.raises(ValueError, match="'vgg16' is not in the grid"):
         cells_of(["vgg16"])
+
+
+def test_other_strategies_can_be_measured_in_its_cells() -> None:
+    cells = cells_of(["resnet50"], ["p3", "auto", "auto:any-rounding", "ddp-gloo:25"])
+    names = ("none", "p3", "auto", "auto:any-rounding", "ddp-gloo:25")
+    assert [cell.strategies for cell in cells] == [names] * 5
+    options = cells[0].options(names)
+    warmups = {one.text: options.warmup_of(one) for one in options.strategies}
+    # Seven steps in which a plan is found, three in which priorities come into force again.
+    assert (warmups["auto"], warmups["auto:any-rounding"]) == (7 + 3, 7 + 3)
+    assert (warmups["p3"], warmups["none"]) == (3, 2)
+    assert cells[0].run_estimate_s("auto") > cells[0].run_estimate_s("p3")
+    with pytest.raises(ValueError, match="no strategy 'p4'"):
+        cells_of([], ["p4"])
+
+
+def row_of(strategy: str, step_s: float, **more: Any) -> dict[str, Any]:
+    cell = {"workload": "resnet50", "rate_bps": 4e9, "workers": 4, "dilation": 6.7}
+    row = {"strategy": strategy, "step_s_median": step_s, "codec": "raw", "cpu_bound": False}
+    return {**cell, **row, "metrics": {}, **more}
+
+
+def test_auto_stands_beside_the_best_fixed_strategy_with_the_same_bits() -> None:
+    plan = {
+        "settings": {"strategy": "ring", "slice_elems": 8192},
+        "prediction": {"step_s": 0.327},
+        "schemes": "ring+sfb",
+    }
+    rows = [
+        row_of("p3", 0.35),
+        row_of("slicing", 0.43),
+        row_of("ring", 0.33),
+        row_of("ddp-gloo:25", 0.2),
+        row_of("asgd", 0.1),
+        row_of("p3", 0.1, rate_bps=8e9),
+        row_of("p3", 0.1, cpu_bound=True),
+        row_of("auto", 0.343, metrics={"plan": {**plan, "schemes": "ps"}}),
+        row_of("auto:any-rounding", 0.3366, metrics={"plan": plan}),
+        row_of("auto", 0.1, workload="vgg19"),
+    ]
+    table = auto_table(rows).splitlines()[2:]
+    assert table == [
+        "| resnet50 | 4 Gbit/s | auto | 350.0 ms (p3) | 343.0 ms | -2.0 % | 327.0 ms "
+        "| ring, slices of 8,192 |",
+        "| resnet50 | 4 Gbit/s | auto:any-rounding | 330.0 ms (ring) | 336.6 ms | +2.0 % "
+        "| 327.0 ms | ring, ring+sfb, slices of 8,192 |",
+        "| vgg19 | 4 Gbit/s | auto | - | 100.0 ms | - | - | - |",
+    ]
+    assert auto_table([row_of("p3", 0.35)]) == ""
+
+
+def test_a_row_keeps_what_a_plan_chose() -> None:
+    made = made_row(cells_of(["resnet50"], ["auto"])[0].options(["auto"]), "auto")
+    choices = [{"setting": "schemes", "value": "ps+sfb"}, {"setting": "strategy", "value": "p3"}]
+    plan = {"settings": {}, "prediction": {}, "summary": "s", "choices": choices, "model": "m"}
+    kept = compact(replace(made, metrics={"plan": plan, "wait_s": 1.0, "peers": []}))["metrics"]
+    found = {"settings": {}, "prediction": {}, "summary": "s", "schemes": "ps+sfb"}
+    assert kept == {"wait_s": 1.0, "plan": found}
 
 
 def test_it_is_measured_in_pieces_and_nothing_twice(tmp_path: Path) -> None:

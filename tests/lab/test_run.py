@@ -288,18 +288,22 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
         assert received >= {"first.weight", "middle.weight", "head.weight"}
 
 
+OTHERS = "p3,slicing,ring,asgd,auto:any-rounding"
+
+
 @needs_namespaces
 @pytest.mark.timeout(180)
 def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile: Path) -> None:
     """Three ranks: bit-identical to DDP with a gather-and-sum hook, whatever the slice size.
 
-    A ring learns the mean to rounding, the same on all ranks. With `auto` the steps in which a
-    plan is found are none of the measured ones.
+    A ring learns the mean to rounding, the same on all ranks, and so does what `auto` finds where
+    it may; of `asgd` nothing is known but that all end with the same. With `auto` the steps in
+    which a plan is found are none of the measured ones.
     """
     pytest.importorskip("gradlane._core", reason="the compiled core is not built")
     in_rank_order = "ddp-gather,p3,slicing,wfbp,kvstore,deferred-pull"
     rows = {}
-    for slice_elems, names in ((None, f"{in_rank_order},auto"), (777, "p3,slicing,ring")):
+    for slice_elems, names in ((None, f"{in_rank_order},auto"), (777, OTHERS)):
         options = LabOptions(
             workload="resnet50",
             strategies=parse_strategies(names),
@@ -312,8 +316,10 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
         )
         rows.update({(one.strategy, slice_elems): one for one in run_lab(options)})
     assert all(one.params_equal for one in rows.values())
-    assert all(one.verified_tensors == 3 * 3 for one in rows.values())
-    alone = {("auto", None), ("ring", 777)}
+    late = rows["asgd", 777]
+    assert late.metrics["staleness_by_rank"]
+    assert all(one.verified_tensors == 3 * 3 for one in rows.values() if one is not late)
+    alone = {("auto", None), *((name, 777) for name in ("ring", "asgd", "auto:any-rounding"))}
     assert len({one.param_digest for key, one in rows.items() if key not in alone}) == 1
     ring, auto, fixed = rows["ring", 777], rows["auto", None], rows["p3", None]
     # Either way round the ring, less its own share; what is queued at the end can be a step's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from gradlane.errors import GradlaneError
 from gradlane.planner import learning, streams
-from gradlane.planner.plan import Plan
+from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.settings import ClusterFacts, Settings
 from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
 
@@ -35,13 +36,38 @@ class Decided:
         rule: str,
         any_rounding: bool,
     ) -> None:
-        assert rule == "auto" and not any_rounding
+        assert rule == "auto"
+        self.any_rounding = any_rounding
         assert profile.compute_s > 0.0 and len(profile.tensors) > 0
         assert facts.rate_bps > 1e6 and facts.latency_s > 0.0
         self._plan = Plan("decided", facts, source, OTHER)
 
     def plan(self, *, budget_s: float) -> Plan:
         return self._plan
+
+
+class Mixed(Decided):
+    """The decision: factors for linear layers, and of the rest every other tensor round a ring."""
+
+    def __init__(self, profile: Any, facts: ClusterFacts, **arguments: Any) -> None:
+        super().__init__(profile, facts, **arguments)
+        assert self.any_rounding
+        assert all(one.rows for one in profile.tensors if _has_factors(one))
+        tensors = tuple(
+            PlannedTensor(one.name, one.numel, _scheme_of(index, one), "raw", 1, "decided")
+            for index, one in enumerate(profile.tensors)
+        )
+        self._plan = replace(self._plan, settings=Settings(), tensors=tensors)
+
+
+def _has_factors(tensor: Any) -> bool:
+    return tensor.layer == "Linear" and len(tensor.shape) == 2
+
+
+def _scheme_of(index: int, tensor: Any) -> str:
+    if _has_factors(tensor):
+        return "sfb"
+    return ("ring", "ps")[index % 2]
 
 
 def train(
@@ -76,6 +102,7 @@ def _train(
     optimizer_name: str,
     plan: Any = None,
     decided: bool = False,
+    mixed: bool = False,
     unrecorded: bool = False,
     buffers: str = "broadcast",
     micro_batches: int = 1,
@@ -84,8 +111,8 @@ def _train(
     **options: Any,
 ) -> dict[str, Any]:
     stub: Any = contextlib.nullcontext()
-    if decided:
-        stub = mock.patch.object(learning, "Coordinator", Decided)
+    if decided or mixed:
+        stub = mock.patch.object(learning, "Coordinator", Mixed if mixed else Decided)
     elif unrecorded:
         refusal = ValueError("the model's parameters are on cuda:0, cuda:1")
         stub = mock.patch.object(learning, "Recorder", side_effect=refusal)
@@ -123,7 +150,12 @@ def _train(
         own_buffers = [buffer.sum().item() for buffer in model.buffers()]
         state = optimizer.state_dict()["state"]
         found = session.plan
+        (prepared,) = session._prepared
+        schemes = prepared.schemes
+        values = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     return {
+        "schemes": schemes,
+        "values": values,
         "digests": digests,
         "settings": settings,
         "buffers": own_buffers,

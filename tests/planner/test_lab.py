@@ -5,6 +5,8 @@ Its run in namespaces is in `tests/lab/test_run.py`, beside those of all other s
 
 from __future__ import annotations
 
+import pytest
+
 from gradlane.lab.run import LabOptions
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.planner.settings import LEARNING_STEPS
@@ -19,6 +21,11 @@ def test_auto_is_a_strategy_that_learns_first() -> None:
     options = LabOptions("resnet50", parse_strategies("p3,auto"), steps=3, warmup=2)
     assert [options.warmup_of(one) for one in options.strategies] == [2, LEARNING_STEPS + 2]
     assert options.steps_in_total == (2 + 3) + (LEARNING_STEPS + 2 + 3)
+    free = parse_strategy("auto:any-rounding")
+    assert free.is_planned and free.any_rounding and not free.sums_in_rank_order
+    with pytest.raises(ValueError, match=r"auto\[:any-rounding\]"):
+        parse_strategy("auto:any")
     row = {"strategy": "auto", "workload": "resnet50", "codec": "raw", "cpu_bound": False}
     assert not can_predict(row)
     assert can_predict({**row, "strategy": "p3"})
+    assert can_predict({**row, "strategy": "poseidon"})

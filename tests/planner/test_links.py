@@ -11,8 +11,8 @@ import pytest
 
 from gradlane.planner.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
 from gradlane.planner.streams import Node
+from tests.adapter.nursery import free_port
 from tests.adapter.pool import FirstRanks
-from tests.adapter.test_endings import free_port
 from tests.adapter.test_launchers import run_all
 
 MODULE = "tests.planner.scenarios"

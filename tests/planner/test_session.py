@@ -68,6 +68,30 @@ def test_a_switch_changes_no_bit(
         assert len({tuple(one["buffers"]) for one in switched}) == 3
 
 
+def test_with_leave_schemes_switch_in_the_middle_of_a_training(pool: FirstRanks) -> None:
+    """Factors and a ring from one step to the next: the same numbers in other roundings."""
+    steps = LEARNING_STEPS + 4
+    mixed = {"plan": "auto", "mixed": True, "exact_order": False}
+    plain, switched = train(pool, [{}, mixed], model_name="cnn", steps=steps)
+    assert len({str(one["digests"]) for one in switched}) == 1
+    schemes = switched[0]["schemes"]
+    assert set(schemes.values()) == {"sfb", "ring", "ps"}
+    assert set(plain[0]["schemes"].values()) == {"ps"}
+    learnt = LEARNING_STEPS
+    assert switched[0]["digests"][: learnt - 1] == plain[0]["digests"][: learnt - 1]
+    for one, other in zip(plain[0]["values"], switched[0]["values"], strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+def test_a_session_of_factors_keeps_them_without_leave(pool: FirstRanks) -> None:
+    """What the plan would change is not only settings: factors add up in another order."""
+    arguments = {"model_name": "cnn", "steps": LEARNING_STEPS + 2}
+    plain, auto = train(pool, [{"scheme": "sfb"}, {"scheme": "sfb", "plan": "auto"}], **arguments)
+    assert "sfb" in auto[0]["schemes"].values()
+    assert auto[0]["schemes"] == plain[0]["schemes"]
+    assert [one["digests"] for one in auto] == [one["digests"] for one in plain]
+
+
 def test_whatever_is_found_no_bit_changes(pool: FirstRanks) -> None:
     steps = LEARNING_STEPS + 2
     plain, auto = train(pool, [{}, {"plan": "auto"}], model_name="wide", steps=steps)

@@ -390,3 +390,37 @@ def test_the_spread_is_that_of_the_steps(times_s: list[float]) -> None:
     assert batch.median_s == pytest.approx(statistics.median(times_s))
     assert min(times_s) <= batch.lower_quartile_s <= batch.median_s
     assert batch.median_s <= batch.upper_quartile_s <= max(times_s)
+
+
+def test_linear_layers_say_their_rows() -> None:
+    """Words count for a layer that is applied to each; evaluations and recomputation do not."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(50, 8)
+            self.inner = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 3)
+            self.tied = nn.Linear(8, 50)
+            self.tied.weight = self.words.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden: Tensor = checkpoint(self.inner, self.words(tokens), use_reentrant=False)
+            total: Tensor = self.head(hidden.mean(1)).sum() + self.tied(hidden).sum()
+            return total
+
+    model = Words()
+    tokens = torch.arange(20).reshape(4, 5)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(tokens)
+        backward(model(tokens))
+
+    _, tensors = record(model, step, steps=2)
+    rows = {name: tensor.rows for name, tensor in tensors.items()}
+    assert rows["inner.weight"] == 20
+    assert rows["head.weight"] == 4
+    # As an output layer, that is; that it is looked up makes no rows.
+    assert rows["words.weight"] == 20
+    assert rows["head.bias"] is None

@@ -59,6 +59,34 @@ def test_rows_name_their_codec_and_take_fewer_bytes() -> None:
     assert four.step_s < eight.step_s
 
 
+def test_a_ring_encodes_at_each_hop_or_adds_codes() -> None:
+    clusters = clusters_of(
+        workers=[4],
+        rates_bps=[1e7],
+        strategies=["ring"],
+        compressions=[1.0],
+        topologies=["flat"],
+        base=Cluster(workers=1, rate_bps=0.0),
+        codecs=["raw", "qsgd:bits=8", "qsgd:bits=8,ring=integer"],
+    )
+    raw, hops, codes = evaluate(SMALL, clusters)
+    # Sums of four codes of eight bits take ten, and scales go round once more.
+    assert (raw.compression, hops.compression, codes.compression) == (1.0, 3.97, 3.17)
+    assert raw.step_s > 3.0 * hops.step_s > 3.0 * hops.bound_step_s
+    assert hops.step_s < codes.step_s < raw.step_s / 2.5
+    with pytest.raises(ValueError, match="momentum"):
+        scenario_of(SMALL, Cluster(4, 1e7, "ring", codec="dgc"))
+
+
+def test_a_ring_declines_to_encode_where_the_network_is_not_the_limit() -> None:
+    settings = Settings(strategy="ring", codec="qsgd:bits=8,ring=integer")
+    slow = Coordinator(SMALL, SLOW, base=settings).plan()
+    assert slow.settings.codec == settings.codec
+    assert {tensor.scheme for tensor in slow.tensors} == {"ring"}
+    fast = Coordinator(SMALL, FAST, base=settings).plan()
+    assert fast.settings.codec == "raw"
+
+
 def test_costs_of_codecs_are_charged() -> None:
     cluster = Cluster(workers=4, rate_bps=1e8, codec="qsgd:bits=8")
     costs = scenario_of(SMALL, cluster)["costs"]
@@ -157,5 +185,10 @@ def test_errors_of_codecs_are_bounded_where_they_can_be() -> None:
     assert four == pytest.approx(1 / 7)
     assert mean_error("bf16", 3.0) == pytest.approx(2 * 3 * 2**-8, rel=0.01)
     assert largest_error("onebit:bucket=64") is None
+    # Of two ranks one sends a gradient, and the other the mean.
+    assert mean_error("bf16", 3.0, 2) == pytest.approx(1.5 * 3 * 2**-8, rel=0.01)
+    assert mean_error("qsgd:bits=4,bucket=512,norm=max,levels=sign,ring=integer", 3.0, 5) == (
+        pytest.approx(3 / 7)
+    )
     with pytest.raises(ValueError, match=r"codec_error\.py"):
         largest_error("zip")

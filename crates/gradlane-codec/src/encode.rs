@@ -28,8 +28,9 @@ use std::sync::Arc;
 use thiserror::Error;
 
 pub use memory::{narrow, widen};
+pub use qsgd::IntegerSums;
 pub(crate) use spec::Options;
-pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions};
+pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions, RingSums};
 
 use crate::sparse::{Dgc, SparseError, Topk};
 use crate::Variant;
@@ -165,6 +166,14 @@ pub enum DecodeError {
         expected_bytes: usize,
         /// Bytes that came.
         found_bytes: usize,
+    },
+    /// A scale that ranks share is none, or below that of a rank's own values.
+    #[error(
+        "the scale that all ranks share of bucket {bucket} is below that of this rank's values"
+    )]
+    Scale {
+        /// The bucket in the slice.
+        bucket: usize,
     },
     /// Bytes that are no sparse values.
     #[error(transparent)]

@@ -28,6 +28,7 @@ mod adam;
 mod dtype;
 mod element;
 mod encode;
+mod planned;
 mod reduce;
 mod sgd;
 mod sparse;
@@ -40,8 +41,9 @@ pub use adam::{
 pub use dtype::Dtype;
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
-    Levels, Method, Norm, Place, QsgdOptions, TensorShape,
+    IntegerSums, Levels, Method, Norm, Place, QsgdOptions, RingSums, TensorShape,
 };
+pub use planned::TensorCodec;
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,

@@ -90,6 +90,12 @@ impl Engine {
             Pending::AddRound { slice, step, received } => {
                 Some(self.start_round(slice, step, received))
             }
+            Pending::ScaleRound { slice, step, received } => {
+                Some(self.start_scales(slice, step, received))
+            }
+            Pending::BeginRound { slice, step, received } => {
+                Some(self.start_codes(slice, step, received))
+            }
             Pending::Apply { slice, push } => Some(self.start_apply(slice, push)),
             Pending::Install { slice, step, buffer } => {
                 Some(self.start_install(slice, step, buffer))
@@ -230,7 +236,16 @@ impl Engine {
                 let form = if encoded { Codec::Encoded } else { Codec::Raw };
                 self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
-            Running::AddRound { slice, step, output } => self.added_round(slice, step, output),
+            Running::AddRound { slice, step, output, spent, encoded } => {
+                if let Some(buffer) = spent {
+                    self.buffers.release(buffer, &mut self.events);
+                }
+                let form = if encoded { Codec::Encoded } else { Codec::Raw };
+                self.added_round(slice, step, fitted(output), form);
+            }
+            Running::ScaleRound { slice, step, output } => {
+                self.send_scales(slice, step, Some(output));
+            }
             Running::Apply { slice, push, output } => self.applied(slice, push, output),
             Running::Install { slice, buffer } => {
                 self.buffers.release(buffer, &mut self.events);

@@ -226,7 +226,7 @@ impl Engine {
             let others = RankSet::all_but(self.plan.world_size, self.rank());
             let key = self.keys.control();
             self.scheduler.push_shared(others, key, Message { header, body });
-            self.decided(step, set);
+            self.decided(step, &set);
         }
     }
 
@@ -241,17 +241,17 @@ impl Engine {
         let Some(set) = set.filter(|set| !set.is_empty() && header.step == newest.next()) else {
             return Err(format!("the contributors of {} after those of {newest}", header.step));
         };
-        self.decided(header.step, set);
+        self.decided(header.step, &set);
         Ok(())
     }
 
-    fn decided(&mut self, step: Step, set: RankSet) {
+    fn decided(&mut self, step: Step, set: &RankSet) {
         self.lifecycle.progressed();
         self.contributors.newest = step;
         self.contributors.sets.insert(step, set.clone());
         self.events.push_back(Event::Decided { step, contributors: set.iter().collect() });
         if step == self.worker.step && self.worker.begun {
-            self.decided_current(&set);
+            self.decided_current(set);
         }
         let slices: Vec<SliceId> = self.server.owned.keys().copied().collect();
         for slice in slices {

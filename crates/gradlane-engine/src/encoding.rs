@@ -5,15 +5,17 @@
 //! encoded and waits for its socket holds a buffer, and can no longer be passed over.
 
 use crate::engine::Engine;
+use crate::error::PlanError;
 use crate::io::{BufferRef, Operation, Work};
 use crate::plan::{Plan, Update};
 use crate::scheduler::{Body, Key, Message};
 use crate::server::Part;
 use crate::work::Running;
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Coding, Rank, RingBytes, SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
 use serde::{Deserialize, Serialize};
 
@@ -32,30 +34,55 @@ pub struct Encoding {
     pub residual_width: u32,
     /// For each length of a slice, in elements, the most bytes of its encoding.
     pub bytes: Vec<(u64, u64)>,
+    /// On a ring that adds up codes as integers: for each length of a slice the bytes of its scales,
+    /// which go round first. Else empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub scales: Vec<(u64, u64)>,
 }
 
 impl Encoding {
     /// The most bytes of an encoded slice of so many elements; none for a length of no slice.
     #[must_use]
     pub fn bytes_max(&self, elements: u64) -> Option<u64> {
-        self.bytes.iter().find(|(length, _)| *length == elements).map(|&(_, bytes)| bytes)
+        of_length(&self.bytes, elements)
+    }
+
+    /// Bytes of the scales of a slice of so many elements, where they go round first.
+    #[must_use]
+    pub fn scale_bytes(&self, elements: u64) -> Option<u64> {
+        of_length(&self.scales, elements)
     }
 }
 
-/// A codec as plans need to know it. `gradlane-codec` has the codecs themselves.
-pub trait Coding {
-    /// Its canonical text.
-    fn name(&self) -> String;
-    /// Sizes of the tensor's dimensions in the order of its storage, where it goes by them.
-    fn sizes(&self) -> Vec<u64>;
-    /// Slices begin at multiples of so many elements, at least 1.
-    fn granule_elems(&self) -> u64;
-    /// The most bytes of so many encoded elements.
-    fn bytes_max(&self, elements: u64) -> u64;
-    /// Whether that is also the least.
-    fn is_fixed(&self) -> bool;
-    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
-    fn residual_width(&self) -> u32;
+impl Encoding {
+    /// The same on a ring, where codes may be added up as integers.
+    ///
+    /// # Errors
+    /// When the codec cannot go round a ring of so many ranks.
+    pub(crate) fn round_ring(
+        mut self,
+        tensor: &str,
+        coding: &dyn Coding,
+        world_size: u32,
+    ) -> Result<Encoding, PlanError> {
+        for (length, bytes) in &mut self.bytes {
+            let on_ring = coding.ring_bytes(*length, world_size).map_err(|why| {
+                let codec = &self.codec;
+                PlanError::new(format!(
+                    "tensor {tensor:?} has scheme ring and codec {codec:?}: {why}"
+                ))
+            })?;
+            if let Some(RingBytes { scales, sums }) = on_ring {
+                self.scales.push((*length, scales));
+                *bytes = sums;
+            }
+        }
+        Ok(self)
+    }
+}
+
+fn of_length(sizes: &[(u64, u64)], elements: u64) -> Option<u64> {
+    sizes.iter().find(|(length, _)| *length == elements).map(|&(_, bytes)| bytes)
 }
 
 impl Plan {
@@ -77,6 +104,12 @@ impl Plan {
         }
     }
 
+    /// Bytes of the scales of a slice whose codes a ring adds up as integers; none where it does not.
+    #[must_use]
+    pub fn scale_bytes(&self, slice: SliceId) -> Option<u64> {
+        self.encoding(slice)?.scale_bytes(self.slice(slice).length)
+    }
+
     /// Numbers that are kept for each value of a tensor of what its encoding loses.
     #[must_use]
     pub fn residual_width(&self, tensor: TensorId) -> usize {
@@ -95,7 +128,8 @@ impl Plan {
     #[must_use]
     pub fn may_be_encoded(&self, kind: FrameKind, slice: SliceId, step: Step) -> bool {
         let carries = match kind {
-            FrameKind::Push => true,
+            FrameKind::Push | FrameKind::RingReduce | FrameKind::RingGather => true,
+            FrameKind::RingScale => self.scale_bytes(slice).is_some(),
             FrameKind::Broadcast => self.update == Update::Worker,
             _ => false,
         };
@@ -168,7 +202,13 @@ impl EncodeQueue {
     }
 
     /// A contribution is encoded and queued for its owner.
-    fn note_encoded(&mut self, waiting: Waiting, key: Key, owner: Rank, buffer: BufferRef) {
+    pub(crate) fn note_encoded(
+        &mut self,
+        waiting: Waiting,
+        key: Key,
+        owner: Rank,
+        buffer: BufferRef,
+    ) {
         self.unsent.insert((waiting.slice, waiting.step), (key, owner, buffer));
     }
 
@@ -263,6 +303,10 @@ impl Engine {
     /// A contribution is encoded: from now on its gradient memory may be written.
     pub(crate) fn encoded(&mut self, waiting: Waiting, key: Key, output: BufferRef) {
         let Waiting { slice, step } = waiting;
+        if self.goes_round(slice) {
+            self.encoded_round(waiting, key, output);
+            return;
+        }
         let owner = self.plan.slice(slice).owner;
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         self.worker.slice_mut(slice).push_sent = true;

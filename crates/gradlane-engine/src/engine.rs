@@ -454,7 +454,9 @@ impl Engine {
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
-                FrameKind::RingReduce | FrameKind::RingGather => self.sent_round(header),
+                FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => {
+                    self.sent_round(header);
+                }
                 FrameKind::Block => self.sent_block(header.tensor, header.step),
                 _ => {}
             }

@@ -38,7 +38,7 @@ impl Engine {
                 FrameKind::Broadcast => self.land_broadcast(from, header),
                 FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
                 FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
-                FrameKind::RingReduce => self.land_round(header),
+                FrameKind::RingScale | FrameKind::RingReduce => self.land_round(header),
                 FrameKind::RingGather => self.land_result_round(header),
                 FrameKind::Block => Ok(self.land_block(from, header)),
                 FrameKind::PlanSwitch
@@ -69,7 +69,7 @@ impl Engine {
             FrameKind::Broadcast => self.take_broadcast(header),
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
-            FrameKind::RingReduce => self.take_round(header),
+            FrameKind::RingScale | FrameKind::RingReduce => self.take_round(header),
             FrameKind::RingGather => self.take_result_round(header),
             FrameKind::Block => self.take_block(from, header),
             _ => {
@@ -189,10 +189,16 @@ impl Engine {
         if encoded && !may_be_encoded {
             return Err(format!("{} as encoded bytes", self.describe(header)));
         }
-        let bytes = if has_body { self.plan.bytes_as(header.slice, header.codec) } else { 0 };
+        let is_scales = header.kind == FrameKind::RingScale;
+        let shares = self.plan.scale_bytes(header.slice).is_some() && header.step.0 > 0;
+        if is_scales && !(shares && encoded == has_body) {
+            return Err(format!("{}, whose ranks share no scales", self.describe(header)));
+        }
+        let bytes = if has_body { self.bytes_of(header) } else { 0 };
         // Where encodings differ in length, the last frame says how long this one is.
-        let varies =
-            encoded && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
+        let varies = !is_scales
+            && encoded
+            && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
         let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
@@ -212,7 +218,7 @@ impl Engine {
     fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
         let scheme = self.plan.tensor(header.tensor).scheme;
         let right = match header.kind {
-            FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
             FrameKind::Block => Scheme::Gather,
             _ => Scheme::Ps,
         };

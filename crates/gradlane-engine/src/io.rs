@@ -165,6 +165,47 @@ pub enum Operation {
         /// Where the parameters after the update go.
         output: Region,
     },
+    /// One hop of an encoded sum: `output = encode((decode(received) + own) / divisor)`; with error
+    /// feedback. To be reported with the length of the encoding.
+    RingEncode {
+        /// The encoded sum of the ranks before; none where none of them had a gradient.
+        received: Option<Region>,
+        /// This rank's gradient, if it has one.
+        own: Option<Region>,
+        /// Number of ranks that the mean is over, on the last one; else 1.
+        divisor: u32,
+        /// Room for the encoding.
+        output: Region,
+        /// On the last rank, where what `output` decodes to goes, in the same pass.
+        copy_to: Option<Region>,
+    },
+    /// `output = the larger of received and the scales of own`, a number for each bucket.
+    RingScale {
+        /// Scales of the ranks before; none where none of them had a gradient.
+        received: Option<Region>,
+        /// This rank's gradient.
+        own: Region,
+        /// The scales. May be `received`.
+        output: Region,
+    },
+    /// `output = codes of own`, to the larger of `scales` and its own: a sum that begins.
+    RingBegin {
+        /// Scales of all other ranks; none where none of them had a gradient.
+        scales: Option<Region>,
+        /// This rank's gradient, if it has one: scales or gradient are there.
+        own: Option<Region>,
+        /// Room for scales and sums.
+        output: Region,
+    },
+    /// `sums = sums + codes of own`, as integers.
+    RingAdd {
+        /// Scales and sums, which are read and written.
+        sums: Region,
+        /// This rank's gradient, if it has one; none counts as zeros.
+        own: Option<Region>,
+        /// On the last rank, where the mean that `sums` then stands for goes, in the same pass.
+        copy_to: Option<Region>,
+    },
     /// `to = decode(from)`.
     Decode {
         /// An encoded slice.

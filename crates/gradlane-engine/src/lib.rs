@@ -34,6 +34,7 @@ mod priority;
 mod queue;
 mod rank_set;
 mod ring;
+mod ring_encoded;
 mod scheduler;
 mod scheme;
 mod server;
@@ -43,9 +44,10 @@ mod work;
 mod worker;
 
 pub use depths::{PeerDepth, QueueDepths};
-pub use encoding::{Coding, Encoding};
+pub use encoding::Encoding;
 pub use engine::{Engine, EngineOptions};
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
+pub use gradlane_units::{Coding, RingBytes};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
@@ -53,7 +55,7 @@ pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
 pub use plan::{
     check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
 };
-pub use scheme::{Scheme, RING_BLOCK_ELEMS};
+pub use scheme::{Scheme, RING_BLOCK_ELEMS, RING_ENCODED_BLOCK_ELEMS};
 pub use staleness::{Staleness, Tally};
 pub use strategy::{
     Close, Granularity, Order, Placement, PullRule, ReadyRule, Release, SetRule, Strategy,

@@ -3,16 +3,16 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
-use crate::encoding::{Coding, Encoding};
+use crate::encoding::Encoding;
 use crate::error::PlanError;
-use crate::scheme::{RingPlacer, Scheme};
+use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
 use crate::strategy::{Close, Granularity, Placement, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
-use gradlane_units::{Dtype, Rank, Rng, SliceId, TensorId};
+use gradlane_units::{Coding, Dtype, Rank, Rng, SliceId, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// When a tensor takes part.
@@ -147,9 +147,10 @@ impl Plan {
     /// of one sends nothing, and encodes nothing.
     ///
     /// # Errors
-    /// When the world is empty, there are no servers or more than ranks, a trained tensor holds plain bytes, there are too many slices, the
-    /// strategy's ready rule or a tensor's scheme does not go with the rest, or a codec is given for
-    /// a tensor that has no servers, is not trained, or is not of f32, f16 or bf16.
+    /// When the world is empty, there are no servers or more than ranks, a trained tensor holds plain
+    /// bytes, there are too many slices, the strategy's ready rule or a tensor's scheme does not go
+    /// with the rest, or a codec is given for a tensor that is not added up, is not trained, or is not
+    /// of f32, f16 or bf16, or is on a ring that the codec cannot go round.
     pub fn build_on<Tensor: Into<TensorSetting>>(
         tensors: Vec<Tensor>,
         strategy: Strategy,
@@ -169,6 +170,8 @@ impl Plan {
         check_set(&strategy, world_size)?;
         let mut placer = Placer::new(strategy.placement, servers);
         let mut ring = RingPlacer::new(world_size);
+        // Apart, so that no codec changes where the sums of other tensors begin.
+        let mut encoded_ring = RingPlacer::new(world_size);
         let mut plan =
             Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
         for (index, tensor) in tensors.into_iter().enumerate() {
@@ -183,7 +186,7 @@ impl Plan {
             let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let blocks = ring.deal(&spec);
+            let blocks = ring.deal(&spec, RING_BLOCK_ELEMS);
             let mut encoding = None;
             match scheme {
                 Scheme::Ps => {
@@ -201,10 +204,21 @@ impl Plan {
                     plan.slices.extend(slices);
                 }
                 Scheme::Ring => {
+                    let blocks = match &coding {
+                        Some(_) => encoded_ring.deal(&spec, encoded_block_elems(granule)),
+                        None => blocks,
+                    };
+                    let mut all = Vec::new();
                     for (block, owner) in blocks {
-                        let pieces = plan.strategy.granularity.cut_block(&block);
+                        let pieces = plan.strategy.granularity.cut_block(&block, granule);
                         let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
                         plan.slices.extend(slices);
+                        all.extend(pieces);
+                    }
+                    if let Some(coding) = coding {
+                        let found = encoding_of(coding.as_ref(), &all);
+                        encoding =
+                            Some(found.round_ring(&spec.name, coding.as_ref(), world_size)?);
                     }
                 }
             }
@@ -400,10 +414,10 @@ fn check_coding(
              ready rule all, or no codec"
         )));
     }
-    if scheme != Scheme::Ps {
+    if scheme == Scheme::Gather {
         return Err(PlanError::new(format!(
-            "tensor {name:?} has scheme {} and codec {codec:?}, but only what servers add up can be \
-             encoded: use scheme ps, or no codec",
+            "tensor {name:?} has scheme {} and codec {codec:?}, but only what is added up can be \
+             encoded: use scheme ps or ring, or no codec",
             scheme.name()
         )));
     }
@@ -428,6 +442,7 @@ fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
         fixed: coding.is_fixed(),
         residual_width: coding.residual_width(),
         bytes,
+        scales: Vec::new(),
     }
 }
 

@@ -7,6 +7,9 @@
 //! same time. The additions are `((g[o+1] + g[o+2]) + …) + g[o]`, indices modulo N and o the
 //! owner: rank order, turned. In step 0 the values start from rank 0, and nothing is added.
 //!
+//! A sum may also be encoded (`ring_encoded`): then each hop decodes, adds and encodes, or codes are added up as
+//! integers after a lap of scales. The mean goes round as the owner encoded it.
+//!
 //! What goes on is sent from a buffer, so that a tensor that is ready is read by nobody; only a rank
 //! whose gradient begins a sum sends that from gradient memory. A frame is believed only from the rank
 //! before this one, at the hop at which this rank gets its slice.
@@ -25,11 +28,11 @@ use alloc::format;
 use alloc::vec;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// The sum of a slice as it comes from the rank before.
 #[derive(Clone, Copy, Debug, Default)]
-enum Received {
+pub(crate) enum Received {
     /// Nothing has come.
     #[default]
     Nothing,
@@ -41,20 +44,40 @@ enum Received {
 
 /// A slice on its way to its owner, as this rank sees it.
 #[derive(Clone, Debug)]
-struct RoundSlice {
+pub(crate) struct RoundSlice {
     /// The first step whose sum this rank has not added to. A sum of it may come while this rank
     /// is still in the step before.
-    step: Step,
-    received: Received,
+    pub(crate) step: Step,
+    pub(crate) received: Received,
+    /// Of what was received, or is arriving: sums, or scales.
+    pub(crate) kind: FrameKind,
+    /// Of what is arriving.
+    form: Codec,
     /// Whether this rank's own contribution to that step is there.
-    gave: bool,
+    pub(crate) gave: bool,
+    /// Whether that step's scales have this rank's, where scales go round first.
+    pub(crate) scaled: bool,
+}
+
+impl RoundSlice {
+    pub(crate) fn new(step: Step) -> RoundSlice {
+        let received = Received::Nothing;
+        let (kind, form) = (FrameKind::RingReduce, Codec::Raw);
+        RoundSlice { step, received, kind, form, gave: false, scaled: false }
+    }
+
+    /// Whether a frame cannot go on with what is arriving.
+    pub(crate) fn is_arriving_unlike(&self, header: &FrameHeader) -> bool {
+        let arriving = matches!(self.received, Received::Arriving(_));
+        arriving && (self.kind, self.form) != (header.kind, header.codec)
+    }
 }
 
 /// This rank's place in the ring.
 #[derive(Debug)]
 pub(crate) struct Ring {
     /// By slice; empty where no tensor goes round.
-    slices: Vec<RoundSlice>,
+    pub(crate) slices: Vec<RoundSlice>,
     /// Buffers whose last frame is not yet with the kernel.
     sending: BTreeMap<(SliceId, Step, FrameKind), BufferRef>,
 }
@@ -63,23 +86,22 @@ impl Ring {
     pub(crate) fn new(plan: &Plan) -> Ring {
         let used = plan.tensors.iter().any(|tensor| tensor.scheme == Scheme::Ring);
         let slices = if used { plan.slices.len() } else { 0 };
-        let fresh = RoundSlice { step: Step(1), received: Received::Nothing, gave: false };
-        Ring { slices: vec![fresh; slices], sending: BTreeMap::new() }
+        Ring { slices: vec![RoundSlice::new(Step(1)); slices], sending: BTreeMap::new() }
     }
 }
 
 impl Engine {
-    fn next_round(&self) -> Rank {
+    pub(crate) fn next_round(&self) -> Rank {
         Rank((self.rank().0 + 1) % self.plan.world_size)
     }
 
     /// The rank on which a slice's sum begins: the one after its owner.
-    fn sum_begins(&self, slice: SliceId) -> Rank {
+    pub(crate) fn sum_begins(&self, slice: SliceId) -> Rank {
         Rank((self.plan.slice(slice).owner.0 + 1) % self.plan.world_size)
     }
 
     /// The rank from which a slice's result goes out: its owner, or rank 0 in step 0.
-    fn result_begins(&self, slice: SliceId, step: Step) -> Rank {
+    pub(crate) fn result_begins(&self, slice: SliceId, step: Step) -> Rank {
         if step.0 == 0 {
             Rank(0)
         } else {
@@ -88,7 +110,7 @@ impl Engine {
     }
 
     /// Hops from a rank to this one.
-    fn hops_from(&self, rank: Rank) -> u16 {
+    pub(crate) fn hops_from(&self, rank: Rank) -> u16 {
         let size = u64::from(self.plan.world_size);
         ((u64::from(self.rank().0) + size - u64::from(rank.0)) % size) as u16
     }
@@ -99,9 +121,16 @@ impl Engine {
         for slice in self.plan.slices_of(tensor) {
             if step.0 == 0 || self.plan.world_size == 1 {
                 self.contribute_values(slice, step);
+            } else if self.adds_codes(slice) {
+                self.contribute_scales(slice);
             } else if self.sum_begins(slice) == self.rank() {
                 self.ring.slices[slice.index()].step = step.next();
+                if self.own_form(slice) == Codec::Encoded && !self.has_nothing(slice) {
+                    self.encode_first_round(slice, step);
+                    continue;
+                }
                 let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
+                let own = own.map(|region| (region, Codec::Raw));
                 self.send_round(FrameKind::RingReduce, slice, step, own);
             } else {
                 self.ring.slices[slice.index()].gave = true;
@@ -111,7 +140,7 @@ impl Engine {
     }
 
     /// Whether this rank has no gradient for a slice in the current step, or the slice no elements.
-    fn has_nothing(&self, slice: SliceId) -> bool {
+    pub(crate) fn has_nothing(&self, slice: SliceId) -> bool {
         let Contribution::Absent = self.worker.tensor(self.plan.slice(slice).tensor).contribution
         else {
             return self.plan.slice_bytes(slice) == 0;
@@ -127,7 +156,7 @@ impl Engine {
             self.slice_done(slice, !absent);
         } else if self.rank() == Rank(0) {
             // The slice is ready when its values have left.
-            let own = (!absent).then(|| self.gradient_region(slice));
+            let own = (!absent).then(|| (self.gradient_region(slice), Codec::Raw));
             self.send_round(FrameKind::RingGather, slice, step, own);
         } else {
             self.worker.slice_mut(slice).push_sent = true;
@@ -135,23 +164,37 @@ impl Engine {
         }
     }
 
-    /// Sends a slice to the next rank, or that there is nothing of it.
-    fn send_round(&mut self, kind: FrameKind, slice: SliceId, step: Step, from: Option<Region>) {
-        let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
-        let mut header = self.slice_header(kind, step, slice, priority);
-        let begins = match kind {
+    /// The rank from which frames of a kind about a slice go out.
+    fn begins(&self, kind: FrameKind, slice: SliceId, step: Step) -> Rank {
+        match kind {
+            FrameKind::RingScale => self.scales_begin(slice),
             FrameKind::RingReduce => self.sum_begins(slice),
             _ => self.result_begins(slice, step),
-        };
-        header.hop = self.hops_from(begins) + 1;
+        }
+    }
+
+    /// Sends a slice to the next rank, or that there is nothing of it.
+    pub(crate) fn send_round(
+        &mut self,
+        kind: FrameKind,
+        slice: SliceId,
+        step: Step,
+        from: Option<(Region, Codec)>,
+    ) {
+        let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
+        let mut header = self.slice_header(kind, step, slice, priority);
+        header.hop = self.hops_from(self.begins(kind, slice, step)) + 1;
         let body = match from {
-            Some(region) => Body::Region(region),
+            Some((region, form)) => {
+                header.codec = form;
+                Body::Region(region)
+            }
             None => {
                 header.flags = FrameFlags::ABSENT;
                 Body::Empty
             }
         };
-        if let Some(Region { memory: Memory::Buffer(buffer), .. }) = from {
+        if let Some((Region { memory: Memory::Buffer(buffer), .. }, _)) = from {
             self.ring.sending.insert((slice, step, kind), buffer);
         }
         let key = self.slice_key(step, priority, slice);
@@ -162,6 +205,10 @@ impl Engine {
     /// The last frame of what was sent on is with the kernel.
     pub(crate) fn sent_round(&mut self, header: &FrameHeader) {
         let FrameHeader { kind, slice, step, .. } = *header;
+        if kind == FrameKind::RingReduce {
+            // Makes room for the next one to be encoded; the buffer is the one that is sent.
+            let _ = self.encodes.note_sent(slice, step);
+        }
         if let Some(buffer) = self.ring.sending.remove(&(slice, step, kind)) {
             self.buffers.release(buffer, &mut self.events);
         } else if step != self.worker.step {
@@ -175,14 +222,25 @@ impl Engine {
     }
 
     /// Adds this rank's contribution to a sum, or passes on that there is nothing.
-    fn add_when_both(&mut self, slice: SliceId) {
-        let state = &mut self.ring.slices[slice.index()];
+    pub(crate) fn add_when_both(&mut self, slice: SliceId) {
+        let state = self.ring.slices[slice.index()].clone();
         let (true, Received::Whole(received)) = (state.gave, state.received) else {
             return;
         };
         let step = state.step;
-        *state = RoundSlice { step: step.next(), received: Received::Nothing, gave: false };
         debug_assert_eq!(step, self.worker.step, "a rank adds in the step that it is in");
+        if self.is_mixed(slice, &state, received) {
+            self.abort_mixed(slice, step);
+            return;
+        }
+        if state.kind == FrameKind::RingScale {
+            self.scales_when_both(slice, step, received);
+            return;
+        }
+        self.ring.slices[slice.index()] = RoundSlice::new(step.next());
+        if self.passes_on(slice, received) {
+            return;
+        }
         if received != Part::Absent || !self.has_nothing(slice) {
             let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
             let key = self.slice_key(step, priority, slice);
@@ -200,6 +258,9 @@ impl Engine {
 
     /// The addition of one hop; on the owner, the mean, which goes into place in the same pass.
     pub(crate) fn start_round(&mut self, slice: SliceId, step: Step, received: Part) -> Work {
+        if self.form_of(slice, received) == Codec::Encoded {
+            return self.start_encoded_round(slice, step, received);
+        }
         let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
         let (output, sum) = match received {
             Part::Buffer(buffer) => (buffer, Some(buffer.whole())),
@@ -223,11 +284,18 @@ impl Engine {
             output: output.whole(),
             copy_to: if is_last { self.open_region(slice) } else { None },
         };
-        self.hand_out(slice, step, operation, Running::AddRound { slice, step, output })
+        let running = Running::AddRound { slice, step, output, spent: None, encoded: false };
+        self.hand_out(slice, step, operation, running)
     }
 
     /// A sum has this rank's contribution: it goes on, or, on the owner, the mean goes out.
-    pub(crate) fn added_round(&mut self, slice: SliceId, step: Step, output: BufferRef) {
+    pub(crate) fn added_round(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        output: BufferRef,
+        form: Codec,
+    ) {
         let kind = if self.plan.slice(slice).owner == self.rank() {
             self.slice_done(slice, true);
             FrameKind::RingGather
@@ -235,7 +303,7 @@ impl Engine {
             self.worker.slice_mut(slice).push_sent = true;
             FrameKind::RingReduce
         };
-        self.send_round(kind, slice, step, Some(output.whole()));
+        self.send_round(kind, slice, step, Some((output.whole(), form)));
     }
 
     /// What a frame round the ring must satisfy: the neighbour and the hop.
@@ -246,15 +314,10 @@ impl Engine {
         if from != before {
             return Err(format!("{}, but {before} is before this rank in the ring", what()));
         }
-        let is_sum = header.kind == FrameKind::RingReduce;
-        if is_sum && header.step.0 == 0 {
+        if header.kind != FrameKind::RingGather && header.step.0 == 0 {
             return Err(format!("{}, in which nothing is added", what()));
         }
-        let begins = if is_sum {
-            self.sum_begins(header.slice)
-        } else {
-            self.result_begins(header.slice, header.step)
-        };
+        let begins = self.begins(header.kind, header.slice, header.step);
         let (found, right) = (header.hop, self.hops_from(begins));
         if right == 0 {
             return Err(format!("{} at hop {found}, which begins on this rank", what()));
@@ -267,7 +330,8 @@ impl Engine {
 
     pub(crate) fn land_round(&mut self, header: &FrameHeader) -> Checked<Landing> {
         let what = self.describe(header);
-        let bytes = self.plan.slice_bytes(header.slice);
+        let bytes = self.bytes_of(header);
+        self.check_lap(header)?;
         let state = &mut self.ring.slices[header.slice.index()];
         if state.step != header.step {
             return Err(format!("{what}, but this rank adds to {}", state.step));
@@ -288,6 +352,7 @@ impl Engine {
             _ => Arriving { buffer: self.buffers.acquire(bytes), received_bytes: 0 },
         };
         state.received = Received::Arriving(arriving);
+        (state.kind, state.form) = (header.kind, header.codec);
         Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
     }
 
@@ -299,8 +364,12 @@ impl Engine {
         if !header.flags.contains(FrameFlags::LAST) {
             return;
         }
+        state.kind = header.kind;
         state.received = Received::Whole(match state.received {
-            Received::Arriving(arriving) => Part::Buffer(arriving.buffer),
+            Received::Arriving(Arriving { buffer, received_bytes: bytes }) => match header.codec {
+                Codec::Raw => Part::Buffer(buffer),
+                Codec::Encoded => Part::Encoded(BufferRef { bytes, ..buffer }),
+            },
             _ => Part::Absent,
         });
         self.add_when_both(header.slice);
@@ -321,12 +390,16 @@ impl Engine {
             let arrived = state.received_bytes;
             return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
         }
+        if state.phase != Phase::Waiting && state.form != header.codec {
+            return Err(format!("{what} as {:?} after {:?}", header.codec, state.form));
+        }
         if header.length == 0 {
             return Ok(Landing::Nothing);
         }
         if self.goes_on(slice, header.step) && state.phase == Phase::Waiting {
-            let buffer = self.buffers.acquire(self.plan.slice_bytes(slice));
-            self.worker.slice_mut(slice).phase = Phase::Buffering(buffer);
+            let buffer = self.buffers.acquire(self.plan.bytes_as(slice, header.codec));
+            let state = self.worker.slice_mut(slice);
+            (state.phase, state.form) = (Phase::Buffering(buffer), header.codec);
         }
         Ok(Landing::Region(self.place_broadcast(header)))
     }
@@ -346,10 +419,13 @@ impl Engine {
         }
         match state.phase {
             Phase::Buffering(buffer) => {
+                let buffer = BufferRef { bytes: state.received_bytes, ..buffer };
                 state.phase = Phase::Buffered(buffer);
+                let form = state.form;
                 if goes_on {
                     self.buffers.retain(buffer);
-                    self.send_round(FrameKind::RingGather, slice, step, Some(buffer.whole()));
+                    let from = Some((buffer.whole(), form));
+                    self.send_round(FrameKind::RingGather, slice, step, from);
                 }
                 self.install_if_open(slice);
             }
@@ -383,6 +459,11 @@ impl Engine {
             let (first, end) = match step.0 {
                 0 if own > 0 => (0, 1),
                 0 => (1, 2),
+                // The sum waits for what has not had this rank's scales yet.
+                _ if state.step == step && state.scaled => (own + 1, self.sum_begins(slice).0 + 1),
+                _ if state.step == step && self.adds_codes(slice) => {
+                    (self.scales_begin(slice).0, own)
+                }
                 _ if state.step == step => (self.sum_begins(slice).0, own),
                 _ => (own + 1, self.plan.slice(slice).owner.0 + 1),
             };

@@ -30,6 +30,14 @@ pub enum Scheme {
 /// size. A block of f32 is one frame.
 pub const RING_BLOCK_ELEMS: u64 = 16_384;
 
+/// The same where slices are encoded: so many that headers weigh little beside a bit or two an element.
+pub const RING_ENCODED_BLOCK_ELEMS: u64 = 65_536;
+
+/// Elements of an encoded tensor's block, whose parts begin at multiples of the codec's granule.
+pub(crate) fn encoded_block_elems(granule: u64) -> u64 {
+    (RING_ENCODED_BLOCK_ELEMS / granule * granule).max(granule)
+}
+
 /// Most ranks of a ring: the header counts hops in 16 bits.
 const RING_RANKS_MAX: u32 = 1 << 16;
 
@@ -130,9 +138,9 @@ impl RingPlacer {
 
     /// The blocks of a tensor, each with the rank on which its sums end. Sums of tensors that are
     /// not trained end nowhere: their values come from rank 0.
-    pub(crate) fn deal(&mut self, spec: &TensorSpec) -> Vec<(Range<u64>, Rank)> {
-        let count = spec.numel.div_ceil(RING_BLOCK_ELEMS).max(1);
-        let block = |i: u64| i * RING_BLOCK_ELEMS..((i + 1) * RING_BLOCK_ELEMS).min(spec.numel);
+    pub(crate) fn deal(&mut self, spec: &TensorSpec, block_elems: u64) -> Vec<(Range<u64>, Rank)> {
+        let count = spec.numel.div_ceil(block_elems).max(1);
+        let block = |i: u64| i * block_elems..((i + 1) * block_elems).min(spec.numel);
         let blocks = (0..count).map(block);
         if spec.role == Role::Initial {
             return blocks.map(|block| (block, Rank(0))).collect();
@@ -149,15 +157,17 @@ impl RingPlacer {
 }
 
 impl Granularity {
-    /// Equal parts of a ring tensor's block, none larger than a slice may be.
-    pub(crate) fn cut_block(self, block: &Range<u64>) -> Vec<Range<u64>> {
+    /// Parts of a ring tensor's block, as equal as multiples of the granule can be and none larger than a
+    /// slice may be.
+    pub(crate) fn cut_block(self, block: &Range<u64>, granule: u64) -> Vec<Range<u64>> {
         let length = block.end - block.start;
+        let granules = length.div_ceil(granule);
         let most = match self {
-            Granularity::Slices { elems } => elems.max(1),
-            Granularity::SplitAbove { .. } => RING_BLOCK_ELEMS,
+            Granularity::Slices { elems } => (elems / granule).max(1),
+            Granularity::SplitAbove { .. } => granules.max(1),
         };
-        let parts = length.div_ceil(most).max(1);
-        let bound = |i: u64| block.start + length * i / parts;
+        let parts = granules.div_ceil(most).max(1);
+        let bound = |i: u64| (block.start + granules * i / parts * granule).min(block.end);
         (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
     }
 }

@@ -17,6 +17,10 @@ pub(crate) enum Pending {
     Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
     /// Add this rank's contribution to what came round the ring.
     AddRound { slice: SliceId, step: Step, received: Part },
+    /// Enlarge the scales that came round the ring by this rank's.
+    ScaleRound { slice: SliceId, step: Step, received: Part },
+    /// Begin a sum of codes with the scales of all ranks.
+    BeginRound { slice: SliceId, step: Step, received: Part },
     /// Apply one rank's push to an owned slice (ready rule `Each`).
     Apply { slice: SliceId, push: Push },
     /// Copy a result from scratch into the tensor's memory.
@@ -47,6 +51,16 @@ pub(crate) enum Running {
         slice: SliceId,
         step: Step,
         /// Buffer with the sum.
+        output: BufferRef,
+        /// What it was made from, where that is another buffer.
+        spent: Option<BufferRef>,
+        /// Whether the sum is encoded.
+        encoded: bool,
+    },
+    ScaleRound {
+        slice: SliceId,
+        step: Step,
+        /// Buffer with the scales.
         output: BufferRef,
     },
     Apply {

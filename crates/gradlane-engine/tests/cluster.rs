@@ -148,6 +148,46 @@ fn large_tensors_are_split_over_all_servers_by_kvstore() {
 }
 
 #[test]
+fn slices_are_dealt_to_servers_alone_within_one_slice() {
+    for name in ["p3", "kvstore"] {
+        for servers in 1..=4_u32 {
+            let strategy = Strategy::named(name, Some(50), 3).expect("a strategy");
+            let specs = common::tensors(&[301, 20, 5_000, 2_000_000]);
+            let plan = Plan::build_on(specs, strategy, Update::Worker, 4, servers).expect("a plan");
+            let counts: Vec<usize> = (0..4)
+                .map(|rank| plan.slices.iter().filter(|it| it.owner == Rank(rank)).count())
+                .collect();
+            let (owning, idle) = counts.split_at(servers as usize);
+            assert!(idle.iter().all(|&count| count == 0), "{name} on {servers}: {counts:?}");
+            if name == "p3" {
+                let (least, most) = (owning.iter().min(), owning.iter().max());
+                assert!(most.zip(least).is_some_and(|(most, least)| most - least <= 1));
+            }
+        }
+    }
+    let strategy = Strategy::named("p3", None, 0).expect("p3");
+    for servers in [0, 4] {
+        let specs = common::tensors(&[10]);
+        let refused = Plan::build_on(specs, strategy.clone(), Update::Worker, 3, servers);
+        assert!(refused.is_err_and(|error| error.to_string().contains("of 3 ranks")));
+    }
+}
+
+#[test]
+fn workers_that_own_nothing_get_the_same_mean() {
+    let sizes = [300, 20, 500];
+    for servers in 1..4 {
+        let strategy = Strategy::named("p3", Some(50), 0).expect("p3");
+        let specs = common::tensors(&sizes);
+        let plan = Plan::build_on(specs, strategy, Update::Worker, 4, servers).expect("a plan");
+        let mut cluster = Cluster::new(&Arc::new(plan), 64, 64, u64::from(servers));
+        cluster.step_zero();
+        train(&mut cluster, &sizes, 2, true);
+        cluster.finish();
+    }
+}
+
+#[test]
 fn only_rank_0_spreads_tensors_that_are_not_trained() {
     let mut specs = common::tensors(&[10, 20]);
     specs[1].role = Role::Initial;

@@ -125,7 +125,7 @@ proptest! {
     ) {
         let slice_elems = slice_elems.max(sizes.iter().sum::<u64>() / 40);
         let frame_bytes = frame_bytes.max(sizes.iter().sum::<u64>() as u32 / 16);
-        let toy = Toy { granule_elems, varies };
+        let toy = Toy { granule_elems, varies, integer: false };
         let plan = encoded_plan(mixed(&sizes, toy), name, slice_elems, world, Update::Worker);
         for (index, slice) in plan.slices.iter().enumerate() {
             let id = gradlane_units::SliceId(index as u32);
@@ -162,7 +162,7 @@ proptest! {
 fn contributions_to_updates_on_the_server_are_encoded_and_parameters_are_not() {
     for seed in 0..30 {
         let sizes = [130_u64, 40, 300];
-        let toy = Toy { granule_elems: 8, varies: seed % 2 == 0 };
+        let toy = Toy { granule_elems: 8, varies: seed % 2 == 0, integer: false };
         let plan = encoded_plan(mixed(&sizes, toy), "p3", 30, 3, Update::Server);
         let mut cluster = Cluster::with_toy(&plan, toy, 64, 64, seed);
         cluster.step_zero();
@@ -204,14 +204,14 @@ fn contributions_to_updates_on_the_server_are_encoded_and_parameters_are_not() {
 
 #[test]
 fn a_world_of_one_encodes_nothing() {
-    let toy = Toy { granule_elems: 1, varies: false };
+    let toy = Toy { granule_elems: 1, varies: false, integer: false };
     let plan = encoded_plan(mixed(&[100], toy), "p3", 50, 1, Update::Worker);
     assert!(plan.tensors.iter().all(|tensor| tensor.encoding.is_none()));
 }
 
 #[test]
 fn ranks_that_disagree_on_a_raw_step_fail_and_say_so() {
-    let toy = Toy { granule_elems: 1, varies: false };
+    let toy = Toy { granule_elems: 1, varies: false, integer: false };
     let plan = encoded_plan(mixed(&[100], toy), "p3", 50, 3, Update::Worker);
     for seed in 0..20 {
         let mut cluster = Cluster::with_toy(&plan, toy, 64, 64, seed);
@@ -236,7 +236,7 @@ fn ranks_that_disagree_on_a_raw_step_fail_and_say_so() {
 #[test]
 fn only_short_floats_that_are_trained_have_codecs() {
     let toy = || -> Option<Box<dyn gradlane_engine::Coding>> {
-        Some(Box::new(Toy { granule_elems: 1, varies: false }))
+        Some(Box::new(Toy { granule_elems: 1, varies: false, integer: false }))
     };
     let build = |change: &dyn Fn(&mut gradlane_engine::TensorSpec)| {
         let mut spec = tensors(&[10]).remove(0);
@@ -255,13 +255,16 @@ fn only_short_floats_that_are_trained_have_codecs() {
 }
 
 #[test]
-fn sums_that_go_round_have_no_codecs() {
+fn blocks_that_nobody_adds_up_have_no_codecs() {
     let spec = tensors(&[10]).remove(0);
-    let toy: Box<dyn gradlane_engine::Coding> = Box::new(Toy { granule_elems: 1, varies: false });
-    let strategy = Strategy::named("ring", None, 0).expect("ring");
-    let plan = Plan::build(vec![(spec, Some(toy))], strategy, Update::Worker, 2);
+    let toy: Box<dyn gradlane_engine::Coding> =
+        Box::new(Toy { granule_elems: 1, varies: false, integer: false });
+    let strategy = Strategy::named("p3", None, 0).expect("p3");
+    let setting =
+        gradlane_engine::TensorSetting { spec, scheme: Some(Scheme::Gather), coding: Some(toy) };
+    let plan = Plan::build(vec![setting], strategy, Update::Worker, 2);
     let text = plan.expect_err("refused").to_string();
-    assert!(text.contains("layer0.weight") && text.contains("scheme ring"), "{text}");
+    assert!(text.contains("layer0.weight") && text.contains("scheme gather"), "{text}");
 }
 
 #[test]
@@ -269,7 +272,7 @@ fn a_plan_without_codecs_reads_as_before() {
     let plan = common::plan(&[10, 20], "p3", 5, 3);
     let json = serde_json::to_string(plan.as_ref()).expect("JSON");
     assert!(!json.contains("encoding"), "{json}");
-    let toy = Toy { granule_elems: 4, varies: false };
+    let toy = Toy { granule_elems: 4, varies: false, integer: false };
     let plan = encoded_plan(mixed(&[10, 20], toy), "p3", 5, 3, Update::Worker);
     let json = serde_json::to_string(plan.as_ref()).expect("JSON");
     let back: Plan = serde_json::from_str(&json).expect("the same plan");

@@ -3,11 +3,14 @@
 
 mod common;
 
-use common::{plan, Cluster};
-use gradlane_engine::{Landing, Memory, Strategy as Setting};
+use common::{plan, tensors, Cluster};
+use gradlane_engine::{
+    Close, Landing, Memory, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
+};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 struct Hostile {
@@ -45,15 +48,25 @@ fn hostile() -> impl Strategy<Value = Hostile> {
     })
 }
 
+/// A plan in which stragglers are left out.
+fn choosing_plan() -> Arc<Plan> {
+    let rule = SetRule { close: Close::Backup { ranks: 1 }, ahead_steps: 1 };
+    let strategy = Setting::named("p3", Some(40), 0).expect("p3");
+    let strategy = Setting { ready: ReadyRule::Set(rule), ..strategy };
+    let plan = Plan::build(tensors(&[100, 30, 1]), strategy, Update::Worker, 3);
+    Arc::new(plan.expect("a plan"))
+}
+
 proptest! {
     #[test]
     fn nothing_a_peer_sends_makes_the_engine_panic_or_write_elsewhere(
         frames in proptest::collection::vec(hostile(), 1..60),
         name in proptest::sample::select(&Setting::NAMES[..]),
+        chooses in any::<bool>(),
         begun in any::<bool>(),
         contributed in any::<bool>(),
     ) {
-        let plan = plan(&[100, 30, 1], name, 40, 3);
+        let plan = if chooses { choosing_plan() } else { plan(&[100, 30, 1], name, 40, 3) };
         let mut cluster = Cluster::new(&plan, 64, 64, 1);
         cluster.step_zero();
         let engine = &mut cluster.nodes[0].engine;

@@ -1,81 +1,20 @@
-//! Codecs as plans have them: the sizes that the engine plans with, and the codec of each tensor of a
-//! plan, checked against the sizes that the plan says.
+//! The codec of each tensor of a plan, checked against the sizes that the plan says.
 
-use gradlane_codec::{build, Codec, CodecSpec, Method, TensorShape};
-use gradlane_engine::{Coding, Plan, Role};
+use gradlane_codec::{Codec, IntegerSums, TensorCodec};
+use gradlane_engine::{Coding, Encoding, Plan, RingBytes, Role, Scheme};
 use gradlane_units::{Dtype, SliceId};
 use std::sync::Arc;
 
-/// Why a text is no codec for a tensor.
-pub use gradlane_codec::CodecSpecError;
-
-/// A codec for one tensor, as [`Plan::build`] takes it.
-#[derive(Debug)]
-pub struct TensorCodec {
-    codec: Arc<dyn Codec>,
-    sizes: Vec<u64>,
-}
-
-impl TensorCodec {
-    /// Reads the text of a codec, such as `qsgd:bits=4`, for a tensor with dimensions of these
-    /// sizes, in the order of its storage. None where it would change nothing: `f32`, and the
-    /// tensor's own dtype.
-    ///
-    /// # Errors
-    /// [`CodecSpecError`] says what is wrong with the text.
-    pub fn parse(
-        text: &str,
-        dtype: Dtype,
-        sizes: &[u64],
-    ) -> Result<Option<TensorCodec>, CodecSpecError> {
-        let spec: CodecSpec = text.parse()?;
-        let same = matches!(
-            (&spec.method, dtype),
-            (Method::F32, _) | (Method::F16, Dtype::F16) | (Method::Bf16, Dtype::Bf16)
-        );
-        if same {
-            return Ok(None);
-        }
-        let codec = build(&spec, &TensorShape::new(sizes));
-        Ok(Some(TensorCodec { codec, sizes: sizes.to_vec() }))
-    }
-
-    /// Whether the expectation of what is decoded is what was encoded.
-    #[must_use]
-    pub fn is_unbiased(&self) -> bool {
-        self.codec.is_unbiased()
-    }
-}
-
-impl Coding for TensorCodec {
-    fn name(&self) -> String {
-        self.codec.spec().to_string()
-    }
-
-    fn sizes(&self) -> Vec<u64> {
-        self.sizes.clone()
-    }
-
-    fn granule_elems(&self) -> u64 {
-        self.codec.granule()
-    }
-
-    fn bytes_max(&self, elements: u64) -> u64 {
-        usize::try_from(elements).map_or(u64::MAX, |it| self.codec.max_wire_bytes(it) as u64)
-    }
-
-    fn is_fixed(&self) -> bool {
-        self.codec.is_fixed_size()
-    }
-
-    fn residual_width(&self) -> u32 {
-        let width = if self.codec.keeps_residual() { self.codec.residual_width() } else { 0 };
-        u32::try_from(width).unwrap_or(u32::MAX)
-    }
+/// A tensor's codec.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned {
+    pub(crate) codec: Arc<dyn Codec>,
+    /// Where a ring adds up its codes as integers.
+    pub(crate) sums: Option<IntegerSums>,
 }
 
 /// The codec of each tensor of a plan that has one.
-pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Arc<dyn Codec>>>, String> {
+pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Planned>>, String> {
     let mut codecs = Vec::with_capacity(plan.tensors.len());
     for tensor in &plan.tensors {
         let Some(encoding) = &tensor.encoding else {
@@ -103,15 +42,40 @@ pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Arc<dyn Codec>>>, String
         }
         for slice in tensor.slices.clone().map(SliceId) {
             let slice = plan.slice(slice);
-            let bytes = codec.bytes_max(slice.length);
-            if encoding.bytes_max(slice.length) != Some(bytes) {
-                return refuse(format!("{} elements are encoded in {bytes} bytes", slice.length));
+            if let Err(text) = check_bytes(&codec, encoding, tensor.scheme, slice.length, plan) {
+                return refuse(text);
             }
             if !slice.start.is_multiple_of(codec.granule_elems().max(1)) {
                 return refuse(format!("a slice of {:?} begins at {}", codec.name(), slice.start));
             }
         }
-        codecs.push(Some(codec.codec));
+        let sums = match encoding.scales.is_empty() {
+            true => None,
+            false => IntegerSums::new(codec.codec().spec(), plan.world_size)?,
+        };
+        codecs.push(Some(Planned { codec: Arc::clone(codec.codec()), sums }));
     }
     Ok(codecs)
+}
+
+/// The plan's sizes of a slice of so many elements must be the codec's.
+fn check_bytes(
+    codec: &TensorCodec,
+    encoding: &Encoding,
+    scheme: Scheme,
+    elements: u64,
+    plan: &Plan,
+) -> Result<(), String> {
+    let on_ring = match scheme {
+        Scheme::Ring => codec.ring_bytes(elements, plan.world_size)?,
+        _ => None,
+    };
+    let (scales, bytes) = match on_ring {
+        Some(RingBytes { scales, sums }) => (Some(scales), sums),
+        None => (None, codec.bytes_max(elements)),
+    };
+    if encoding.bytes_max(elements) != Some(bytes) || encoding.scale_bytes(elements) != scales {
+        return Err(format!("{elements} elements are encoded in {bytes} bytes"));
+    }
+    Ok(())
 }

@@ -6,7 +6,7 @@
 //! read; whatever its bytes are, it decodes to values or is an error.
 
 use crate::memory::Span;
-use gradlane_codec::{narrow, widen, Codec, Place};
+use gradlane_codec::{narrow, widen, Codec, IntegerSums, Place};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -17,6 +17,8 @@ const BLOCK_ELEMS: usize = 4096;
 #[derive(Clone, Debug)]
 pub(crate) struct Coder {
     pub(crate) codec: Arc<dyn Codec>,
+    /// Where codes are added up as integers, what adds them up.
+    pub(crate) sums: Option<IntegerSums>,
     pub(crate) place: Place,
     pub(crate) elements: usize,
     pub(crate) dtype: gradlane_codec::Dtype,
@@ -30,15 +32,31 @@ pub(crate) struct EncodedParts {
     pub(crate) divisor: u32,
 }
 
+/// One hop of a sum round a ring.
+#[derive(Debug)]
+pub(crate) struct Hop {
+    /// The encoded sum of the ranks before.
+    pub(crate) received: Option<Span>,
+    /// This rank's gradient.
+    pub(crate) own: Option<Span>,
+    /// On the last rank the number of ranks, else 1.
+    pub(crate) divisor: u32,
+}
+
 /// A block: its elements, and its bytes in the encoding of the slice.
-struct Block {
-    elements: Range<usize>,
-    bytes: Range<usize>,
+pub(crate) struct Block {
+    pub(crate) elements: Range<usize>,
+    pub(crate) bytes: Range<usize>,
 }
 
 impl Coder {
     /// Blocks of the slice; one where encodings differ in length.
     fn blocks(&self) -> Vec<Block> {
+        self.blocks_by(|elements| self.codec.max_wire_bytes(elements))
+    }
+
+    /// The same where so many elements take another number of bytes.
+    pub(crate) fn blocks_by(&self, bytes_of: impl Fn(usize) -> usize) -> Vec<Block> {
         let granule = usize::try_from(self.codec.granule()).unwrap_or(usize::MAX).max(1);
         let step = if self.codec.is_fixed_size() {
             (BLOCK_ELEMS / granule).max(1).saturating_mul(granule)
@@ -49,7 +67,7 @@ impl Coder {
         let (mut start, mut at) = (0, 0);
         while start < self.elements {
             let end = start.saturating_add(step).min(self.elements);
-            let length = self.codec.max_wire_bytes(end - start);
+            let length = bytes_of(end - start);
             blocks.push(Block { elements: start..end, bytes: at..at + length });
             (start, at) = (end, at + length);
         }
@@ -62,7 +80,7 @@ impl Coder {
         block.elements.start * width..block.elements.end * width
     }
 
-    fn place_of(&self, block: &Block) -> Place {
+    pub(crate) fn place_of(&self, block: &Block) -> Place {
         let first_element = self.place.first_element + block.elements.start as u64;
         Place { first_element, ..self.place }
     }
@@ -137,15 +155,86 @@ pub(crate) fn recode(
         mean_of_block(coder, from, &inputs, &block, &mut mean)?;
         let residual = residual.as_deref_mut().map(|it| &mut it[coder.kept(&block)]);
         let room = out.get_mut(used..).unwrap_or_default();
-        let length = coder.codec.encode(&coder.place_of(&block), &mean, residual, room);
-        if let Some(copy) = copy_to {
-            // All ranks use what they can decode, the owner as well.
-            coder.codec.decode(&room[..length], &mut mean).map_err(|error| error.to_string())?;
-            write_block(coder, copy, &block, &mean);
-        }
-        used += length;
+        used += encode_block(coder, &block, &mut mean, residual, room, copy_to)?;
     }
     Ok(used as u64)
+}
+
+/// `output = encode((decode(received) + own) / divisor)`; what `output` decodes to also goes to
+/// `copy_to`. The bytes of the encoding. `late` is what is to be sent with it and has no later turn.
+pub(crate) fn hop(
+    coder: &Coder,
+    from: &Hop,
+    late: &[f32],
+    mut residual: Option<&mut Vec<f32>>,
+    output: Span,
+    copy_to: Option<Span>,
+) -> Result<u64, String> {
+    if let Some(residual) = &mut residual {
+        fit(residual, coder.elements * coder.codec.residual_width())?;
+    }
+    for memory in from.own.iter().chain(&copy_to) {
+        same_bytes(*memory, coder)?;
+    }
+    if !late.is_empty() && late.len() != coder.elements {
+        return Err(format!("{} numbers kept of {} elements", late.len(), coder.elements));
+    }
+    // SAFETY: the spans are registered; nobody writes to an encoding that has arrived, and the engine
+    // lends the gradient to this work.
+    let received = from.received.map(|span| unsafe { span.bytes() });
+    if let Some(encoded) = received {
+        coder.check_length(encoded)?;
+    }
+    // SAFETY: the output is this work's alone, and apart from its inputs.
+    let out = unsafe { output.bytes_mut() };
+    let absent = from.received.is_none() || from.own.is_none();
+    let (mut sum, mut wide) = (Vec::new(), Vec::new());
+    let mut used = 0;
+    for block in coder.blocks() {
+        sum.resize(block.elements.len(), 0.0);
+        match received {
+            Some(encoded) => {
+                let part = coder.part(encoded, &block)?;
+                coder.codec.decode(part, &mut sum).map_err(|error| error.to_string())?;
+            }
+            // Adding to a negative zero changes nothing.
+            None => sum.fill(-0.0),
+        }
+        if let Some(own) = from.own {
+            // SAFETY: as above; where the result goes into the same memory, this block is read first.
+            let values = as_f32(coder, unsafe { own.bytes() }, &block, &mut wide);
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        }
+        if !late.is_empty() {
+            let late = &late[block.elements.clone()];
+            sum.iter_mut().zip(late).for_each(|(sum, value)| *sum += value);
+        }
+        if from.divisor > 1 {
+            divide(&mut sum, from.divisor, absent);
+        }
+        let residual = residual.as_deref_mut().map(|it| &mut it[coder.kept(&block)]);
+        let room = out.get_mut(used..).unwrap_or_default();
+        used += encode_block(coder, &block, &mut sum, residual, room, copy_to)?;
+    }
+    Ok(used as u64)
+}
+
+/// Encodes the values of a block, and writes what they then decode to. The bytes of the encoding.
+fn encode_block(
+    coder: &Coder,
+    block: &Block,
+    values: &mut [f32],
+    residual: Option<&mut [f32]>,
+    room: &mut [u8],
+    copy_to: Option<Span>,
+) -> Result<usize, String> {
+    let length = coder.codec.encode(&coder.place_of(block), values, residual, room);
+    if let Some(copy) = copy_to {
+        // All ranks use what they can decode, the owner as well.
+        coder.codec.decode(&room[..length], values).map_err(|error| error.to_string())?;
+        write_block(coder, copy, block, values);
+    }
+    Ok(length)
 }
 
 /// The mean of encoded contributions, in the tensor's dtype.
@@ -206,18 +295,23 @@ fn mean_of_block(
         };
         done.map_err(|error| error.to_string())?;
     }
-    #[allow(clippy::cast_precision_loss, reason = "there are fewer ranks than 2^24")]
-    let divisor = from.divisor as f32;
-    // Adding a negative zero changes nothing.
-    let zero = if from.absent { 0.0 } else { -0.0 };
-    for value in mean {
-        *value = (*value + zero) / divisor;
-    }
+    divide(mean, from.divisor, from.absent);
     Ok(())
 }
 
+/// Sums become means; where a rank contributed nothing, zeros of it are added before.
+fn divide(sums: &mut [f32], divisor: u32, absent: bool) {
+    #[allow(clippy::cast_precision_loss, reason = "there are fewer ranks than 2^24")]
+    let divisor = divisor as f32;
+    // Adding a negative zero changes nothing.
+    let zero = if absent { 0.0 } else { -0.0 };
+    for value in sums {
+        *value = (*value + zero) / divisor;
+    }
+}
+
 /// A block of a tensor as f32: where it lies, or widened.
-fn as_f32<'a>(
+pub(crate) fn as_f32<'a>(
     coder: &Coder,
     elements: &'a [u8],
     block: &Block,
@@ -235,7 +329,7 @@ fn as_f32<'a>(
     wide
 }
 
-fn write_block(coder: &Coder, to: Span, block: &Block, values: &[f32]) {
+pub(crate) fn write_block(coder: &Coder, to: Span, block: &Block, values: &[f32]) {
     let width = coder.dtype.element_bytes();
     let target = to.from(block.elements.start * width).first(block.elements.len() * width);
     // SAFETY: the engine lends this memory to one work at a time.
@@ -243,7 +337,7 @@ fn write_block(coder: &Coder, to: Span, block: &Block, values: &[f32]) {
 }
 
 /// A tensor's memory must have the elements of the slice.
-fn same_bytes(memory: Span, coder: &Coder) -> Result<(), String> {
+pub(crate) fn same_bytes(memory: Span, coder: &Coder) -> Result<(), String> {
     let expected = coder.elements * coder.dtype.element_bytes();
     if memory.length() == expected {
         return Ok(());
@@ -252,7 +346,7 @@ fn same_bytes(memory: Span, coder: &Coder) -> Result<(), String> {
 }
 
 /// A residual that is not there yet is zero.
-fn fit(residual: &mut Vec<f32>, length: usize) -> Result<(), String> {
+pub(crate) fn fit(residual: &mut Vec<f32>, length: usize) -> Result<(), String> {
     if residual.is_empty() {
         residual.resize(length, 0.0);
     }

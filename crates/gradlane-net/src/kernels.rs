@@ -3,7 +3,8 @@
 //! A job owns everything that it needs: checked spans, settings, the optimizer state of its slice. It can
 //! run on any thread, and runs once.
 
-use crate::encoded::{self, Coder, EncodedParts};
+use crate::encoded::{self, Coder, EncodedParts, Hop};
+use crate::integer_ring;
 use crate::memory::Span;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
 use crate::trace::WorkKind;
@@ -70,6 +71,34 @@ pub(crate) enum Kernel {
         rule: Rule,
         state: SliceState,
     },
+    RingEncode {
+        coder: Coder,
+        from: Hop,
+        output: Span,
+        copy_to: Option<Span>,
+        state: SliceState,
+    },
+    RingScale {
+        coder: Coder,
+        received: Option<Span>,
+        own: Span,
+        output: Span,
+        state: SliceState,
+    },
+    RingBegin {
+        coder: Coder,
+        scales: Option<Span>,
+        own: Option<Span>,
+        output: Span,
+        state: SliceState,
+    },
+    RingAdd {
+        coder: Coder,
+        sums: Span,
+        own: Option<Span>,
+        copy_to: Option<Span>,
+        state: SliceState,
+    },
     Decode {
         coder: Coder,
         from: Span,
@@ -107,15 +136,18 @@ impl Job {
             Kernel::Reduce { .. } => WorkKind::Reduce,
             Kernel::Apply { .. } | Kernel::DecodeApply { .. } => WorkKind::Update,
             Kernel::Copy { .. } | Kernel::ReadState { .. } => WorkKind::Copy,
-            Kernel::Encode { .. } => WorkKind::Encode,
-            Kernel::Recode { .. } => WorkKind::Recode,
+            Kernel::Encode { .. } | Kernel::RingScale { .. } => WorkKind::Encode,
+            Kernel::Recode { .. }
+            | Kernel::RingEncode { .. }
+            | Kernel::RingBegin { .. }
+            | Kernel::RingAdd { .. } => WorkKind::Recode,
             Kernel::Decode { .. } => WorkKind::Decode,
         }
     }
 
     /// Whether the job is never done on the I/O thread, however small it is.
     pub(crate) fn encodes(&self) -> bool {
-        matches!(self.kernel, Kernel::Encode { .. } | Kernel::Recode { .. })
+        matches!(self.kind(), WorkKind::Encode | WorkKind::Recode)
     }
 
     /// Bytes that the job reads and writes: a measure of how long it takes.
@@ -127,6 +159,10 @@ impl Job {
             Kernel::Copy { from, .. } => 2 * from.length(),
             Kernel::Encode { from, .. } => 2 * from.length(),
             Kernel::Recode { coder, from, .. } => (from.inputs.len() + 1) * 4 * coder.elements,
+            Kernel::RingScale { own, .. } => own.length(),
+            Kernel::RingEncode { coder, .. }
+            | Kernel::RingBegin { coder, .. }
+            | Kernel::RingAdd { coder, .. } => 2 * 4 * coder.elements,
             Kernel::DecodeApply { from, output, .. } => (from.inputs.len() + 3) * output.length(),
             Kernel::Decode { to, .. } => 2 * to.length(),
         }
@@ -167,12 +203,58 @@ impl Job {
                 let result = decode_apply(&coder, &from, memory, dtype, rule, &mut state);
                 (result.map(|()| None), Some(state))
             }
+            Kernel::RingEncode { coder, from, output, copy_to, mut state } => {
+                let result = ring_encode(&coder, &from, output, copy_to, &mut state);
+                (result.map(Some), Some(state))
+            }
+            Kernel::RingScale { coder, received, own, output, mut state } => {
+                let kept = kept_for(&coder, &mut state);
+                let result = integer_ring::scale(&coder, received, own, kept, output);
+                (result.map(|()| None), Some(state))
+            }
+            Kernel::RingBegin { coder, scales, own, output, mut state } => {
+                let kept = kept_for(&coder, &mut state);
+                let result = integer_ring::begin(&coder, scales, own, kept, output);
+                (result.map(|()| None), Some(state))
+            }
+            Kernel::RingAdd { coder, sums, own, copy_to, mut state } => {
+                let kept = kept_for(&coder, &mut state);
+                let result = integer_ring::add(&coder, sums, own, kept, copy_to);
+                (result.map(|()| None), Some(state))
+            }
             Kernel::Decode { coder, from, to } => {
-                (encoded::decode(&coder, from, to).map(|()| None), None)
+                let decode =
+                    if coder.sums.is_some() { integer_ring::means } else { encoded::decode };
+                (decode(&coder, from, to).map(|()| None), None)
             }
         };
         Done { id, slice, state, result }
     }
+}
+
+/// What encoding this rank's contributions has lost, where the codec keeps that.
+fn kept_for<'a>(coder: &Coder, state: &'a mut SliceState) -> integer_ring::Kept<'a> {
+    coder.codec.keeps_residual().then(|| state.values(StateKind::WorkerResidual))
+}
+
+/// One hop. The last rank encodes the mean, and has no other turn for what a checkpoint says that
+/// its contributions have lost.
+fn ring_encode(
+    coder: &Coder,
+    from: &Hop,
+    output: Span,
+    copy_to: Option<Span>,
+    state: &mut SliceState,
+) -> Result<u64, String> {
+    let is_last = from.divisor > 1;
+    let keeps = coder.codec.keeps_residual();
+    let late = match keeps && is_last {
+        true => std::mem::take(state.values(StateKind::WorkerResidual)),
+        false => Vec::new(),
+    };
+    let kind = if is_last { StateKind::OwnerResidual } else { StateKind::WorkerResidual };
+    let residual = keeps.then(|| state.values(kind));
+    encoded::hop(coder, from, &late, residual, output, copy_to)
 }
 
 fn reduce(from: &Contributions, output: Span, copy_to: Option<Span>) -> Result<(), String> {

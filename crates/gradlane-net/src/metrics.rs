@@ -202,7 +202,11 @@ impl Metrics {
     pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
         let carries_slice = matches!(
             header.kind,
-            FrameKind::Push | FrameKind::Broadcast | FrameKind::RingReduce | FrameKind::RingGather
+            FrameKind::Push
+                | FrameKind::Broadcast
+                | FrameKind::RingScale
+                | FrameKind::RingReduce
+                | FrameKind::RingGather
         );
         let whole = header.flags.contains(FrameFlags::LAST);
         if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {

@@ -1,13 +1,13 @@
 //! Works between the engine and the kernels: regions become checked spans, slices keep their
 //! optimizer state, tensors their optimizer settings.
 
-use crate::codecs;
-use crate::encoded::{Coder, EncodedParts};
+use crate::codecs::{self, Planned};
+use crate::encoded::{Coder, EncodedParts, Hop};
 use crate::executor::Executor;
 use crate::kernels::{codec_dtype, Contributions, Done, Job, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
-use gradlane_codec::{Codec, Place};
+use gradlane_codec::Place;
 use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
 use gradlane_units::{Rank, SliceId, TensorId};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(crate) struct Works {
     /// Of all draws of codecs.
     seed: u64,
     /// Per tensor: its codec.
-    codecs: Vec<Option<Arc<dyn Codec>>>,
+    codecs: Vec<Option<Planned>>,
     /// Whether each push is a step of the optimizer, which then only the owner can count.
     applies_each: bool,
     /// Per tensor: settings in force from the last `set_optimizer` on.
@@ -269,6 +269,41 @@ impl Works {
                     state: self.take_state(work.slice),
                 }
             }
+            (Operation::RingEncode { received, own, divisor, output, copy_to }, _) => {
+                let leg = if *divisor > 1 { Place::BROADCAST } else { self.rank.0 };
+                Kernel::RingEncode {
+                    coder: self.coder(work, leg)?,
+                    from: Hop {
+                        received: received.as_ref().map(&mut locate).transpose()?,
+                        own: own.as_ref().map(&mut locate).transpose()?,
+                        divisor: *divisor,
+                    },
+                    output: locate(output)?,
+                    copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                    state: self.take_state(work.slice),
+                }
+            }
+            (Operation::RingScale { received, own, output }, _) => Kernel::RingScale {
+                coder: self.coder(work, self.rank.0)?,
+                received: received.as_ref().map(&mut locate).transpose()?,
+                own: locate(own)?,
+                output: locate(output)?,
+                state: self.take_state(work.slice),
+            },
+            (Operation::RingBegin { scales, own, output }, _) => Kernel::RingBegin {
+                coder: self.coder(work, self.rank.0)?,
+                scales: scales.as_ref().map(&mut locate).transpose()?,
+                own: own.as_ref().map(&mut locate).transpose()?,
+                output: locate(output)?,
+                state: self.take_state(work.slice),
+            },
+            (Operation::RingAdd { sums, own, copy_to }, _) => Kernel::RingAdd {
+                coder: self.coder(work, self.rank.0)?,
+                sums: locate(sums)?,
+                own: own.as_ref().map(&mut locate).transpose()?,
+                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                state: self.take_state(work.slice),
+            },
             (Operation::Decode { from, to }, _) => Kernel::Decode {
                 coder: self.coder(work, Place::BROADCAST)?,
                 from: locate(from)?,
@@ -280,11 +315,13 @@ impl Works {
 
     /// The codec of a slice, for a push of a rank or a broadcast.
     fn coder(&self, work: &Work, leg: u32) -> Result<Coder, String> {
-        let codec = self.codecs[work.tensor.index()].as_ref();
+        let planned = self.codecs[work.tensor.index()].as_ref();
+        let Planned { codec, sums } = planned.ok_or("the plan has no codec for it")?.clone();
         let slice = self.plan.slice(work.slice);
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
         Ok(Coder {
-            codec: Arc::clone(codec.ok_or("the plan has no codec for it")?),
+            codec,
+            sums,
             place: Place {
                 seed: self.seed,
                 step: work.step.0,

@@ -2,7 +2,8 @@
 //! tensor.
 
 use gradlane_engine::{
-    Coding, Plan, ReadyRule, Scheme, SetRule, Strategy, TensorSetting, TensorSpec, Update,
+    Coding, Plan, ReadyRule, RingBytes, Scheme, SetRule, Strategy, TensorSetting, TensorSpec,
+    Update,
 };
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
@@ -40,6 +41,7 @@ fn refuse(text: impl ToString) -> PyErr {
 /// slices; None: all do.
 #[pyfunction]
 #[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None))]
+#[allow(clippy::too_many_arguments, reason = "most have names in Python")]
 pub(crate) fn plan_json(
     tensors_json: &str,
     strategy: &str,
@@ -85,10 +87,17 @@ pub(crate) fn plan_json(
 /// sizes are those of the tensor's dimensions in the order of its storage. "codec" is the canonical
 /// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size"; slices
 /// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
-/// feedback). ValueError names what is wrong with the text.
+/// feedback). With ring_ranks, the bytes are those of a ring of so many ranks: half of what goes round in
+/// all laps. ValueError names what is wrong with the text, or why it cannot go round.
 #[pyfunction]
+#[pyo3(signature = (text, dtype, sizes, ring_ranks=None))]
 #[allow(clippy::needless_pass_by_value, reason = "lists become vectors of their own")]
-pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<String> {
+pub(crate) fn codec_json(
+    text: &str,
+    dtype: &str,
+    sizes: Vec<u64>,
+    ring_ranks: Option<u32>,
+) -> PyResult<String> {
     let dtype: Dtype = serde_json::from_value(dtype.into())
         .map_err(|_| refuse(format!("unknown dtype {dtype:?}")))?;
     let elements = sizes.iter().try_fold(1_u64, |all, &size| all.checked_mul(size));
@@ -96,13 +105,23 @@ pub(crate) fn codec_json(text: &str, dtype: &str, sizes: Vec<u64>) -> PyResult<S
     let Some(codec) = TensorCodec::parse(text, dtype, &sizes).map_err(refuse)? else {
         return Ok("null".to_owned());
     };
+    let on_ring = match ring_ranks {
+        Some(ranks) if ranks > 1 => codec
+            .ring_bytes(elements, ranks)
+            .map_err(|why| refuse(format!("codec {:?} on a ring: {why}", codec.name())))?,
+        _ => None,
+    };
+    let bytes = match on_ring {
+        Some(RingBytes { scales, sums }) => sums + scales.div_ceil(2),
+        None => codec.bytes_max(elements),
+    };
     let facts = serde_json::json!({
         "codec": codec.name(),
         "granule_elems": codec.granule_elems(),
         "fixed_size": codec.is_fixed(),
         "residual_width": codec.residual_width(),
         "unbiased": codec.is_unbiased(),
-        "wire_bytes_max": codec.bytes_max(elements),
+        "wire_bytes_max": bytes,
     });
     Ok(facts.to_string())
 }

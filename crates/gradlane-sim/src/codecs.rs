@@ -1,11 +1,10 @@
 //! Codecs in scenarios: what a plan needs to know of them. No value is ever encoded here.
 
 use crate::error::SimError;
-use gradlane_codec::{build, Codec, CodecSpec, TensorShape};
+use gradlane_codec::TensorCodec;
 use gradlane_engine::{Coding, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// The codec of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,39 +15,6 @@ pub struct CodedTensor {
     /// Sizes of the tensor's dimensions in the order of its storage; none: a vector.
     #[serde(default)]
     pub sizes: Vec<u64>,
-}
-
-#[derive(Debug)]
-struct SizedCodec {
-    codec: Arc<dyn Codec>,
-    sizes: Vec<u64>,
-}
-
-impl Coding for SizedCodec {
-    fn name(&self) -> String {
-        self.codec.spec().to_string()
-    }
-
-    fn sizes(&self) -> Vec<u64> {
-        self.sizes.clone()
-    }
-
-    fn granule_elems(&self) -> u64 {
-        self.codec.granule()
-    }
-
-    fn bytes_max(&self, elements: u64) -> u64 {
-        usize::try_from(elements).map_or(u64::MAX, |it| self.codec.max_wire_bytes(it) as u64)
-    }
-
-    fn is_fixed(&self) -> bool {
-        self.codec.is_fixed_size()
-    }
-
-    fn residual_width(&self) -> u32 {
-        let width = if self.codec.keeps_residual() { self.codec.residual_width() } else { 0 };
-        u32::try_from(width).unwrap_or(u32::MAX)
-    }
 }
 
 /// A tensor and its codec, as plans are built of.
@@ -69,14 +35,10 @@ pub(crate) fn rows(
         let Some(coded) = codecs.get(&spec.name) else {
             return Ok((spec, None));
         };
-        let parsed: CodecSpec = coded
-            .codec
-            .parse()
-            .map_err(|error| SimError::Argument(format!("codecs[{:?}]: {error}", spec.name)))?;
         let sizes = if coded.sizes.is_empty() { vec![spec.numel] } else { coded.sizes.clone() };
-        let codec = build(&parsed, &TensorShape::new(&sizes));
-        let coding: Box<dyn Coding> = Box::new(SizedCodec { codec, sizes });
-        Ok((spec, Some(coding)))
+        let codec = TensorCodec::parse(&coded.codec, spec.dtype, &sizes)
+            .map_err(|error| SimError::Argument(format!("codecs[{:?}]: {error}", spec.name)))?;
+        Ok((spec, codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) })))
     };
     specs.into_iter().map(row).collect()
 }

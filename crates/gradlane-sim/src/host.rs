@@ -191,6 +191,16 @@ impl Run {
                 let own = if copy_to.is_some() { decode } else { 0.0 };
                 inputs.len() as f64 * copies * decode + encode + own
             }
+            Operation::RingEncode { received, copy_to, .. } => {
+                let decodes = u8::from(received.is_some()) + u8::from(copy_to.is_some());
+                encode + f64::from(decodes) * decode
+            }
+            // Scales are found in one pass over the values, which encoding makes as well.
+            Operation::RingScale { .. } => decode,
+            Operation::RingBegin { .. } => encode + decode,
+            Operation::RingAdd { copy_to, .. } => {
+                encode + decode + if copy_to.is_some() { decode } else { 0.0 }
+            }
             Operation::DecodeApply { inputs, .. } => {
                 inputs.len() as f64 * copies * decode + charges.reduce_byte * raw
             }

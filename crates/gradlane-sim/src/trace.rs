@@ -52,7 +52,9 @@ impl Lane {
     #[must_use]
     pub const fn of(kind: FrameKind) -> Lane {
         match kind {
-            FrameKind::Push | FrameKind::RingReduce | FrameKind::Block => Lane::Push,
+            FrameKind::Push | FrameKind::RingReduce | FrameKind::RingScale | FrameKind::Block => {
+                Lane::Push
+            }
             FrameKind::Broadcast | FrameKind::RingGather => Lane::Broadcast,
             _ => Lane::Control,
         }

@@ -1,15 +1,19 @@
 //! Names and units shared by every layer.
 //!
 //! A number that crosses a function boundary has a type or a unit in its name. Everything here is
-//! plain data: no clock, no allocation, no dependence on the host.
+//! plain data: no clock, no dependence on the host.
 #![no_std]
 #![forbid(unsafe_code)]
 
+extern crate alloc;
+
+mod coding;
 mod dtype;
 mod identity;
 mod quantity;
 mod rng;
 
+pub use coding::{Coding, RingBytes};
 pub use dtype::Dtype;
 pub use identity::{Priority, Rank, SliceId, Step, TensorId};
 pub use quantity::{Bytes, Rate, Time};

@@ -54,6 +54,9 @@ wire_enum! {
         /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
         /// block's start.
         Block = 18,
+        /// The scales of a slice's buckets so far, from a rank to the next one of the ring. `hop` counts the
+        /// ranks whose values they cover.
+        RingScale = 19,
         /// The sender has begun the header's step, to rank 0; with `ABSENT` it takes no part in it.
         StepBegun = 32,
         /// All gradients of the sender in the header's step are queued, to rank 0.
@@ -81,6 +84,7 @@ impl FrameKind {
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",
+            FrameKind::RingScale => "ring-scale",
             FrameKind::StepBegun => "stepbegun",
             FrameKind::StepGiven => "stepgiven",
             FrameKind::Contributors => "contributors",
@@ -90,7 +94,7 @@ impl FrameKind {
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
     pub const fn goes_round(self) -> bool {
-        matches!(self, FrameKind::RingReduce | FrameKind::RingGather)
+        matches!(self, FrameKind::RingReduce | FrameKind::RingGather | FrameKind::RingScale)
     }
 }
 

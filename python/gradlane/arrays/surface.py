@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from gradlane.arrays.exchange import ArrayExchange
 from gradlane.arrays.memory import Slot, make_slot
 from gradlane.errors import UsageError
-from gradlane.options import Options
 
 if TYPE_CHECKING:
     from gradlane.connection import Surroundings
@@ -150,7 +149,7 @@ class SessionArrays:
             'update="server"': options.update == "server",
             "checkpoint=": options.checkpoint is not None,
             "check_every=": options.check_every > 0,
-            "stragglers=": options.stragglers != Options.stragglers,
+            "stragglers=": options.leaves_out,
         }
         for option, is_given in refusals.items():
             if is_given:

@@ -20,8 +20,9 @@ from gradlane.lab.bound import port_bytes
 from gradlane.lab.errors import LabError
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabOptions, LabProgress, run_lab
-from gradlane.lab.strategy import parse_strategy
+from gradlane.lab.strategy import AUTO, parse_strategy
 from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.options import RING
 
 WORKERS = 4
 CEILING = "none"
@@ -72,7 +73,8 @@ class Cell:
         step_s = architecture.batch_time_s
         if strategy != CEILING:
             step_s = max(step_s, port_s) * _OVER_BOUND.get(strategy, _OVER_BOUND_USUAL)
-        return _RUN_S + (warmup_of(strategy) + self.steps) * step_s * self.dilation
+        warmup = parse_strategy(strategy).learning_steps + warmup_of(strategy)
+        return _RUN_S + (warmup + self.steps) * step_s * self.dilation
 
     def estimate_s(self) -> float:
         """Return about how long the whole cell takes, in real seconds."""
@@ -134,8 +136,12 @@ def usual_dilation(workload: str, rate_bps: int) -> float:
 
 
 def warmup_of(strategy: str) -> int:
-    """Return the steps after which every further one takes the same time."""
-    return WARMUP_PRIORITY if strategy == "p3" else WARMUP_USUAL
+    """Return the steps after which every further one takes the same time.
+
+    Those in which a plan is found come before them (`Strategy.learning_steps`).
+    """
+    by_priority = parse_strategy(strategy).setting in ("p3", RING, AUTO)
+    return WARMUP_PRIORITY if by_priority else WARMUP_USUAL
 
 
 def read_json(path: Path) -> Any:
@@ -234,15 +240,23 @@ def remaining_estimate_s(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]
 
 
 def compact(row: Row) -> dict[str, Any]:
-    """Return a row without its use of the ports over time, its losses and its command."""
+    """Return a row without its use of the ports over time, its losses and its command.
+
+    Of its metrics the numbers stay, and of a plan that was found what it chose and expects.
+    """
     content = asdict(row)
     del content["utilization_over_time"], content["loss"]
     content["machine"].pop("command", None)
+    plan = content["metrics"].get("plan")
     content["metrics"] = {
         name: value
         for name, value in content["metrics"].items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+    if plan is not None:
+        found = {key: plan[key] for key in ("settings", "prediction", "summary")}
+        schemes = {choice["setting"]: choice["value"] for choice in plan["choices"]}
+        content["metrics"]["plan"] = {**found, "schemes": schemes.get("schemes")}
     return content
 
 
@@ -309,7 +323,8 @@ class _RunProgress(LabProgress):
         self._progress = progress
         self._estimates_s = [cell.run_estimate_s(name) for name in strategies]
         self._estimates_s[0] += SETUP_S
-        self._steps = [warmup_of(name) + cell.steps for name in strategies]
+        options = cell.options(strategies)
+        self._steps = [options.warmup_of(one) + cell.steps for one in options.strategies]
         self._run = 0
 
     def phase(self, text: str) -> None:

@@ -2,8 +2,10 @@
 
 A gradient is encoded twice, by its rank and as a mean by the owner of each slice. Where each
 encoding is off by at most a share e of the largest magnitude G, a step's mean is off by at most
-e (2 + e) G. Codecs that send a mere hint of the gradient and keep the rest have no such bound;
-there the updates as a whole must be near to the exact ones.
+e (2 + e) G. On a ring the k-th hop encodes a sum of k gradients, and the last rank the mean; where
+codes are added up as integers, every rank encodes once and nothing else is encoded. Codecs that
+send a mere hint of the gradient and keep the rest have no such bound; there the updates as a whole
+must be near to the exact ones.
 """
 
 from __future__ import annotations
@@ -48,15 +50,26 @@ def largest_error(codec: str) -> float | None:
     raise ValueError(f"no bound is known for codec {codec!r}: write it into lab/codec_error.py")
 
 
-def mean_error(codec: str, largest: float) -> float | None:
+def mean_error(codec: str, largest: float, ring_ranks: int | None = None) -> float | None:
     """Return how far a step's mean may be off, or None as for `largest_error`.
 
     Args:
         codec: a canonical text, or `raw`.
         largest: the largest magnitude in any rank's gradient.
+        ring_ranks: ranks of the ring that gradients go round; None: they go to servers.
     """
     error = largest_error(codec)
-    return None if error is None else error * (2.0 + error) * largest
+    if error is None:
+        return None
+    if ring_ranks is None:
+        return error * (2.0 + error) * largest
+    if codec.endswith("ring=integer") or ",ring=integer," in codec:
+        return error * largest
+    off = 0.0
+    for hop in range(1, ring_ranks):
+        off += error * (hop * largest + off)
+    off /= ring_ranks
+    return off + error * (largest + off)
 
 
 def is_sum_of_gradients(codec: str) -> bool:

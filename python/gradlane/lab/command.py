@@ -87,6 +87,20 @@ def lab_run(
         Path | None,
         typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
     ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="The first so many ranks own slices; all if absent.")
+    ] = None,
+    stragglers: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: wait, drop, drop=FACTOR, backup=RANKS; gradlane's strategies "
+            "are run with each."
+        ),
+    ] = "wait",
+    straggler: Annotated[
+        str | None,
+        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1 (burst=SECONDS, 0.5)."),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -97,11 +111,12 @@ def lab_run(
     """
     from gradlane.lab.rates import parse_rate
     from gradlane.lab.run import LabOptions
-    from gradlane.lab.strategy import parse_strategies
+    from gradlane.lab.straggling import parse_straggler
+    from gradlane.lab.strategy import parse_strategies, with_rules
 
     options = LabOptions(
         workload=workload,
-        strategies=parse_strategies(strategy),
+        strategies=with_rules(parse_strategies(strategy), stragglers),
         workers=workers,
         ranks_per_node=ranks_per_node,
         rates_bps=[parse_rate(text) for text in rate.split(",") if text.strip()],
@@ -115,6 +130,8 @@ def lab_run(
         profile_path=None if profile is None else str(profile),
         batch_time_s=batch_time_s,
         trace_path=trace,
+        servers=servers,
+        straggler=None if straggler is None else parse_straggler(straggler),
     )
     require_writable(json_path, html_path, trace)
     _run_and_show(options, json_path, html_path)
@@ -255,6 +272,13 @@ def lab_grid(
     workload: Annotated[
         str, typer.Option(help="Only these, comma-separated; all by default.")
     ] = "",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="Measure these, comma-separated, such as p3,auto,auto:any-rounding; each cell's "
+            "own by default."
+        ),
+    ] = "",
     costs: CostsPath = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit the one fitted constant to the ResNet-50 rows.")
@@ -278,7 +302,7 @@ def lab_grid(
         from gradlane.lab.privilege import ensure_namespaces
 
         ensure_namespaces(sys.argv[1:])
-        cells = cells_of(workloads)
+        cells = cells_of(workloads, [name for name in strategy.split(",") if name.strip()])
         with runs_progress(console) as progress:
             missing = measure_missing(cells, results, budget_s=budget_s, progress=progress)
         if missing:

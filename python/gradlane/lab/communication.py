@@ -9,6 +9,7 @@ import datetime
 import gc
 import os
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +40,7 @@ class Place:
         job: a name that no other run has.
         trace_path: record a timeline there (gradlane only), or None.
         codec: how gradients travel (gradlane only); `raw` is none.
+        servers: the first so many ranks own slices (gradlane only); None: all.
         plan: for the model (gradlane only), or None.
     """
 
@@ -50,6 +52,7 @@ class Place:
     job: str
     trace_path: str | None = None
     codec: str = "raw"
+    servers: int | None = None
     plan: Plan | None = None
 
 
@@ -201,7 +204,10 @@ class Gradlane:
             slice_elems=place.slice_elems,
             codec=place.codec,
             local=strategy.local,
+            exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
+            stragglers=strategy.stragglers,
+            servers=place.servers,
             interface=None,
             advertise=place.address,
             job=place.job,
@@ -216,6 +222,11 @@ class Gradlane:
             model, optimizer, plan=self._plan
         )
         return prepared
+
+    def keep_pace(self, steps: Iterable[int], on_pass: Callable[[], None]) -> Iterator[int]:
+        """Go through those steps that this rank takes part in."""
+        found: Iterator[int] = self._session.keep_pace(steps, on_pass)
+        return found
 
     def settle(self) -> None:
         """Wait for the last step's updates."""

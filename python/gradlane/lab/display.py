@@ -5,6 +5,7 @@ What a table shows comes from rows alone, so a file of rows says the same.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -166,6 +167,13 @@ def _caption(row: Row, cpu_bound: bool) -> str:
         f"{row.steps} steps, {repeats} repeat{'s' if repeats > 1 else ''}\n"
         f"compute {format_time(row.compute_s)} a step"
     )
+    if row.straggler is not None:
+        text += (
+            f"; rank {row.straggler['rank']} stopped for {row.straggler['share']:.0%} of the time, "
+            "times are those of the others"
+        )
+    if row.servers is not None:
+        text += f"; slices on {row.servers} ranks"
     if row.bound_step_s is not None:
         text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
     if cpu_bound:
@@ -254,7 +262,9 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     table.add_column("strategy", no_wrap=True)
     # Replays have no loss; with both columns the table would not fit 80 characters.
     last = "loss" if shows_loss else "MB/step"
-    for heading in ("samples/s", "step", "/bound", "x DDP", "link", "CPU", last):
+    stopped = rows[0].straggler
+    further = ("mean step", "left out") if stopped is not None else ()
+    for heading in ("samples/s", "step", *further, "/bound", "x DDP", "link", "CPU", last):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("digest", no_wrap=True)
     for strategy in dict.fromkeys(row.strategy for row in rows):
@@ -265,6 +275,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
             strategy,
             f"{over.samples_per_s:.1f}",
             format_time(over.step_s),
+            *([] if stopped is None else _left_out(group, stopped["rank"])),
             _optional(over.step_over_bound, ".3f"),
             _optional(over.speedup_over_ddp, ".3f"),
             f"{over.link_utilization:.0%}",
@@ -274,6 +285,14 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
         ]
         table.add_row(*cells)
     return table
+
+
+def _left_out(group: Sequence[Row], rank: int) -> list[str]:
+    """Return the mean step of all repeats, and the share of steps without a rank."""
+    rows = [row.metrics.get("left_out") or [] for row in group]
+    shares = [row[rank]["left_out_share"] for row in rows if rank < len(row)]
+    mean_s = statistics.fmean(row.step_s_mean for row in group)
+    return [format_time(mean_s), f"{statistics.fmean(shares):.0%}" if shares else "-"]
 
 
 def _parameters(group: Sequence[Row]) -> str:

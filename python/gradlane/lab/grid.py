@@ -7,9 +7,11 @@ machine in between. How rows are measured and kept is in `cells.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gradlane.lab.cells import CEILING, Cell, usual_dilation
+from gradlane.lab.strategy import POSEIDON, parse_strategies
 from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
@@ -32,24 +34,34 @@ CELLS: tuple[Cell, ...] = (
 """From rates at which communication takes twice as long as compute to rates at which it hides."""
 
 
-def cells_of(workloads: Sequence[str]) -> list[Cell]:
+def cells_of(workloads: Sequence[str], strategies: Sequence[str] = ()) -> list[Cell]:
     """Return the cells of these workloads; of all where none is named.
 
+    Args:
+        workloads: names.
+        strategies: in place of each cell's own, beside compute alone.
+
     Raises:
-        ValueError: a workload is not in the grid.
+        ValueError: a workload is not in the grid, or there is no such strategy.
     """
     known = list(dict.fromkeys(cell.workload for cell in CELLS))
     for workload in workloads:
         if workload not in known:
             raise ValueError(f"{workload!r} is not in the grid; there are: {', '.join(known)}")
-    return [cell for cell in CELLS if not workloads or cell.workload in workloads]
+    chosen = [cell for cell in CELLS if not workloads or cell.workload in workloads]
+    if not strategies:
+        return chosen
+    names = tuple(one.text for one in parse_strategies(",".join(strategies)))
+    names = (CEILING, *(name for name in names if name != CEILING))
+    return [replace(cell, strategies=names) for cell in chosen]
 
 
 def in_grid_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
     chosen = [row for row in rows if row["workload"] in workloads]
-    order = (*STRATEGIES, *(name for name in ENGINE_STRATEGIES if name not in STRATEGIES))
+    others = (name for name in (*ENGINE_STRATEGIES, POSEIDON) if name not in STRATEGIES)
+    order = (*STRATEGIES, *others)
     return sorted(
         (row for row in chosen if row["strategy"] in order),
         key=lambda row: (

@@ -85,6 +85,11 @@ class Row:
         verified_tensors: averaged gradients that were compared with their expectation.
         evaluation: quality on held-out samples after the last step, or None.
         metrics: the strategy's own counters on rank 0.
+        step_s_mean: mean of `step_s`: what steps that wait for a rank add shows here.
+        stragglers: what happens to ranks that are late; `wait`: all wait for them.
+        servers: so many ranks own slices; None: all.
+        straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
+            then, or None. `step_s` and all that follows from it is of the other ranks then.
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
         step_over_bound: step time over the bound.
         over_repeats: medians over the repeats.
@@ -125,6 +130,10 @@ class Row:
     verified_tensors: int
     evaluation: dict[str, Any] | None
     metrics: dict[str, Any]
+    step_s_mean: float = 0.0
+    stragglers: str = "wait"
+    servers: int | None = None
+    straggler: dict[str, Any] | None = None
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
     expected_tx_bytes: float | None = None

@@ -7,6 +7,7 @@ and the clocks are real, and the dilation lies between them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -31,10 +32,11 @@ from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
 from gradlane.lab.shaping import PortShape
+from gradlane.lab.straggling import Bursts, StragglerSpec
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import ASGD, RING
+from gradlane.options import ASGD
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
@@ -69,6 +71,8 @@ class LabOptions:
         batch_time_s: compute time of a batch in place of the workload's own.
         paced: whether real workloads are stretched to fixed times.
         trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
+        servers: the first so many ranks own slices, of gradlane's strategies; None: all.
+        straggler: the rank that is stopped now and then, or None.
     """
 
     workload: str
@@ -88,6 +92,8 @@ class LabOptions:
     paced: bool = True
     trace_path: Path | None = None
     further_warmup: Mapping[str, int] = field(default_factory=dict)
+    servers: int | None = None
+    straggler: StragglerSpec | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -116,6 +122,8 @@ class LabOptions:
             ("warmup", self.warmup, 0, 10_000_000),
             ("slice-elems", 1 if self.slice_elems is None else self.slice_elems, 1, 2**31),
             ("seed", self.seed, 0, 2**31 - 1),
+            ("servers", 1 if self.servers is None else self.servers, 1, self.workers),
+            ("straggler's rank", self.straggler.rank if self.straggler else 0, 0, self.workers - 1),
         ]
         check_ranges(ranges)
         self._check_nodes()
@@ -128,7 +136,7 @@ class LabOptions:
             )
         if codec_rules(self.codec) != RAW:
             check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting in (ASGD, RING)), None)
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
         if self.batch_time_s is not None and not self.batch_time_s > 0:
@@ -316,21 +324,31 @@ class _Runner:
             "batch_time_s": options.batch_time_s,
             "paced": options.paced,
             "codec": options.codec_of(strategy),
+            "servers": options.servers,
+            "straggles": options.straggler is not None,
             "rate_bps": rate_bps,
         }
         traced = options.trace_path is not None and strategy.family == "gradlane"
         if traced:
             request["trace_path"] = str(self._trace_path)
         reported = 0
+        processes = self._pool.processes()
+        spec = options.straggler
+        bursts = Bursts(spec, processes[spec.rank]) if spec is not None else None
 
         def advance(rank: int, done_steps: int) -> None:
             nonlocal reported
+            if bursts is not None and done_steps > 0:
+                bursts.begin()
             if rank == 0:
                 self._progress.advance(done_steps - reported)
                 reported = done_steps
 
-        descriptors, processes = self._cluster.counter_descriptors(), self._pool.processes()
-        with TrafficSampler(descriptors, processes=processes) as sampler:
+        descriptors = self._cluster.counter_descriptors()
+        with (
+            bursts or contextlib.nullcontext(),
+            TrafficSampler(descriptors, processes=processes) as sampler,
+        ):
             results = self._pool.ask([request] * options.workers, advance)
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
@@ -368,8 +386,10 @@ class _Runner:
     ) -> Row:
         options = self._options
         dilation = options.dilation
-        # A step begins when its slowest rank begins it.
-        boundaries_s = [max(times) for times in _columns(results, "boundaries_s")]
+        # A step begins when its slowest rank begins it; of the others, where one is stopped.
+        slow = None if options.straggler is None else options.straggler.rank
+        others = [result for rank, result in enumerate(results) if rank != slow]
+        boundaries_s = [max(times) for times in _columns(others, "boundaries_s")]
         boundaries_s = boundaries_s[options.warmup_of(strategy) :]
         start_s, end_s = boundaries_s[0], boundaries_s[-1]
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
@@ -410,12 +430,19 @@ class _Runner:
             cpu_share=cpu_share,
             cpu_bound=cpu_share > CPU_BOUND_SHARE,
             wall_lag_s=max(r["wall_lag_s"] for r in results),
-            loss=[statistics.fmean(losses) for losses in _columns(results, "losses")],
+            loss=[
+                statistics.fmean(loss for loss in losses if loss is not None)
+                for losses in _columns(results, "losses")
+            ],
             param_digest=results[0]["param_digest"],
             params_equal=len({r["param_digest"] for r in results}) == 1,
             verified_tensors=sum(r["verified_tensors"] for r in results),
             evaluation=results[0]["evaluation"],
             metrics=results[0]["metrics"],
+            step_s_mean=statistics.fmean(wall_steps_s) / dilation,
+            stragglers=strategy.stragglers,
+            servers=options.servers,
+            straggler=None if options.straggler is None else options.straggler.to_json(),
             versions=self._versions,
             machine=self._machine,
         )

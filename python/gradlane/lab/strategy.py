@@ -5,11 +5,12 @@ Parsing needs no torch, so that mistakes are found before anything is started.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES, Options
 from gradlane.planner.settings import LEARNING_STEPS
+from gradlane.stragglers import WAIT, parse_stragglers
 
 AUTO = "auto"
 """The strategy that is none: gradlane finds its settings while training."""
@@ -18,6 +19,9 @@ POSEIDON = "poseidon"
 
 HIERARCHICAL = {"hierarchical": "leader", "hierarchical-shared": "shared"}
 """Strategy p3 between nodes whose ranks add up first, by what those ranks do."""
+
+ANY_ROUNDING = "any-rounding"
+"""Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
 
 DDP_BUCKET_MB_DEFAULT = 25.0
 
@@ -34,9 +38,13 @@ class Strategy:
         setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`;
             empty in the other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
+        stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
+            name, as in `p3/backup=1`.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
+        any_rounding: whether what gradlane finds may add up in another order than that of the
+            ranks.
     """
 
     text: str
@@ -45,6 +53,24 @@ class Strategy:
     bucket_mb: float = 0.0
     hook: str = ""
     local: str = "off"
+    any_rounding: bool = False
+    stragglers: str = WAIT
+
+    def with_stragglers(self, stragglers: str) -> Strategy:
+        """Return the same strategy with a rule for ranks that are late.
+
+        Raises:
+            ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
+                and waits for all.
+        """
+        if parse_stragglers(stragglers) is None:
+            return self
+        if self.setting not in STRATEGIES:
+            raise ValueError(
+                f"{self.text}/{stragglers}: only gradlane's strategies leave ranks out"
+            )
+        Options(strategy=self.setting, stragglers=stragglers)
+        return replace(self, text=f"{self.text}/{stragglers}", stragglers=stragglers)
 
     @property
     def is_baseline(self) -> bool:
@@ -85,7 +111,8 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        sums_on_servers = self.setting not in (RING, ASGD) and self.local == "off"
+        on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
+        sums_on_servers = on_servers and self.local == "off"
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -100,6 +127,9 @@ def parse_strategy(text: str) -> Strategy:
     Raises:
         ValueError: there is none, or its bucket size is no positive number.
     """
+    whole, slash, stragglers = text.strip().partition("/")
+    if slash and stragglers:
+        return parse_strategy(whole).with_stragglers(stragglers)
     plain, plus, hook = (part.strip() for part in text.strip().partition("+"))
     name, colon, argument = plain.partition(":")
     if plus and (name != "ddp-gloo" or not hook):
@@ -114,6 +144,8 @@ def parse_strategy(text: str) -> Strategy:
     if name in HIERARCHICAL and not colon:
         local = HIERARCHICAL[name]
         return Strategy(text=name, family="gradlane", setting=Options.strategy, local=local)
+    if name == AUTO and argument == ANY_ROUNDING:
+        return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
         if colon:
@@ -126,7 +158,8 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, AUTO, POSEIDON, *HIERARCHICAL))
+    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *HIERARCHICAL)
+    known = ", ".join(("none", *ddp, *STRATEGIES, *further))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 
@@ -155,3 +188,25 @@ def parse_strategies(text: str) -> list[Strategy]:
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: each strategy may be named once")
     return strategies
+
+
+def with_rules(strategies: list[Strategy], rules: str) -> list[Strategy]:
+    """Return gradlane's strategies with each of some rules for stragglers, others as they are.
+
+    Args:
+        strategies: as they were named.
+        rules: comma-separated, as in `gradlane.init(stragglers=...)`.
+
+    Raises:
+        ValueError: a rule is unknown, or does not go with a strategy.
+    """
+    named = [rule.strip() for rule in rules.split(",") if rule.strip()]
+    if not named:
+        raise ValueError("name at least one rule for stragglers, such as wait")
+    found: list[Strategy] = []
+    for strategy in strategies:
+        if strategy.family == "gradlane" and strategy.stragglers == WAIT:
+            found += [strategy.with_stragglers(rule) for rule in named]
+        else:
+            found.append(strategy)
+    return list(dict.fromkeys(found))

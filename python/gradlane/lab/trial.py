@@ -14,7 +14,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradlane.lab.communication import Place, connect
+from gradlane.lab.communication import Communication, Gradlane, Place, connect
 from gradlane.lab.counters import read_port_bytes
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.options import SFB
+from gradlane.options import SFB, ring_ranks
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.stragglers import WAIT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _STORE_TIMEOUT = datetime.timedelta(seconds=120)
+_FORGIVEN_S = 0.005
+"""Real time by which an operation of a rank that is stopped may end late and be made up for."""
 _REPLAY_LR = 1e-6
 """Small enough that the parameters of a replay with invented gradients stay finite."""
 
@@ -63,6 +66,8 @@ class TrialRequest:
         paced: whether real workloads are stretched to fixed times.
         trace_path: where ranks record their timelines, or None.
         codec: how gradlane's gradients travel; `raw` is none.
+        servers: the first so many ranks own slices, of gradlane's; None: all.
+        straggles: whether a rank is stopped now and then; it does not make up for that.
         rate_bps: nominal rate of every port, for plans to say.
     """
 
@@ -81,6 +86,8 @@ class TrialRequest:
     paced: bool = True
     trace_path: str | None = None
     codec: str = "raw"
+    servers: int | None = None
+    straggles: bool = False
     rate_bps: float = 1e9
 
 
@@ -166,6 +173,7 @@ def _run_connected(
             job=request.job,
             trace_path=request.trace_path,
             codec=request.codec,
+            servers=request.servers,
             plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
         ),
         store,
@@ -174,7 +182,9 @@ def _run_connected(
     # heard shall be the first that happened, not the echo of a connection that was closed.
     model, optimizer = communication.attach(workload.model, optimizer)
     _meet(store, request.job, "start", world_size)
-    result = _train(request, workload, model, optimizer, report_step)
+    if request.straggles:
+        workload.clock.forgiven_s_max = _FORGIVEN_S
+    result = _train(request, workload, model, optimizer, report_step, _pace_of(communication))
     communication.settle()
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
@@ -210,6 +220,16 @@ def _run_connected(
     return result
 
 
+Pace = Callable[[Iterable[int], Callable[[], None]], Iterator[int]]
+"""Goes through those steps that this rank takes part in; the call is for those that it passed."""
+
+
+def _pace_of(communication: Communication) -> Pace:
+    if isinstance(communication, Gradlane):
+        return communication.keep_pace
+    return lambda steps, _: iter(steps)
+
+
 def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
     """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
     assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
@@ -224,13 +244,19 @@ def _train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     report_step: Callable[[int], None],
+    pace: Pace,
 ) -> dict[str, Any]:
     """Train all steps; returns losses, boundaries, processor time and bytes sent."""
     boundaries_s: list[float] = []
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor | None] = []
     cpu_start_s, sent_start_bytes = 0.0, 0
-    for step in range(request.warmup + request.steps):
-        if step == request.warmup:
+
+    def passed() -> None:
+        boundaries_s.append(time.monotonic())
+        losses.append(None)
+
+    for step in pace(range(request.warmup + request.steps), passed):
+        if step <= request.warmup:
             cpu_start_s, sent_start_bytes = _cpu_s(), _sent_bytes()
         boundaries_s.append(time.monotonic())
         workload.begin_step(step)
@@ -245,7 +271,7 @@ def _train(
         "boundaries_s": boundaries_s,
         "cpu_s": _cpu_s() - cpu_start_s,
         "sent_bytes": _sent_bytes() - sent_start_bytes,
-        "losses": [float(loss) for loss in losses],
+        "losses": [None if loss is None else float(loss) for loss in losses],
     }
 
 
@@ -261,6 +287,8 @@ def _verify(
         How many tensors were compared: 0 where nothing is known in advance.
     """
     known = strategy.communicates and not strategy.is_asynchronous and not strategy.hook
+    # Who was left out of which step is not known in advance.
+    known = known and strategy.stragglers == WAIT
     if not isinstance(workload, ReplayWorkload) or not known:
         return 0
     wrong = workload.verify(
@@ -268,6 +296,7 @@ def _verify(
         request.warmup + request.steps,
         exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
     )
     if wrong:
         raise ArithmeticError(

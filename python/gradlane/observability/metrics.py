@@ -227,6 +227,7 @@ def metrics_of(
     gathered = int(total("gathered_slices"))
     late_rows = _summed(reading.get("stragglers", ()) for reading in readings)
     peer_rows = _summed(reading.get("peers", ()) for reading in readings)
+    decided = total("decided_steps")
     left_out = _summed(reading.get("left_out", ()) for reading in readings)
     encoded = total("encoded_bytes")
     metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name != "in_flight_bytes"}
@@ -242,9 +243,7 @@ def metrics_of(
         tensor_waits=_most_first(waits, wait_s),
         layer_waits=_most_first(by_layer(waits), wait_s),
         stragglers=[straggler(late, row, gathered) for late, row in enumerate(late_rows)],
-        left_out=[
-            left_out_row(out, row, total("decided_steps")) for out, row in enumerate(left_out)
-        ],
+        left_out=[left_out_row(out, row, decided) for out, row in enumerate(left_out)],
         channels=list(readings),
     )
     result: Metrics = metrics

@@ -78,6 +78,9 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     named = _for_rank(late, metrics["world_size"])
     if named:
         parts.append(named)
+    left_out = _left_out(metrics)
+    if left_out:
+        parts.append(left_out)
     return "; ".join(parts)
 
 
@@ -99,6 +102,19 @@ def _for_rank(late: Sequence[LateRank], world_size: int) -> str:
         f"rank {first.rank} came last for {first.last_share:.0%} of the slices, by "
         f"{_duration(first.late_s_mean)} on average"
     )
+
+
+def _left_out(metrics: Metrics) -> str:
+    rows = sorted(metrics["left_out"], key=lambda row: row["left_out_share"], reverse=True)
+    named = [
+        f"rank {row['rank']} {row['left_out_share']:.0%}"
+        + (f" ({_duration(row['late_s_mean'])} late)" if row["late_count"] else "")
+        for row in rows
+        if row["left_out_steps"]
+    ]
+    if not named:
+        return ""
+    return f"steps that went on without: {', '.join(named)}"
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import Bound, bound_step_s
-from gradlane.options import RING
+from gradlane.options import RING, ring_ranks
 from gradlane.planner.candidates import Candidate, Simulated
 from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planner.layers import (
@@ -158,7 +158,7 @@ class Coordinator:
         profile, workers = self._profile, self._facts.workers
         speed = None if self._costs is None else self._costs.operations_per_s
         by_tensor = simulated_schemes(profile, schemes, workers, speed)
-        encoded = wire_bytes(profile, codecs_in(profile, codec_rules(codec)))
+        encoded = wire_bytes(profile, self._codecs_in(codec))
         return bound_step_s(
             timings_in(profile),
             workers=workers,
@@ -276,6 +276,11 @@ class Coordinator:
         best = next(cost for cost in costs if cost.scheme in among)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
+    def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
+        # No plan changes between servers and a ring.
+        ranks = ring_ranks(self._base.strategy, self._facts.workers)
+        return codecs_in(self._profile, codec_rules(codec), ranks)
+
     def _chosen(self, settings: Settings, found: Found | None) -> dict[str, SchemeChoice]:
         """What the search chose for each layer, and why."""
         others = dict(found.schemes) if found else {}
@@ -294,7 +299,7 @@ class Coordinator:
         self, settings: Settings, layers: Mapping[str, SchemeChoice]
     ) -> tuple[PlannedTensor, ...]:
         """Every tensor with the scheme of its layer and the slices that the engine cuts."""
-        codecs = codecs_in(self._profile, codec_rules(settings.codec))
+        codecs = self._codecs_in(settings.codec)
         slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
         own = RING if settings.strategy == RING else "ps"

@@ -16,11 +16,8 @@ Schemes = tuple[tuple[str, str], ...]
 SCHEME_RULES = ("poseidon", "sfb")
 """Rules that say which layers travel as factors: those where Poseidon's formula says so, or all
 that have any."""
-EMBEDDING = "Embedding"
-"""Modules whose gradient is zero but for the rows that were looked up."""
 _HEADER_BYTES = 16
 """Of a part of a block (`gradlane.factors.block`)."""
-_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -78,27 +75,19 @@ def _rows_of(
 def factors_of(layer: Layer, profile: Profile) -> Factors | None:
     """Return what a layer is as factors; None where it has none.
 
-    A rank whose factors would be larger than the gradient sends the gradient.
+    A rank whose factors would be larger than the gradient sends the gradient. Embeddings have rows
+    that were looked up, but a profile does not say whether their weight is an output layer's, too,
+    whose gradient is dense: they are not planned for.
     """
-    matrices = [
-        (name, shape)
-        for name, shape in zip(layer.parameters, layer.shapes, strict=True)
-        if len(shape) == 2 and 0 not in shape
-    ]
-    is_embedding = layer.kind == EMBEDDING and layer.rows is not None
-    if len(matrices) != 1 or (layer.matrix is None and not is_embedding):
+    if layer.matrix is None or 0 in layer.matrix:
         return None
-    ((tensor, (outputs, inputs)),) = matrices
+    outputs, inputs = layer.matrix
+    tensor = layer.parameters[layer.shapes.index(layer.matrix)]
     dtype = next(one.dtype for one in profile.tensors if one.name == tensor)
     element_bytes = DTYPE_BYTES[dtype]
     rows = layer.rows or profile.batch_size
-    if is_embedding:
-        rows = min(rows, outputs)
-        block_bytes = rows * (_INDEX_BYTES + inputs * element_bytes)
-        operations = float(rows * inputs)
-    else:
-        block_bytes = rows * (outputs + inputs) * element_bytes
-        operations = 2.0 * rows * outputs * inputs
+    block_bytes = rows * (outputs + inputs) * element_bytes
+    operations = 2.0 * rows * outputs * inputs
     whole_bytes = outputs * inputs * element_bytes
     if block_bytes > whole_bytes:
         block_bytes, operations = whole_bytes, float(outputs * inputs)

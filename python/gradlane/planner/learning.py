@@ -17,10 +17,10 @@ from torch import nn
 from gradlane.errors import GradlaneError
 from gradlane.factors.choice import layers_by_weight
 from gradlane.lab.rates import format_rate
-from gradlane.options import FACTOR_SCHEMES, Options
+from gradlane.options import Options
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.links import LinkReport
-from gradlane.planner.plan import Plan, PlannedTensor, parse_plan
+from gradlane.planner.plan import Plan, parse_plan
 from gradlane.planner.reasons import shown
 from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.profiler import Profile, ProfileError, Recorder
@@ -30,7 +30,6 @@ from gradlane.steps import Steps
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
 
-_UNTAPPED = "a bias has no factors, and other layers have them where they run torch's own forward"
 _log = logging.getLogger("gradlane")
 
 
@@ -44,6 +43,10 @@ class Learner(Protocol):
     @property
     def model(self) -> nn.Module:
         """The user's model."""
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor is aggregated, by name."""
 
 
 class Learning:
@@ -147,14 +150,14 @@ class Learning:
                 # Every step waits for the slowest rank.
                 profile = profile.scaled(max(1.0, slowest_s / profile.compute_s))
                 book = Coordinator(
-                    profile,
+                    self._tapped(profile),
                     facts,
                     base=base,
                     source="probed",
                     rule=self._rule,
                     any_rounding=not self._options.exact_order,
                 )
-                return self._runnable(book.plan(budget_s=BUDGET_S))
+                return self._as_given(book.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GradlaneError):
                 raise
@@ -165,19 +168,27 @@ class Learning:
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
 
-    def _runnable(self, plan: Plan) -> Plan:
-        """Take factors from layers of the model that cannot be tapped."""
+    def _tapped(self, profile: Profile) -> Profile:
+        """Take the layers from tensors whose gradient cannot be had as factors in this model."""
         layers = layers_by_weight(self._learner.model)
         weights = dict(self._learner.model.named_parameters())
+        tensors = tuple(
+            tensor if id(weights.get(tensor.name)) in layers else replace(tensor, layer=None)
+            for tensor in profile.tensors
+        )
+        return replace(profile, tensors=tensors)
 
-        def runs(tensor: PlannedTensor) -> bool:
-            return tensor.scheme not in FACTOR_SCHEMES or id(weights.get(tensor.name)) in layers
-
-        others = tuple(
-            tensor if runs(tensor) else replace(tensor, scheme="ps", reason=f"ps: {_UNTAPPED}")
+    def _as_given(self, plan: Plan) -> Plan:
+        """Leave factors that the session asked for, where what is found may change no bit."""
+        if not (self._options.factors and self._options.exact_order):
+            return plan
+        given = self._learner.schemes
+        reason = "as the session says: what adds up in another order is another result"
+        kept = tuple(
+            replace(tensor, scheme=given[tensor.name], reason=f"{given[tensor.name]}: {reason}")
             for tensor in plan.tensors
         )
-        return replace(plan, tensors=others)
+        return replace(plan, tensors=kept)
 
 
 def log_plan(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Counts the vectors that linear layers and embeddings are applied to in a step.
+"""Counts the vectors that linear layers are applied to in a step.
 
 Factors of their gradients have so many rows: samples, times words or patches where a layer is
 applied to each. Only calls that backward will come to count.
@@ -47,7 +47,7 @@ class RowCounts:
 
 
 class RowMark:
-    """Hook of a linear layer or an embedding: its forward begins."""
+    """Hook of a linear layer: its forward begins."""
 
     __slots__ = ("_counts",)
 
@@ -64,8 +64,7 @@ class RowMark:
         if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
         given = arguments[0]
-        width = 1 if isinstance(module, nn.Embedding) else max(1, given.shape[-1])
-        self._counts.note(weight, given.numel() // width)
+        self._counts.note(weight, given.numel() // max(1, given.shape[-1]))
 
     def __reduce__(self) -> Any:
         """Copies of the model are not recorded."""
@@ -82,4 +81,4 @@ def _do_nothing(*_: Any) -> None:
 
 def has_rows(module: nn.Module) -> bool:
     """Whether a module's weight gradient is made of rows that can be counted."""
-    return isinstance(module, (nn.Linear, nn.Embedding))
+    return isinstance(module, nn.Linear)

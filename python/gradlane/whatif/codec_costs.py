@@ -96,18 +96,27 @@ def cost_of(codec: str, measured: Mapping[str, CodecCost]) -> CodecCost:
         codec: its canonical text.
         measured: by text, of the machine at hand.
     """
+    # Adding up codes is charged where it is done.
+    codec = codec.replace(",ring=integer", "")
     name = codec.partition(":")[0]
     by_name = {text.partition(":")[0]: cost for text, cost in measured.items()}
     return measured.get(codec) or by_name.get(name) or USUAL.get(name) or CodecCost(0.3e-9, 0.15e-9)
 
 
-def codecs_in(profile: Profile, rules: CodecRules) -> list[CodecChoice]:
+def codecs_in(
+    profile: Profile, rules: CodecRules, ring_ranks: int | None = None
+) -> list[CodecChoice]:
     """Choose the codec of each tensor of a profile.
 
+    Args:
+        profile: its tensors.
+        rules: what `codec_rules` returned.
+        ring_ranks: ranks of the ring that they go round; None: they go to servers.
+
     Raises:
-        ValueError: a codec is unknown.
+        ValueError: a codec is unknown, or cannot go round.
     """
-    return choose_codecs(rules, coded_tensors(profile))
+    return choose_codecs(rules, coded_tensors(profile), ring_ranks)
 
 
 def coded_tensors(profile: Profile) -> list[CodedTensor]:

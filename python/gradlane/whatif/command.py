@@ -189,6 +189,13 @@ def _print(
             f"{row.samples_per_s:.0f}",
         )
     console.print(table)
+    for row in rows:
+        if row.staleness_mean is not None:
+            console.print(
+                f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}: gradients "
+                f"are applied {row.staleness_mean:.1f} updates late, {row.staleness_max} at most.",
+                highlight=False,
+            )
     for answer in answers:
         console.print(answer.text, highlight=False)
     for sentence in text_of_needs(needs):

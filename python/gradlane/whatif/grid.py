@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW, codec_rules
+from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import bound_step_s
+from gradlane.options import ring_ranks
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (
@@ -49,6 +50,11 @@ class Row:
     """Share of the time that a port sends."""
     io_utilization: float
     """Share of the time that a rank's I/O thread works."""
+    staleness_mean: float | None = None
+    """Updates between what a gradient was computed from and what it was applied to, where each is
+    applied alone; None: all ranks' are applied together."""
+    staleness_max: int | None = None
+    """The most of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -120,6 +126,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     is_ring = cluster.strategy == RING_FUSED
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
     step_s = float(report["step_s"])
+    staleness = report.get("staleness", {})
     return Row(
         model=profile.model,
         strategy=cluster.strategy,
@@ -136,19 +143,27 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         samples_per_s=cluster.workers * profile.batch_size / step_s,
         tx_utilization=float(report.get("tx_utilization", 0.0)),
         io_utilization=float(report.get("io_utilization", 0.0)),
+        staleness_mean=staleness.get("mean"),
+        staleness_max=staleness.get("max"),
     )
 
 
 def _ratio(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
-    choices = codecs_in(profile, codec_rules(cluster.codec))
+    choices = _choices(profile, cluster)
     encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
     return round(encoded * cluster.compression, 2)
 
 
+def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
+    ranks = ring_ranks(cluster.strategy, cluster.workers)
+    return codecs_in(profile, codec_rules(cluster.codec), ranks)
+
+
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
-    choices = codecs_in(profile, codec_rules(cluster.codec))
+    """Also of slices round a ring: as many bytes go through each port."""
+    choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
     travelling = scheme_bytes(profile, wire_bytes(profile, choices), schemes, cluster.workers)
     return bound_step_s(

@@ -19,7 +19,13 @@ from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.lab.workloads.schedule import layers_from_architecture, merge_short_layers
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile, profile_of_layers
-from gradlane.whatif.simulation import ENGINE_STRATEGIES, Cluster, run_scenario, scenario_of
+from gradlane.whatif.simulation import (
+    ENGINE_STRATEGIES,
+    SCHEME_STRATEGIES,
+    Cluster,
+    run_scenario,
+    scenario_of,
+)
 
 STEPS = 4
 """Simulated steps."""
@@ -50,7 +56,7 @@ def can_predict(row: Mapping[str, Any]) -> bool:
     """Whether a row of a lab run is a replay under one of the engine's strategies, uncompressed."""
     strategy = parse_strategy(str(row["strategy"]))
     return (
-        strategy.setting in ENGINE_STRATEGIES
+        strategy.setting in (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES)
         and row["workload"] in REPLAY_NAMES
         and row["codec"] == "raw"
         and row.get("source", MEASURED) == MEASURED
@@ -70,6 +76,7 @@ def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profil
     architecture = ARCHITECTURES[workload]()
     layers = merge_short_layers(layers_from_architecture(architecture), dilation)
     profile = profile_of_layers(workload, architecture.batch_size, layers)
+    profile = replace(profile, flops=architecture.operations * architecture.batch_size)
     return profile.scaled(dilation * compute_s / profile.compute_s)
 
 

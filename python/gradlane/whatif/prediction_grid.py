@@ -18,6 +18,8 @@ from rich.progress import track
 from gradlane.lab.cells import missing_strategies, read_rows, with_compute_times
 from gradlane.lab.grid import cells_of, in_grid_order
 from gradlane.lab.rates import format_rate
+from gradlane.lab.strategy import Strategy, parse_strategy
+from gradlane.options import RING
 from gradlane.whatif.costs import MachineCosts, read_costs
 from gradlane.whatif.prediction import Prediction, can_predict, predict, summary_of
 
@@ -201,6 +203,15 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
         "## Every cell\n",
         table_of(predictions) + "\n",
     ]
+    found = auto_table(rows)
+    if found:
+        parts += [
+            "## `auto` beside the fixed strategies\n",
+            "What a session finds by itself in its first seven steps, measured after them and "
+            "three more. The best fixed one is of those\nwith the same bits, and of all for "
+            "`auto:any-rounding`; `auto` is to be over 2 % slower nowhere.\n",
+            found + "\n",
+        ]
     missing = _missing(rows)
     if missing:
         parts += ["## Not measured yet\n", "\n".join(missing) + "\n"]
@@ -211,6 +222,65 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
             _baseline_table(baselines, predictions),
         ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def auto_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of `auto` beside the best fixed strategy of their cells; empty for none."""
+    usable = [row for row in rows if not row["cpu_bound"] and row["codec"] == "raw"]
+    lines = []
+    for row in usable:
+        strategy = parse_strategy(str(row["strategy"]))
+        if not strategy.is_planned:
+            continue
+        others = [one for one in usable if is_beside(one, row, strategy)]
+        best = min(others, key=lambda one: float(one["step_s_median"]), default=None)
+        plan = row["metrics"].get("plan", {})
+        over, fixed = "-", "-"
+        if best is not None:
+            ratio = float(row["step_s_median"]) / float(best["step_s_median"])
+            over = f"{(ratio - 1.0) * 100:+.1f} %"
+            fixed = f"{float(best['step_s_median']) * 1e3:.1f} ms ({best['strategy']})"
+        predicted_s = plan.get("prediction", {}).get("step_s")
+        predicted = "-" if predicted_s is None else f"{predicted_s * 1e3:.1f} ms"
+        lines.append(
+            f"| {row['workload']} | {format_rate(row['rate_bps'])} | {row['strategy']} | {fixed} "
+            f"| {float(row['step_s_median']) * 1e3:.1f} ms | {over} | {predicted} "
+            f"| {_chosen(plan)} |"
+        )
+    if not lines:
+        return ""
+    head = [
+        "| workload | rate | strategy | best fixed | measured | over it | it expected | it chose |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    return "\n".join([*head, *sorted(lines)])
+
+
+def is_beside(one: Mapping[str, Any], row: Mapping[str, Any], strategy: Strategy) -> bool:
+    """Whether a row is a fixed strategy of gradlane's in the cell of another row.
+
+    Args:
+        one: the row that is asked for.
+        row: of a strategy that finds its own plan.
+        strategy: that strategy.
+    """
+    keys = ("workload", "rate_bps", "workers", "dilation")
+    fixed = parse_strategy(str(one["strategy"]))
+    same_bits = fixed.sums_in_rank_order and not fixed.is_hybrid
+    comparable = same_bits or strategy.any_rounding
+    is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
+    return is_fixed and comparable and all(one.get(key) == row.get(key) for key in keys)
+
+
+def _chosen(plan: Mapping[str, Any]) -> str:
+    """What a plan chose, in a few words."""
+    settings = plan.get("settings", {})
+    words = [str(settings.get("strategy", "-"))]
+    if plan.get("schemes") not in (None, "ps", RING):
+        words.append(str(plan["schemes"]))
+    if settings.get("slice_elems"):
+        words.append(f"slices of {settings['slice_elems']:,}")
+    return ", ".join(words)
 
 
 def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -146,7 +146,8 @@ def scenario_of(
     if schemes:
         scenario["schemes"] = schemes
     if rules != RAW:
-        choices = codecs_in(profile, rules)
+        ranks = options.ring_ranks(cluster.strategy, cluster.workers)
+        choices = codecs_in(profile, rules, ranks)
         scenario["codecs"] = {
             choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
             for choice, tensor in zip(choices, profile.tensors, strict=True)

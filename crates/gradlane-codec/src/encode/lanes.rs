@@ -61,6 +61,10 @@ pub(super) trait Lanes: Register<Lane = f32> {
     unsafe fn left<const BITS: u32>(words: Self::Words) -> Self::Words;
     /// Shifted to the right by a constant, zeros coming in.
     unsafe fn right<const BITS: u32>(words: Self::Words) -> Self::Words;
+    /// Shifted to the left by a number below 32.
+    unsafe fn left_by(words: Self::Words, bits: u32) -> Self::Words;
+    /// Shifted to the right by a number below 32, zeros coming in.
+    unsafe fn right_by(words: Self::Words, bits: u32) -> Self::Words;
     /// All bits set where the upmost one is.
     unsafe fn signs(words: Self::Words) -> Self::Words;
     /// The largest word, signed.

@@ -6,8 +6,12 @@
 //! its equal intervals over `[-scale, scale]` in the second.
 
 mod decoding;
+mod fields;
 mod kernel;
 mod oracle;
+mod sums;
+
+pub use sums::IntegerSums;
 
 use super::bucketed::Quantizer;
 use super::lanes::Lanes;

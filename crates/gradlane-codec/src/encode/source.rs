@@ -39,6 +39,12 @@ impl Source<true> {
         assert_eq!(values.len(), residual.len(), "a residual has as many elements as the values");
         Source { values: values.as_ptr(), residual: residual.as_mut_ptr() }
     }
+
+    /// A source whose residual is only read: nothing may be kept through it.
+    pub(super) fn reading(values: &[f32], residual: &[f32]) -> Source<true> {
+        assert_eq!(values.len(), residual.len(), "a residual has as many elements as the values");
+        Source { values: values.as_ptr(), residual: residual.as_ptr().cast_mut() }
+    }
 }
 
 impl<const KEEP: bool> Source<KEEP> {

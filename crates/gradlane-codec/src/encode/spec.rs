@@ -62,6 +62,16 @@ impl fmt::Display for Bucket {
     }
 }
 
+/// How a ring adds up what it encodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum RingSums {
+    /// Each hop decodes the sum so far, adds its values and encodes that.
+    #[default]
+    Hops,
+    /// Every rank encodes once, to a scale that all share, and codes are added up as integers.
+    Integer,
+}
+
 /// Options of QSGD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QsgdOptions {
@@ -73,6 +83,8 @@ pub struct QsgdOptions {
     pub norm: Norm,
     /// Where the levels stand.
     pub levels: Levels,
+    /// How a ring adds up.
+    pub ring: RingSums,
 }
 
 impl QsgdOptions {
@@ -170,7 +182,7 @@ impl fmt::Display for CodecSpec {
                 write!(formatter, ":bucket={bucket}")?;
                 separator = ",";
             }
-            Method::Qsgd(QsgdOptions { bits, bucket, norm, levels }) => {
+            Method::Qsgd(QsgdOptions { bits, bucket, norm, levels, ring }) => {
                 let norm = match norm {
                     Norm::Max => "max",
                     Norm::L2 => "l2",
@@ -180,6 +192,9 @@ impl fmt::Display for CodecSpec {
                     Levels::Uniform => "uniform",
                 };
                 write!(formatter, ":bits={bits},bucket={bucket},norm={norm},levels={levels}")?;
+                if *ring == RingSums::Integer {
+                    formatter.write_str(",ring=integer")?;
+                }
                 separator = ",";
             }
             Method::Topk(options) => {
@@ -311,7 +326,19 @@ fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
     let norm = options.choice("norm", "max or l2", &norms)?.unwrap_or(Norm::Max);
     let kinds = [("sign", Levels::Sign), ("uniform", Levels::Uniform)];
     let levels = options.choice("levels", "sign or uniform", &kinds)?.unwrap_or(Levels::Sign);
-    Ok(QsgdOptions { bits, bucket, norm, levels })
+    let sums = [("hops", RingSums::Hops), ("integer", RingSums::Integer)];
+    let ring = options.choice("ring", "hops or integer", &sums)?.unwrap_or_default();
+    if (ring, levels) == (RingSums::Integer, Levels::Uniform) {
+        return Err(CodecSpecError::BadValue {
+            codec: "qsgd",
+            option: "levels",
+            found: "uniform".to_owned(),
+            allowed:
+                "sign with ring=integer, where a rank without a gradient adds zeros and uniform \
+                      levels have none",
+        });
+    }
+    Ok(QsgdOptions { bits, bucket, norm, levels, ring })
 }
 
 /// The options of a text, taken one after another; what is left over at the end is an error.

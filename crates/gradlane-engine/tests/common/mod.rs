@@ -4,10 +4,11 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod model;
+pub mod round;
 
 use gradlane_engine::{
     Coding, Engine, EngineOptions, Event, Failure, Landing, Memory, Operation, Payload, Plan,
-    Region, Role, Strategy, TensorSpec, Transmit, Update, Work,
+    Region, RingBytes, Role, Scheme, Strategy, TensorSpec, Transmit, Update, Work,
 };
 use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -86,11 +87,13 @@ pub fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world_size: u32) ->
     Arc::new(plan.expect("a plan that can be built"))
 }
 
-/// A codec that keeps the upper half of each number. When it varies, zeros are left out.
+/// A codec that keeps the upper half of each number. When it varies, zeros are left out. With
+/// integers a ring adds up codes of another kind, see `round`.
 #[derive(Clone, Copy, Debug)]
 pub struct Toy {
     pub granule_elems: u64,
     pub varies: bool,
+    pub integer: bool,
 }
 
 impl Coding for Toy {
@@ -115,6 +118,9 @@ impl Coding for Toy {
     }
     fn sizes(&self) -> Vec<u64> {
         Vec::new()
+    }
+    fn ring_bytes(&self, elements: u64, _: u32) -> Result<Option<RingBytes>, String> {
+        Ok(self.integer.then(|| round::ring_bytes(elements)))
     }
 }
 
@@ -325,9 +331,14 @@ impl Cluster {
         let work = if node.dead { None } else { node.engine.poll_work() };
         let moved = work.is_some();
         if let Some(Work { operation: Operation::Encode { .. }, slice, .. }) = &work {
-            let owner = node.engine.plan().slice(*slice).owner;
-            if owner != node.engine.rank() {
-                let ahead = node.ahead.entry(owner.0).or_default();
+            let (plan, own) = (node.engine.plan(), node.engine.rank());
+            let slice_of = plan.slice(*slice);
+            let to = match plan.tensor(slice_of.tensor).scheme {
+                Scheme::Ring => Rank((own.0 + 1) % plan.world_size),
+                _ => slice_of.owner,
+            };
+            if to != own {
+                let ahead = node.ahead.entry(to.0).or_default();
                 assert!(ahead.insert(*slice), "{slice} is encoded twice");
                 // The engine's default, and one that is more urgent than these.
                 assert!(ahead.len() <= 5, "{} slices are encoded ahead", ahead.len());
@@ -387,7 +398,8 @@ impl Cluster {
         assert_eq!(payload.len(), transmit.header.length as usize);
         wire.push_back((transmit.header, payload));
         let (kind, flags) = (transmit.header.kind, transmit.header.flags);
-        if kind == FrameKind::Push && flags.contains(FrameFlags::LAST) {
+        let begins = kind == FrameKind::RingReduce && transmit.header.hop == 1;
+        if (kind == FrameKind::Push || begins) && flags.contains(FrameFlags::LAST) {
             node.ahead.entry(peer.0).or_default().remove(&transmit.header.slice);
         }
         node.engine.handle_sent(&transmit);
@@ -571,7 +583,18 @@ impl Node {
     /// Does a piece of work; the bytes of an encoding, where they vary.
     fn execute(&mut self, work: &Work) -> Option<u64> {
         let slice = work.slice;
+        let sums = self.engine.plan().scale_bytes(slice).is_some();
         match &work.operation {
+            Operation::RingEncode { .. }
+            | Operation::RingScale { .. }
+            | Operation::RingBegin { .. }
+            | Operation::RingAdd { .. } => {
+                let elements = self.engine.plan().slice(slice).length as usize;
+                return self.execute_round(&work.operation, elements);
+            }
+            Operation::Decode { .. } if sums => {
+                return self.execute_round(&work.operation, 0);
+            }
             Operation::Encode { input, output } => {
                 let values = self.floats(*input);
                 // Whoever lands there from now on must not change what is sent.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 PATTERN_ELEMENTS = 262_139
 """Length of the pattern: a prime, so that no whole number of slices is a period of it, and small

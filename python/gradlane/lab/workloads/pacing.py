@@ -47,6 +47,8 @@ class PacingClock:
         self.wall_lag_s = 0.0
         """Real time by which the last operation ended after its nominal end. Steadily growing,
         it says that the machine cannot keep up and that more dilation is needed."""
+        self.forgiven_s_max = math.inf
+        """Lag beyond this is lost: later operations are not shortened to make up for it."""
         self.overruns = 0
         """Operations whose work alone took longer than their duration."""
         self._now = now
@@ -59,7 +61,8 @@ class PacingClock:
         now_s = self._now()
         wall_duration_s = duration_s * self.dilation
         # Nominal end of the last operation, plus the gap since it really ended, equals now - lag.
-        self._deadline_s = now_s - self.wall_lag_s + wall_duration_s
+        forgiven_s = min(self.wall_lag_s, self.forgiven_s_max)
+        self._deadline_s = now_s - forgiven_s + wall_duration_s
         # An operation without duration has its time in another stage and cannot overrun.
         self._work_limit_s = now_s + wall_duration_s if duration_s > 0.0 else math.inf
 

@@ -30,6 +30,10 @@ impl Lanes for __m256 {
             _mm256_sll_epi32(words, _mm_cvtsi32_si128(BITS as i32));
         right<const BITS>(words: __m256i) -> __m256i =
             _mm256_srl_epi32(words, _mm_cvtsi32_si128(BITS as i32));
+        left_by(words: __m256i, bits: u32) -> __m256i =
+            _mm256_sll_epi32(words, _mm_cvtsi32_si128(bits as i32));
+        right_by(words: __m256i, bits: u32) -> __m256i =
+            _mm256_srl_epi32(words, _mm_cvtsi32_si128(bits as i32));
         signs(words: __m256i) -> __m256i = _mm256_srai_epi32::<31>(words);
         largest(words: __m256i) -> i32 = {
             let high = _mm256_extracti128_si256::<1>(words);

@@ -28,6 +28,10 @@ impl Lanes for __m512 {
         larger(one: __m512i, other: __m512i) -> __m512i = _mm512_max_epi32(one, other);
         left<const BITS>(words: __m512i) -> __m512i = _mm512_slli_epi32::<BITS>(words);
         right<const BITS>(words: __m512i) -> __m512i = _mm512_srli_epi32::<BITS>(words);
+        left_by(words: __m512i, bits: u32) -> __m512i =
+            _mm512_sll_epi32(words, _mm_cvtsi32_si128(bits as i32));
+        right_by(words: __m512i, bits: u32) -> __m512i =
+            _mm512_srl_epi32(words, _mm_cvtsi32_si128(bits as i32));
         signs(words: __m512i) -> __m512i = _mm512_srai_epi32::<31>(words);
         largest(words: __m512i) -> i32 = _mm512_reduce_max_epi32(words);
         in_pairs(lanes: Self) -> f32 = {

@@ -32,6 +32,10 @@ impl Lanes for float32x4_t {
             vshlq_u32(words, vdupq_n_s32(BITS as i32));
         right<const BITS>(words: uint32x4_t) -> uint32x4_t =
             vshlq_u32(words, vdupq_n_s32(-(BITS as i32)));
+        left_by(words: uint32x4_t, bits: u32) -> uint32x4_t =
+            vshlq_u32(words, vdupq_n_s32(bits as i32));
+        right_by(words: uint32x4_t, bits: u32) -> uint32x4_t =
+            vshlq_u32(words, vdupq_n_s32(-(bits as i32)));
         signs(words: uint32x4_t) -> uint32x4_t =
             vreinterpretq_u32_s32(vshrq_n_s32::<31>(vreinterpretq_s32_u32(words)));
         largest(words: uint32x4_t) -> i32 = vmaxvq_s32(vreinterpretq_s32_u32(words));

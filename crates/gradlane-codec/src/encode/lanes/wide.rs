@@ -193,6 +193,20 @@ impl<R: Lanes, const N: usize> Words<R, N> {
         unsafe { Words(each!(index, R::right::<BITS>(self.0[index]))) }
     }
 
+    /// Shifted to the left by a number below 32.
+    #[inline(always)]
+    pub(in crate::encode) unsafe fn left_by(self, bits: u32) -> Self {
+        // SAFETY: the caller enables the instructions.
+        unsafe { Words(each!(index, R::left_by(self.0[index], bits))) }
+    }
+
+    /// Shifted to the right by a number below 32.
+    #[inline(always)]
+    pub(in crate::encode) unsafe fn right_by(self, bits: u32) -> Self {
+        // SAFETY: the caller enables the instructions.
+        unsafe { Words(each!(index, R::right_by(self.0[index], bits))) }
+    }
+
     /// Reads sixteen bytes.
     #[inline(always)]
     pub(in crate::encode) unsafe fn load_bytes(from: *const u8) -> Self {

@@ -25,12 +25,50 @@ pub(super) unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
     let (scale_bytes, codes) = out.split_at_mut(SCALE_BYTES);
     // SAFETY: as the caller promises; the codes have the room that was checked.
     unsafe {
-        let scale = match qsgd.options.norm {
+        let scale = scale_of::<R, N, KEEP>(qsgd, source, elements);
+        scale_bytes.copy_from_slice(&scale.to_le_bytes());
+        quantize::<R, N, KEEP>(qsgd, draws, source, elements, scale, codes);
+    }
+}
+
+/// The scale of a bucket, as it is sent.
+///
+/// # Safety
+///
+/// As for [`encode`].
+#[inline(always)]
+pub(super) unsafe fn scale_of<R: Lanes, const N: usize, const KEEP: bool>(
+    qsgd: Qsgd,
+    source: Source<KEEP>,
+    elements: usize,
+) -> f32 {
+    // SAFETY: as the caller promises.
+    scale_or_nothing(unsafe {
+        match qsgd.options.norm {
             Norm::Max => largest::<R, N, KEEP>(source, elements),
             Norm::L2 => norm2((0..elements).map(|at| source.wanted_one(at))),
-        };
-        let scale = scale_or_nothing(scale);
-        scale_bytes.copy_from_slice(&scale.to_le_bytes());
+        }
+    })
+}
+
+/// Writes the codes of a bucket to a scale that is at least every magnitude, zero or NaN.
+///
+/// # Safety
+///
+/// As for [`encode`].
+#[inline(always)]
+pub(super) unsafe fn quantize<R: Lanes, const N: usize, const KEEP: bool>(
+    qsgd: Qsgd,
+    draws: Draws,
+    source: Source<KEEP>,
+    elements: usize,
+    scale: f32,
+    codes: &mut [u8],
+) {
+    let bytes = (elements * qsgd.options.bits as usize).div_ceil(8);
+    assert_eq!(codes.len(), bytes, "room for the codes");
+    // SAFETY: as the caller promises; the codes have the room that was checked.
+    unsafe {
         let bucket = Bucket { qsgd, scale, draws, source, elements };
         match (qsgd.options.bits, qsgd.options.levels) {
             _ if scale.is_nan() || scale == 0.0 => bucket.send_nothing(codes),

@@ -8,19 +8,35 @@ pub(super) fn encode(
     qsgd: Qsgd,
     draws: Draws,
     values: &[f32],
-    mut residual: Option<&mut [f32]>,
+    residual: Option<&mut [f32]>,
     out: &mut [u8],
 ) {
     let all = (0..values.len()).map(|index| wanted(values, residual.as_deref(), index));
-    let scale = match qsgd.options.norm {
-        // Magnitudes are ordered as their bits are, infinity and NaN at the end.
-        Norm::Max => f32::from_bits(all.map(|it| it.abs().to_bits()).max().unwrap_or(0)),
-        Norm::L2 => norm2(all),
-    };
-    let scale = scale_or_nothing(scale);
-    let grid = grid_of(qsgd, scale);
+    let scale = scale_of(qsgd, all);
     let (scale_bytes, codes) = out.split_at_mut(SCALE_BYTES);
     scale_bytes.copy_from_slice(&scale.to_le_bytes());
+    quantize(qsgd, draws, scale, values, residual, codes);
+}
+
+/// The scale of a bucket, as it is sent.
+pub(super) fn scale_of(qsgd: Qsgd, values: impl Iterator<Item = f32>) -> f32 {
+    scale_or_nothing(match qsgd.options.norm {
+        // Magnitudes are ordered as their bits are, infinity and NaN at the end.
+        Norm::Max => f32::from_bits(values.map(|it| it.abs().to_bits()).max().unwrap_or(0)),
+        Norm::L2 => norm2(values),
+    })
+}
+
+/// Writes the codes of a bucket's values to a scale.
+pub(super) fn quantize(
+    qsgd: Qsgd,
+    draws: Draws,
+    scale: f32,
+    values: &[f32],
+    mut residual: Option<&mut [f32]>,
+    codes: &mut [u8],
+) {
+    let grid = grid_of(qsgd, scale);
     codes.fill(0);
     for index in 0..values.len() {
         let value = wanted(values, residual.as_deref(), index);
