@@ -183,11 +183,10 @@ def test_ratios_do_not_cross_rates_or_workloads() -> None:
     assert rows[3].step_over_bound is None
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
+def small_profile(folder: Path) -> Path:
     """A model of 24,600 parameters in three layers."""
     sizes = {"head.weight": [10, 200], "middle.weight": [100, 200], "first.weight": [26, 100]}
-    path = tmp_path / "profile.json"
+    path = folder / "profile.json"
     params = [
         {
             "name": name,
@@ -200,6 +199,12 @@ def profile(tmp_path: Path) -> Path:
     content = {"batch_time_s": 0.02, "backward_time_s": 0.012, "params": params}
     path.write_text(json.dumps(content))
     return path
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A small profile."""
+    return small_profile(tmp_path)
 
 
 @needs_namespaces

@@ -13,9 +13,9 @@ import numpy as np
 
 from gradlane.lab.workloads.contract import TensorTiming
 
-SCHEMES = ("ps", "ring", "sfb")
+SCHEMES = ("ps", "ring", "sfb", "hierarchical")
 """Schemes whose traffic is known here: sharded parameter server, ring all-reduce, factors from
-every rank to every other."""
+every rank to every other, sums of nodes on sharded servers."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,23 @@ class Bound:
     """What limits: 'compute', 'port', or 'pair READY -> NEED' with the names of two tensors."""
 
 
-def port_bytes(size_bytes: float, *, workers: int, scheme: str = "ps") -> float:
+def port_bytes(
+    size_bytes: float, *, workers: int, scheme: str = "ps", local_ranks: int = 1
+) -> float:
     """Bytes that one tensor sends through each port, in each direction.
 
     With a server on every worker and slices spread evenly, a worker sends (N-1)/N of its
     gradients and, as a server, its 1/N of the averages to N-1 others; a ring all-reduce
     sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor. Factors go to the
-    N-1 others.
+    N-1 others. Where L workers share a node's port, what goes between them does not pass it: L
+    times 2 (N-L)/N of the tensor is left, and of a ring over neighbours as much as before. Where
+    they add up first, the nodes are the N.
 
     Args:
         size_bytes: bytes of the tensor, or of one rank's factors, as they travel.
-        workers: number of ranks, each with one port.
+        workers: number of ranks.
         scheme: one of `SCHEMES`.
+        local_ranks: ranks of a node, which share its port.
 
     Raises:
         ValueError: for an unknown scheme or fewer than one worker.
@@ -54,8 +59,13 @@ def port_bytes(size_bytes: float, *, workers: int, scheme: str = "ps") -> float:
         raise ValueError(f"no bound is known for scheme '{scheme}'; use {' or '.join(SCHEMES)}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    if scheme == "hierarchical":
+        nodes = workers // local_ranks
+        return 2.0 * (nodes - 1) / nodes * size_bytes
     if scheme == "sfb":
-        return (workers - 1) * size_bytes
+        return local_ranks * (workers - local_ranks) * size_bytes
+    if scheme == "ps":
+        return 2.0 * local_ranks * (workers - local_ranks) / workers * size_bytes
     return 2.0 * (workers - 1) / workers * size_bytes
 
 
@@ -69,6 +79,7 @@ def bound_step_s(
     codec_ratio: float = 1.0,
     wire_bytes: Sequence[float] | None = None,
     schemes: Sequence[str] = (),
+    local_ranks: int = 1,
 ) -> Bound:
     """Compute the perfect-overlap bound on the time of a step.
 
@@ -86,6 +97,7 @@ def bound_step_s(
         codec_ratio: bytes of a gradient over bytes that travel for it; 1 without a codec.
         wire_bytes: what travels for each gradient, where codecs differ; in place of the ratio.
         schemes: of each tensor, where they differ.
+        local_ranks: ranks of a node, which share its port.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -104,7 +116,9 @@ def bound_step_s(
         raise ValueError(f"wire bytes of {len(wire_bytes)} tensors for {len(timings)}")
     travel_s = np.array(
         [
-            port_bytes(size_bytes, workers=workers, scheme=one) * 8.0 / goodput_bps
+            8.0
+            * port_bytes(size_bytes, workers=workers, scheme=one, local_ranks=local_ranks)
+            / goodput_bps
             for size_bytes, one in zip(wire_bytes, schemes or [scheme] * len(timings), strict=True)
         ],
         dtype=np.float64,

@@ -50,10 +50,13 @@ def lab_run(
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
             "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull, asgd, auto."
+            "slicing, wfbp, kvstore, deferred-pull, asgd, auto, hierarchical[-shared]."
         ),
     ] = "none,ddp-gloo:25,p3",
-    workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
+    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Ranks that share a node and its port; see hierarchical.")
+    ] = 1,
     rate: Annotated[
         str, typer.Option(help="Nominal rate of every port; several comma-separated.")
     ] = "4gbit",
@@ -115,6 +118,7 @@ def lab_run(
         workload=workload,
         strategies=with_rules(parse_strategies(strategy), stragglers),
         workers=workers,
+        ranks_per_node=ranks_per_node,
         rates_bps=[parse_rate(text) for text in rate.split(",") if text.strip()],
         dilation=dilation,
         repeat=repeat,

@@ -203,6 +203,7 @@ class Gradlane:
             strategy=Options.strategy if own else strategy.setting,
             slice_elems=place.slice_elems,
             codec=place.codec,
+            local=strategy.local,
             exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
             stragglers=strategy.stragglers,

@@ -163,7 +163,7 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     """Return what all lines of a table have in common."""
     repeats = row.over_repeats.repeats if row.over_repeats else 1
     text = (
-        f"{row.workers} workers at {format_rate(row.rate_bps)} "
+        f"{row.workers} workers{_nodes_text(row)} at {format_rate(row.rate_bps)} "
         f"(goodput {format_rate(row.goodput_bps)}), dilation {row.dilation:g}, "
         f"{row.steps} steps, {repeats} repeat{'s' if repeats > 1 else ''}\n"
         f"compute {format_time(row.compute_s)} a step"
@@ -180,6 +180,30 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     if cpu_bound:
         text += "\n* over 80% of this machine's processors busy: no evidence"
     return text
+
+
+def _nodes_text(row: Row) -> str:
+    """Return how workers share nodes, where they do."""
+    if row.ranks_per_node == 1:
+        return ""
+    return f" on {row.workers // row.ranks_per_node} nodes of {row.ranks_per_node}"
+
+
+def _nodes_caption(rows: Sequence[Row]) -> str:
+    """Return what went through a node's port, and what should have; empty with a rank a node."""
+    last = {row.strategy: row for row in rows if row.ranks_per_node > 1}
+    plain = last.get("p3")
+    lines = []
+    for row in last.values():
+        if row.expected_tx_bytes is None:
+            continue
+        sent_mb, expected_mb = row.tx_bytes_per_step / 1e6, row.expected_tx_bytes / 1e6
+        line = f"\n{row.strategy}: {sent_mb:.1f} MB a step left a node's port with headers"
+        line += f", {expected_mb:.1f} MB of gradients by the scheme's cost"
+        if plain is not None and plain is not row:
+            line += f"; {row.tx_bytes_per_step / plain.tx_bytes_per_step:.3f} of p3's"
+        lines.append(line)
+    return "".join(lines)
 
 
 def _codec_caption(rows: Sequence[Row]) -> str:
@@ -200,7 +224,9 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     notes = factor_notes(vars(row) for row in rows)
     table = Table(
         title=title,
-        caption="\n".join([_caption(rows[0], cpu_bound) + _codec_caption(rows), *notes]),
+        caption="\n".join(
+            [_caption(rows[0], cpu_bound) + _codec_caption(rows) + _nodes_caption(rows), *notes]
+        ),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -63,11 +63,13 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
     if kind == "stream":
         from gradlane.lab.stream import run_stream
 
-        result = run_stream(node=rank, **request)
+        result = run_stream(**request)
         return {
             "goodput_bps": result.goodput_bps,
             "congestion_control": result.congestion_control,
         }
+    if kind == "rest":
+        return {}
     raise ValueError(f"unknown request {kind!r}")
 
 

@@ -83,18 +83,21 @@ class RankPool:
         self,
         cluster: Cluster,
         *,
+        ranks_per_node: int = 1,
         program: Sequence[str] = ("-m", "gradlane.lab.node"),
         stall_timeout_s: float = _STALL_TIMEOUT_S,
     ) -> None:
-        """Plan a rank for each node.
+        """Plan ranks for each node.
 
         Args:
             cluster: entered, and kept so while this is in use.
+            ranks_per_node: how many; ranks of one node are numbered one after the other.
             program: arguments to the Python interpreter; the rank is appended. A module, `-m NAME`,
                 is run by a process that has loaded torch already.
             stall_timeout_s: longest time without any rank's progress.
         """
         self._cluster = cluster
+        self._ranks_per_node = ranks_per_node
         self._program = list(program)
         self._stall_timeout_s = stall_timeout_s
         self._members: list[_Member] = []
@@ -109,9 +112,14 @@ class RankPool:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         try:
-            for rank in range(self._cluster.nodes):
+            for rank in range(self._cluster.nodes * self._ranks_per_node):
                 stderr = tempfile.TemporaryFile()
-                self._members.append(_Member(rank, self._start(rank, environment, stderr), stderr))
+                own = {
+                    **environment,
+                    "LOCAL_RANK": str(rank % self._ranks_per_node),
+                    "LOCAL_WORLD_SIZE": str(self._ranks_per_node),
+                }
+                self._members.append(_Member(rank, self._start(rank, own, stderr), stderr))
             self._collect("ready", _START_TIMEOUT_S, None)
         except BaseException:
             self.close()
@@ -121,17 +129,18 @@ class RankPool:
     def _start(
         self, rank: int, environment: Mapping[str, str], stderr: IO[bytes]
     ) -> subprocess.Popen[bytes] | ForkedRank:
+        node = rank // self._ranks_per_node
         if self._program[0] == "-m":
             return running_nursery(environment).fork(
                 rank,
                 self._program[1],
-                namespace=self._cluster.namespace_descriptor(rank),
+                namespace=self._cluster.namespace_descriptor(node),
                 environment=environment,
                 stderr=stderr,
                 timeout_s=_START_TIMEOUT_S,
             )
         return self._cluster.spawn(
-            rank,
+            node,
             [sys.executable, *self._program, str(rank)],
             environment=environment,
             stdin=subprocess.PIPE,

@@ -52,6 +52,7 @@ class Row:
         workload: its name.
         strategy: as on the command line.
         workers: ranks.
+        ranks_per_node: how many of them share a node and its port.
         rate_bps: nominal bits a second of each port in each direction.
         dilation: nominal rate over real rate, and real time over nominal time.
         slice_elems: elements a slice at most; None where a strategy has no such size.
@@ -69,7 +70,7 @@ class Row:
         bound_step_s: perfect-overlap bound on a step; None where compute has no fixed time.
         bound_binding: what binds it.
         goodput_bps: nominal payload bits a second that plain TCP streams reached on the ports.
-        tx_bytes_per_step: bytes that left a port, mean over ranks.
+        tx_bytes_per_step: bytes that left a node's port, mean over nodes.
         expected_tx_bytes: those of gradients and factors alone, by the schemes' costs; None where
             nothing is known of them.
         link_utilization: carried bits over goodput, mean over ports and directions.
@@ -136,6 +137,7 @@ class Row:
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
     expected_tx_bytes: float | None = None
+    ranks_per_node: int = 1
     over_repeats: OverRepeats | None = None
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

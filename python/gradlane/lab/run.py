@@ -55,7 +55,8 @@ class LabOptions:
     Attributes:
         workload: a name of `gradlane.lab.workloads.NAMES`.
         strategies: what to compare.
-        workers: ranks, each on a node of its own.
+        workers: ranks.
+        ranks_per_node: how many of them share a node and its port.
         rates_bps: bits a second of every port in each direction; each is run in turn.
         dilation: how many times slower than nominal everything really runs.
         repeat: how many times all strategies are run.
@@ -77,6 +78,7 @@ class LabOptions:
     workload: str
     strategies: Sequence[Strategy]
     workers: int = 4
+    ranks_per_node: int = 1
     rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
     dilation: float = 1.0
     repeat: int = 1
@@ -124,6 +126,7 @@ class LabOptions:
             ("straggler's rank", self.straggler.rank if self.straggler else 0, 0, self.workers - 1),
         ]
         check_ranges(ranges)
+        self._check_nodes()
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
         if self.workload not in REPLAY_NAMES and any(one.is_hybrid for one in self.strategies):
@@ -147,6 +150,26 @@ class LabOptions:
             )
         if self.profile_path is not None and not Path(self.profile_path).is_file():
             raise ValueError(f"there is no profile file {self.profile_path}")
+
+    def _check_nodes(self) -> None:
+        each = self.ranks_per_node
+        if each < 1 or self.workers % each or self.workers < 2 * each:
+            raise ValueError(
+                f"{self.workers} workers with ranks-per-node {each}: these are no two nodes or "
+                f"more of {each} ranks"
+            )
+        alone = next((one.text for one in self.strategies if one.local != "off"), None)
+        if alone is not None and each == 1:
+            raise ValueError(
+                f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"
+            )
+        if alone == "hierarchical-shared" and codec_rules(self.codec) != RAW:
+            raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the emulated cluster, each with one port."""
+        return self.workers // self.ranks_per_node
 
     @property
     def steps_in_total(self) -> int:
@@ -197,8 +220,8 @@ def run_lab(
     progress.phase("building the cluster")
     with (
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
-        Cluster(options.workers, real_rates_bps[0]) as cluster,
-        RankPool(cluster) as pool,
+        Cluster(options.nodes, real_rates_bps[0]) as cluster,
+        RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
     ):
         runner = _Runner(options, cluster, pool, progress, Path(scratch))
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
@@ -263,11 +286,16 @@ class _Runner:
             "ramp_s": _STREAM_RAMP_S,
             "window_s": _STREAM_WINDOW_S,
         }
-        results = self._pool.ask([request] * self._options.workers)
-        for rank, result in enumerate(results):
+        each = self._options.ranks_per_node
+        requests = [
+            {"kind": "rest"} if rank % each else {**request, "node": rank // each}
+            for rank in range(self._options.workers)
+        ]
+        results = self._pool.ask(requests)[::each]
+        for node, result in enumerate(results):
             if result["congestion_control"] != CONGESTION_CONTROL:
                 raise RuntimeError(
-                    f"rank {rank} runs {result['congestion_control']} as its congestion control "
+                    f"node {node} runs {result['congestion_control']} as its congestion control "
                     f"instead of {CONGESTION_CONTROL}"
                 )
         return statistics.median(float(result["goodput_bps"]) for result in results)
@@ -281,7 +309,11 @@ class _Runner:
             "job": f"lab-{self._session}-{port}",
             "workload": options.workload,
             "strategy": strategy.text,
-            "addresses": self._cluster.addresses,
+            "addresses": [
+                address
+                for address in self._cluster.addresses
+                for _ in range(options.ranks_per_node)
+            ],
             "store_port": port,
             "steps": options.steps,
             "warmup": options.warmup_of(strategy),
@@ -373,6 +405,7 @@ class _Runner:
             workload=options.workload,
             strategy=strategy.text,
             workers=options.workers,
+            ranks_per_node=options.ranks_per_node,
             rate_bps=rate_bps,
             dilation=dilation,
             slice_elems=strategy.slice_elems(options.slice_elems),
@@ -422,9 +455,16 @@ class _Runner:
                 row.compute_s = ceilings[0]
             wire_bytes = self._wire_bytes.get(row.strategy)
             schemes = self._schemes.get(row.strategy, [])
+            if parse_strategy(row.strategy).local != "off":
+                schemes = ["hierarchical"] * len(self._timings)
             if wire_bytes and row.strategy != ASGD:
                 row.expected_tx_bytes = sum(
-                    port_bytes(size_bytes, workers=row.workers, scheme=scheme)
+                    port_bytes(
+                        size_bytes,
+                        workers=row.workers,
+                        scheme=scheme,
+                        local_ranks=row.ranks_per_node,
+                    )
                     for size_bytes, scheme in zip(wire_bytes, schemes, strict=True)
                 )
             # What a hook of DDP's sends is not known here: the bound is that of full precision.
@@ -436,6 +476,7 @@ class _Runner:
                     compute_s=row.compute_s,
                     wire_bytes=wire_bytes or None,
                     schemes=schemes,
+                    local_ranks=row.ranks_per_node,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

@@ -17,6 +17,9 @@ AUTO = "auto"
 POSEIDON = "poseidon"
 """p3 with the scheme of each layer by Poseidon's rule."""
 
+HIERARCHICAL = {"hierarchical": "leader", "hierarchical-shared": "shared"}
+"""Strategy p3 between nodes whose ranks add up first, by what those ranks do."""
+
 ANY_ROUNDING = "any-rounding"
 """Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
 
@@ -39,6 +42,7 @@ class Strategy:
             name, as in `p3/backup=1`.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
+        local: what gradlane's ranks of one node do, as in `gradlane.init`.
         any_rounding: whether what gradlane finds may add up in another order than that of the
             ranks.
     """
@@ -48,6 +52,7 @@ class Strategy:
     setting: str = ""
     bucket_mb: float = 0.0
     hook: str = ""
+    local: str = "off"
     any_rounding: bool = False
     stragglers: str = WAIT
 
@@ -106,7 +111,8 @@ class Strategy:
     @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
-        sums_on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
+        on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
+        sums_on_servers = on_servers and self.local == "off"
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -135,6 +141,9 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO, POSEIDON) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
+    if name in HIERARCHICAL and not colon:
+        local = HIERARCHICAL[name]
+        return Strategy(text=name, family="gradlane", setting=Options.strategy, local=local)
     if name == AUTO and argument == ANY_ROUNDING:
         return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
@@ -149,7 +158,8 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    known = ", ".join(("none", *ddp, *STRATEGIES, f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON))
+    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *HIERARCHICAL)
+    known = ", ".join(("none", *ddp, *STRATEGIES, *further))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 
 

@@ -1,0 +1,63 @@
+"""Several ranks on each node of an emulated cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradlane.lab.bound import port_bytes
+from gradlane.lab.privilege import why_no_namespaces
+from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.strategy import parse_strategies
+from tests.lab.test_run import small_profile
+
+REASON = why_no_namespaces()
+
+
+def test_port_bytes_where_ranks_share_a_port() -> None:
+    size = 1000.0
+    assert port_bytes(size, workers=4, local_ranks=2) == pytest.approx(2000)
+    assert port_bytes(size, workers=4, scheme="hierarchical", local_ranks=2) == pytest.approx(1000)
+    assert port_bytes(size, workers=4, scheme="ring", local_ranks=2) == pytest.approx(1500)
+    assert port_bytes(size, workers=4, scheme="sfb", local_ranks=2) == pytest.approx(4000)
+    assert port_bytes(size, workers=8, scheme="hierarchical", local_ranks=2) == pytest.approx(1500)
+
+
+@pytest.mark.parametrize(
+    ("workers", "each", "strategies", "words"),
+    [
+        (4, 3, "p3", "no two nodes"),
+        (2, 2, "p3", "no two nodes"),
+        (4, 1, "hierarchical", "each has one rank"),
+    ],
+)
+def test_nodes_that_cannot_be(workers: int, each: int, strategies: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LabOptions(
+            workload="resnet50",
+            strategies=parse_strategies(strategies),
+            workers=workers,
+            ranks_per_node=each,
+        )
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"network namespaces cannot be made here: {REASON}")
+def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> None:
+    options = LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies("p3,hierarchical"),
+        workers=4,
+        ranks_per_node=2,
+        rates_bps=[200_000_000],
+        steps=10,
+        warmup=3,
+        profile_path=str(small_profile(tmp_path)),
+    )
+    flat, led = run_lab(options)
+    assert flat.params_equal and led.params_equal
+    assert led.verified_tensors > 0
+    assert flat.expected_tx_bytes is not None and led.expected_tx_bytes is not None
+    assert led.expected_tx_bytes == pytest.approx(flat.expected_tx_bytes / 2)
+    assert led.tx_bytes_per_step == pytest.approx(flat.tx_bytes_per_step / 2, rel=0.2)
+    assert led.ranks_per_node == 2
