@@ -5,6 +5,10 @@
 //! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
 //! channel touches the application's memory any more.
 
+mod records;
+mod state;
+mod waits;
+
 use crate::attendance::Standing;
 use crate::blocks::Blocks;
 use crate::descriptors;
@@ -16,23 +20,19 @@ use crate::ledger::Ledger;
 use crate::listener::Listener;
 use crate::memory::UserMemory;
 use crate::mesh::{self, INTERRUPT_EVERY};
-use crate::metrics::{Metrics, MetricsReading};
-use crate::optimizer::{Rule, StateKind, StateRead};
+use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
-use crate::trace::{Trace, TraceEntry, WorkEntry};
-use gradlane_engine::{check_ready_rule, Journal, Plan, UsageError};
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use crate::trace::Trace;
+use gradlane_engine::{check_ready_rule, Plan, UsageError};
+use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// How long a reader of metrics waits for the depths of queues.
-const DEPTHS_WITHIN: Duration = Duration::from_millis(100);
 
 /// Threads that are joined when the channel closes.
 struct Threads {
@@ -268,141 +268,6 @@ impl Channel {
         Ok(Blocks::take(&self.shared, tensor, step))
     }
 
-    /// Where a parameter itself lies: needed before its first step with updates on the server.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor or memory of another size.
-    pub fn set_parameter(&self, tensor: TensorId, memory: UserMemory) -> Result<(), ChannelError> {
-        self.check()?;
-        Ledger::check_memory(&self.plan, tensor, memory)?;
-        self.shared.command(Command::SetParameter(tensor, memory));
-        Ok(())
-    }
-
-    /// Settings of the optimizer on the servers, for the tensors named, from the step on whose
-    /// gradients come next; others keep theirs.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses too.
-    pub fn set_optimizer(&self, rows: Vec<(TensorId, Rule)>) -> Result<(), ChannelError> {
-        self.check()?;
-        for (tensor, rule) in &rows {
-            Ledger::check_tensor(&self.plan, *tensor)?;
-            rule.validate().map_err(|error| {
-                let name = &self.plan.tensor(*tensor).spec.name;
-                UsageError::Argument(format!("optimizer settings of tensor {name:?}: {error}"))
-            })?;
-        }
-        self.shared.command(Command::SetOptimizer(rows));
-        Ok(())
-    }
-
-    /// In the step that has just begun, and until settings are given again, slices with a gradient
-    /// are not updated: their owners broadcast optimizer state in place of parameters. Every rank
-    /// has to ask for the same. Where it lands is told by `set_parameter`.
-    ///
-    /// # Errors
-    /// As [`Channel::step_begin`].
-    pub fn read_state(&self, read: StateRead) -> Result<(), ChannelError> {
-        self.check()?;
-        let ledger = lock(&self.ledger);
-        self.shared.command(Command::ReadState(read, ledger.current()));
-        Ok(())
-    }
-
-    /// In the step that has just begun, this rank's contributions travel as they are, whatever codec
-    /// the plan has. Every rank has to ask for the same, before its first contribution.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for another step than the current one. That it comes too late is
-    /// raised at the next call.
-    pub fn send_raw(&self, step: Step) -> Result<(), ChannelError> {
-        self.check()?;
-        let ledger = lock(&self.ledger);
-        ledger.check_step("send_raw", step)?;
-        self.shared.command(Command::SendRaw(step));
-        Ok(())
-    }
-
-    /// What encoding this rank's contributions to a tensor has lost so far (error feedback), in the
-    /// order of its storage; between steps. `interrupt` is asked every 50 ms.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor, [`ChannelError::Interrupted`] when asked.
-    pub fn worker_residual(
-        &self,
-        tensor: TensorId,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Vec<f32>, ChannelError> {
-        self.check()?;
-        Ledger::check_tensor(&self.plan, tensor)?;
-        let (reply, answer) = std::sync::mpsc::channel();
-        self.shared.command(Command::WorkerResidual(tensor, reply));
-        loop {
-            if let Ok(values) = answer.recv_timeout(INTERRUPT_EVERY) {
-                return Ok(values);
-            }
-            self.check()?;
-            if interrupt() {
-                return Err(ChannelError::Interrupted);
-            }
-        }
-    }
-
-    /// Forgets all optimizer state on this rank; between steps.
-    ///
-    /// # Errors
-    /// As [`Channel::step_begin`].
-    pub fn clear_state(&self) -> Result<(), ChannelError> {
-        self.check()?;
-        self.shared.command(Command::ClearState);
-        Ok(())
-    }
-
-    /// Puts a tensor's optimizer state in place, between steps: `values` are those of the whole
-    /// tensor in the order of its storage, of which this rank keeps what it owns; of its own residual
-    /// it keeps all.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor or another number of values.
-    pub fn load_state(
-        &self,
-        tensor: TensorId,
-        kind: StateKind,
-        values: &[f32],
-    ) -> Result<(), ChannelError> {
-        self.check()?;
-        Ledger::check_tensor(&self.plan, tensor)?;
-        let spec = &self.plan.tensor(tensor).spec;
-        let width = match kind {
-            StateKind::WorkerResidual => self.plan.residual_width(tensor),
-            _ => 1,
-        };
-        if values.len() as u64 != spec.numel * width as u64 {
-            return Err(ChannelError::Usage(UsageError::Argument(format!(
-                "{} of tensor {:?} has {} elements, the tensor {}",
-                kind.name(),
-                spec.name,
-                values.len(),
-                spec.numel * width as u64
-            ))));
-        }
-        let owned: Vec<(SliceId, Vec<f32>)> = self
-            .plan
-            .slices_of(tensor)
-            .filter(|&slice| {
-                kind == StateKind::WorkerResidual || self.plan.slice(slice).owner == self.rank
-            })
-            .map(|id| {
-                let slice = self.plan.slice(id);
-                let start = slice.start as usize * width;
-                (id, values[start..start + slice.length as usize * width].to_vec())
-            })
-            .collect();
-        self.shared.command(Command::LoadState(kind, owned));
-        Ok(())
-    }
-
     /// The step's gradients are all given (`optimizer.step()` was called): with updates on the
     /// server, parameters may be written from now on.
     ///
@@ -414,156 +279,6 @@ impl Channel {
         ledger.check_step("step_end", step)?;
         self.shared.command(Command::StepEnd(step));
         Ok(())
-    }
-
-    /// A consumer waits for a tensor.
-    ///
-    /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
-    pub fn needed(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
-        self.check()?;
-        self.request(&[tensor], step)
-    }
-
-    /// Tells the engine that what is missing is needed.
-    fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
-        for &tensor in tensors {
-            Ledger::check_tensor(&self.plan, tensor)?;
-        }
-        let ready = &self.shared.ready;
-        let missing = |tensor: &TensorId| !ready.has(Awaited::Tensor(*tensor, step));
-        let missing: Vec<TensorId> = tensors.iter().copied().filter(missing).collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let ledger = lock(&self.ledger);
-        if step > ledger.current() {
-            let current = ledger.current();
-            return Err(UsageError::WrongStep { call: "wait", step, current }.into());
-        }
-        self.shared.command(Command::Needed(missing, step));
-        Ok(())
-    }
-
-    /// Waits until all these tensors are ready in a step. `interrupt` is asked every 50 ms.
-    ///
-    /// # Errors
-    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked,
-    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
-    pub fn wait(
-        &self,
-        tensors: &[TensorId],
-        step: Step,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<(), ChannelError> {
-        self.check()?;
-        self.request(tensors, step)?;
-        for &tensor in tensors {
-            self.wait_for(Awaited::Tensor(tensor, step), interrupt)?;
-        }
-        Ok(())
-    }
-
-    /// Waits until a whole step is complete on this rank.
-    ///
-    /// # Errors
-    /// As [`Channel::wait`].
-    pub fn wait_step(
-        &self,
-        step: Step,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<(), ChannelError> {
-        self.check()?;
-        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
-        let part: Vec<TensorId> = tensors.filter(|&it| self.plan.takes_part(it, step)).collect();
-        self.request(&part, step)?;
-        self.wait_for(Awaited::Step(step), interrupt)
-    }
-
-    /// Waits until the contributors of a step are known, where stragglers are left out.
-    ///
-    /// # Errors
-    /// As [`Channel::wait`]; [`ChannelError::Usage`] where steps wait for all ranks.
-    pub fn wait_decided(
-        &self,
-        step: Step,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<(), ChannelError> {
-        self.check()?;
-        if self.plan.strategy.ready.set().is_none() {
-            let what = format!("nobody decides {step}: it waits for all ranks");
-            return Err(UsageError::Argument(what).into());
-        }
-        lock(&self.ledger).check_step("wait_decided", step)?;
-        self.wait_for(Awaited::Decided(step), interrupt)
-    }
-
-    fn wait_for(
-        &self,
-        awaited: Awaited,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<(), ChannelError> {
-        let ready = &self.shared.ready;
-        if ready.has(awaited) {
-            return Ok(());
-        }
-        let start = Instant::now();
-        let result = loop {
-            ready.wait(awaited, INTERRUPT_EVERY);
-            if ready.has(awaited) {
-                break Ok(());
-            }
-            if let Err(error) = self.check() {
-                break Err(error);
-            }
-            if interrupt() {
-                break Err(ChannelError::Interrupted);
-            }
-        };
-        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
-        result
-    }
-
-    /// Whether a tensor is ready in a step.
-    ///
-    /// # Errors
-    /// When the session is over, and for an unknown tensor.
-    pub fn is_ready(&self, tensor: TensorId, step: Step) -> Result<bool, ChannelError> {
-        self.check()?;
-        Ledger::check_tensor(&self.plan, tensor)?;
-        Ok(self.shared.ready.has(Awaited::Tensor(tensor, step)))
-    }
-
-    /// What became ready in a step since the last call, with whether no rank had a gradient; in the
-    /// order in which it did.
-    ///
-    /// # Errors
-    /// When the session is over.
-    pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
-        self.check()?;
-        Ok(self.shared.ready.take(step))
-    }
-
-    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
-    /// that pass results on: it counts as no wait of the program.
-    ///
-    /// # Errors
-    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
-    pub fn next_ready(
-        &self,
-        step: Step,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Vec<(TensorId, bool)>, ChannelError> {
-        loop {
-            let taken = self.take_ready(step)?;
-            if !taken.is_empty() {
-                return Ok(taken);
-            }
-            if interrupt() {
-                return Err(ChannelError::Interrupted);
-            }
-            self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
-        }
     }
 
     /// On rank 0: another priority for every tensor, in force on all ranks two steps later.
@@ -583,46 +298,6 @@ impl Channel {
         }
         self.shared.command(Command::SwitchPriorities(priorities));
         Ok(())
-    }
-
-    /// The counters; also after the end. Depths of queues are those of this moment, or, if the I/O
-    /// thread is too busy to say, of an earlier one.
-    #[must_use]
-    pub fn metrics(&self) -> MetricsReading {
-        let shared = &self.shared;
-        if !self.forgotten.load(Ordering::Relaxed) {
-            shared.metrics.depths.ask(DEPTHS_WITHIN, || shared.command(Command::ReportDepths));
-        }
-        shared.metrics.read(&self.plan)
-    }
-
-    /// Time that application threads have waited so far, in nanoseconds.
-    #[must_use]
-    pub fn waited_ns(&self) -> u64 {
-        self.shared.metrics.wait_ns.load(Ordering::Relaxed)
-    }
-
-    /// Frames recorded since the last call; none without the option `trace`.
-    #[must_use]
-    pub fn take_trace(&self) -> Vec<TraceEntry> {
-        self.shared.trace.take_frames()
-    }
-
-    /// Works recorded since the last call; none without the option `trace`.
-    #[must_use]
-    pub fn take_works(&self) -> Vec<WorkEntry> {
-        self.shared.trace.take_works()
-    }
-
-    /// Frames and works that were recorded and fell out before they were taken.
-    #[must_use]
-    pub fn trace_dropped(&self) -> u64 {
-        self.shared.trace.dropped()
-    }
-
-    /// After the end of a session with the option `journal`: what the engine heard and decided, once.
-    pub fn take_journal(&self) -> Option<Journal> {
-        lock(&self.shared.journal).take()
     }
 
     /// Why the session has failed, if it has.

@@ -1,0 +1,163 @@
+//! Waits of application threads for tensors, steps and decisions.
+
+use super::Channel;
+use crate::error::ChannelError;
+use crate::ledger::Ledger;
+use crate::mesh::INTERRUPT_EVERY;
+use crate::ready::{lock, Awaited};
+use crate::shared::Command;
+use gradlane_engine::UsageError;
+use gradlane_units::{Step, TensorId};
+use std::time::Instant;
+
+impl Channel {
+    /// A consumer waits for a tensor.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
+    pub fn needed(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        self.request(&[tensor], step)
+    }
+
+    /// Tells the engine that what is missing is needed.
+    fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
+        for &tensor in tensors {
+            Ledger::check_tensor(&self.plan, tensor)?;
+        }
+        let ready = &self.shared.ready;
+        let missing = |tensor: &TensorId| !ready.has(Awaited::Tensor(*tensor, step));
+        let missing: Vec<TensorId> = tensors.iter().copied().filter(missing).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let ledger = lock(&self.ledger);
+        if step > ledger.current() {
+            let current = ledger.current();
+            return Err(UsageError::WrongStep { call: "wait", step, current }.into());
+        }
+        self.shared.command(Command::Needed(missing, step));
+        Ok(())
+    }
+
+    /// Waits until all these tensors are ready in a step. `interrupt` is asked every 50 ms.
+    ///
+    /// # Errors
+    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked,
+    /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
+    pub fn wait(
+        &self,
+        tensors: &[TensorId],
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        self.request(tensors, step)?;
+        for &tensor in tensors {
+            self.wait_for(Awaited::Tensor(tensor, step), interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a whole step is complete on this rank.
+    ///
+    /// # Errors
+    /// As [`Channel::wait`].
+    pub fn wait_step(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
+        let part: Vec<TensorId> = tensors.filter(|&it| self.plan.takes_part(it, step)).collect();
+        self.request(&part, step)?;
+        self.wait_for(Awaited::Step(step), interrupt)
+    }
+
+    /// Waits until the contributors of a step are known, where stragglers are left out.
+    ///
+    /// # Errors
+    /// As [`Channel::wait`]; [`ChannelError::Usage`] where steps wait for all ranks.
+    pub fn wait_decided(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        if self.plan.strategy.ready.set().is_none() {
+            let what = format!("nobody decides {step}: it waits for all ranks");
+            return Err(UsageError::Argument(what).into());
+        }
+        lock(&self.ledger).check_step("wait_decided", step)?;
+        self.wait_for(Awaited::Decided(step), interrupt)
+    }
+
+    fn wait_for(
+        &self,
+        awaited: Awaited,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        let ready = &self.shared.ready;
+        if ready.has(awaited) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let result = loop {
+            ready.wait(awaited, INTERRUPT_EVERY);
+            if ready.has(awaited) {
+                break Ok(());
+            }
+            if let Err(error) = self.check() {
+                break Err(error);
+            }
+            if interrupt() {
+                break Err(ChannelError::Interrupted);
+            }
+        };
+        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
+        result
+    }
+
+    /// Whether a tensor is ready in a step.
+    ///
+    /// # Errors
+    /// When the session is over, and for an unknown tensor.
+    pub fn is_ready(&self, tensor: TensorId, step: Step) -> Result<bool, ChannelError> {
+        self.check()?;
+        Ledger::check_tensor(&self.plan, tensor)?;
+        Ok(self.shared.ready.has(Awaited::Tensor(tensor, step)))
+    }
+
+    /// What became ready in a step since the last call, with whether no rank had a gradient; in the
+    /// order in which it did.
+    ///
+    /// # Errors
+    /// When the session is over.
+    pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
+        self.check()?;
+        Ok(self.shared.ready.take(step))
+    }
+
+    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
+    /// that pass results on: it counts as no wait of the program.
+    ///
+    /// # Errors
+    /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
+    pub fn next_ready(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<(TensorId, bool)>, ChannelError> {
+        loop {
+            let taken = self.take_ready(step)?;
+            if !taken.is_empty() {
+                return Ok(taken);
+            }
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+            self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
+        }
+    }
+}
