@@ -26,7 +26,8 @@ from gradlane.errors import (
 
 if TYPE_CHECKING:
     from gradlane.profiler.measure import profile
-    from gradlane.session import Session, init
+    from gradlane.session import Session
+    from gradlane.start import init
 
 __version__ = "0.1.0"
 
@@ -52,9 +53,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load what needs torch when it is first asked for."""
     if name in ("init", "Session"):
-        from gradlane import session
+        from gradlane import start
 
-        return getattr(session, name)
+        return getattr(start, name)
     if name == "profile":
         from gradlane.profiler import measure
 

@@ -24,7 +24,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,29 +37,26 @@ from gradlane.arrays.exchange import ArrayExchange
 from gradlane.arrays.surface import SessionArrays
 from gradlane.buffers import MODES
 from gradlane.checkpoints.keeper import make_checkpoints
-from gradlane.codec_choice import RAW, CodecArgument, CodecChoice, check_codecs, codec_rules
+from gradlane.codec_choice import CodecChoice
 from gradlane.connection import Surroundings
-from gradlane.core import CoreModule, load_core
-from gradlane.environment import Place, find_place
+from gradlane.core import CoreModule
+from gradlane.environment import Place
 from gradlane.errors import GradlaneError, SessionClosed, UsageError
 from gradlane.join import Join
-from gradlane.local.layout import with_local
 from gradlane.observability.observer import make_observer
-from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.reports import SessionReports
-from gradlane.observability.summary import is_wanted
 from gradlane.optimizers import steps_per_parameter
-from gradlane.options import SFB, Options, strategy_of
+from gradlane.options import Options
 from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
-from gradlane.rendezvous import Meeting, open_store, store_address
+from gradlane.rendezvous import Meeting, store_address
 from gradlane.session_state import SessionState
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
-from gradlane.timeline.recorder import make_recorder, wanted_path
+from gradlane.timeline.recorder import make_recorder
 
 if TYPE_CHECKING:
     from gradlane.planner.links import LinkReport
@@ -72,177 +68,13 @@ _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
 
 
-def init(
-    *,
-    store: Store | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    strategy: str = Options.strategy,
-    scheme: str | None = None,
-    slice_elems: int | None = Options.slice_elems,
-    seed: int = Options.seed,
-    codec: CodecArgument = None,
-    exact_order: bool = Options.exact_order,
-    update: str = Options.update,
-    local: str = Options.local,
-    stragglers: str = Options.stragglers,
-    late: str = Options.late,
-    ahead_steps: int = Options.ahead_steps,
-    servers: int | None = Options.servers,
-    interface: str | None = Options.interface,
-    advertise: str | None = Options.advertise,
-    ports: tuple[int, int] | None = Options.ports,
-    secret: str | None = None,
-    job: str | None = None,
-    silence_timeout_s: float = Options.silence_timeout_s,
-    progress_timeout_s: float = Options.progress_timeout_s,
-    connect_timeout_s: float = Options.connect_timeout_s,
-    frame_bytes: int = Options.frame_bytes,
-    low_water_bytes: int = Options.low_water_bytes,
-    send_buffer_bytes: int = Options.send_buffer_bytes,
-    work_threads: int = Options.work_threads,
-    check_every: int = Options.check_every,
-    trace: bool = Options.trace,
-    trace_path: str | Path | None = None,
-    prometheus_port: int | None = None,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int = Options.checkpoint_every,
-    checkpoint_keep: int = Options.checkpoint_keep,
-    summary: bool | None = None,
-    core: CoreModule | None = None,
-) -> Session:
-    """Open a session on this rank; every rank calls it with the same options.
-
-    Rank, world size and job come from torchrun, Slurm or MPI where they are not given; without
-    any of them the program is a world of one. Ranks meet in a c10d store: the one that is given,
-    else torch.distributed's if it is initialized, else one at `MASTER_ADDR:MASTER_PORT`.
-
-    Args:
-        store: the rendezvous store.
-        rank: this rank.
-        world_size: number of ranks.
-        strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`, which all give the same
-            results; `ring`, which gives them at two ranks and other roundings at more, see
-            `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
-            are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
-        scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
-            ring, which makes strategy `p3` strategy `ring`; `"sfb"`: weights of linear layers and
-            embeddings from factors, which every rank sends to every other, see `docs/factors.md`;
-            None: as the strategy does.
-        slice_elems: elements in a slice at most; None: what suits the strategy.
-        seed: places whole tensors where a strategy draws their server, and decides how codecs
-            round.
-        codec: how gradients travel: None: as they are; a codec such as `"qsgd:bits=8"`: in fewer
-            bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
-            dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
-            of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
-        exact_order: whether a plan that is found (`prepare(plan="auto")`) keeps to sums in rank
-            order, as servers make them, and so changes no bit; False: it may choose a ring or
-            factors where they are faster, whose results differ in the last bits. See
-            `docs/planning.md`.
-        update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
-            slice's owner, which keeps the state; see `docs/optimizers.md`.
-        local: what the ranks of a node do: `"off"`: each talks to all others by itself; `"leader"`:
-            they add up in shared memory, and the first one talks to the network for all;
-            `"shared"`: each does, for its share; `"auto"`: `"leader"` where there are several
-            nodes of several ranks and it goes with the other options. Sums are taken node by
-            node then, another rounding; see `docs/several-accelerators.md`.
-        stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
-            more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5
-            times their length, 1.25 if not said). The mean is over the ranks that were in time,
-            the same on all. Put the batches through `Session.keep_pace` then; see
-            `docs/stragglers.md`.
-        late: what becomes of a gradient that came too late: `"discard"`, or `"carry"`: it is
-            added to this rank's next one.
-        ahead_steps: how many steps the others may be ahead of the slowest rank, which keeps that
-            many results.
-        servers: the first so many ranks own slices, the others none; None: all do.
-        interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
-            the store.
-        advertise: address or name that other ranks reach this one at, where it is another.
-        ports: lowest and highest port to listen on.
-        secret: what connections are keyed with; else `GRADLANE_SECRET`; else rank 0 draws one and
-            leaves it in the store.
-        job: name of the job; else the launcher's.
-        silence_timeout_s: a rank that sends nothing for so many seconds is lost.
-        progress_timeout_s: seconds to wait for ranks that are alive but do not take part.
-        connect_timeout_s: seconds to wait for ranks to appear.
-        frame_bytes: largest payload of a frame.
-        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
-        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
-            A fixed one must cover bandwidth times delay.
-        work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
-        check_every: compare all ranks' parameters every so many steps; 0: never.
-        trace: keep a trace of frames, for `Session.take_trace`.
-        trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
-            Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which
-            `gradlane trace merge` joins; see `docs/timelines.md`.
-        prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
-            `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
-        checkpoint: folder to write checkpoints to, shared by all ranks, every `checkpoint_every`
-            steps; the last `checkpoint_keep` complete ones stay. See `docs/checkpoints.md`.
-        summary: whether rank 0 prints a line to stderr at the end, on what the steps have waited
-            for; None: unless `GRADLANE_SUMMARY` is 0.
-        core: in place of the compiled core; for tests.
-
-    Returns:
-        The session. It is also a context manager: an exception inside tells the other ranks.
-
-    Raises:
-        ValueError: an option or the launcher's environment makes no sense.
-        RendezvousError: the store cannot be reached.
-        GradlaneError: the compiled core is missing.
-    """
-    options = Options(
-        strategy=strategy_of(strategy, scheme),
-        slice_elems=slice_elems,
-        seed=seed,
-        codec=codec_rules(codec),
-        factors=scheme == SFB,
-        exact_order=exact_order,
-        update=update,
-        local=local,
-        stragglers=stragglers,
-        late=late,
-        ahead_steps=ahead_steps,
-        servers=servers,
-        interface=interface,
-        advertise=advertise,
-        ports=ports,
-        silence_timeout_s=silence_timeout_s,
-        progress_timeout_s=progress_timeout_s,
-        connect_timeout_s=connect_timeout_s,
-        frame_bytes=frame_bytes,
-        low_water_bytes=low_water_bytes,
-        send_buffer_bytes=send_buffer_bytes,
-        work_threads=work_threads,
-        check_every=check_every,
-        trace=trace,
-        trace_path=wanted_path(trace_path),
-        prometheus=wanted_address(prometheus_port, os.environ),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        checkpoint_every=checkpoint_every,
-        checkpoint_keep=checkpoint_keep,
-        summary=is_wanted(summary, os.environ),
-    )
-    options = with_local(options)
-    core = core if core is not None else load_core()
-    if options.codec != RAW:
-        check_codecs(options.codec)
-    place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
-    options.check_world(place.world_size)
-    if store is None:
-        store = open_store(place, os.environ, connect_timeout_s)
-    return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
-
-
 class Session(SessionArrays, SessionState, SessionReports, SessionPace):
-    """A rank's part in a training job; made by `init`."""
+    """A rank's part in a training job; made by `gradlane.init`."""
 
     def __init__(
         self, core: CoreModule, options: Options, place: Place, store: Store, secret: str | None
     ) -> None:
-        """Open a session; use `init` instead."""
+        """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store, os.environ)
         self._recorder = make_recorder(options, place)
         self._observer = make_observer(options, place)
