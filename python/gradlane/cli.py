@@ -105,6 +105,9 @@ def whatif(
     topology: Annotated[
         str, typer.Option(help="Of ring-fused: flat, hierarchical, or both.")
     ] = "flat",
+    servers: Annotated[
+        int | None, typer.Option(help="The first so many workers own slices; all if absent.")
+    ] = None,
     workers_per_node: Annotated[int, typer.Option(help="Of the hierarchical ring.")] = 8,
     local_rate: Annotated[
         str, typer.Option(help="Rate between the workers of a node, of the hierarchical ring.")
@@ -156,6 +159,7 @@ def whatif(
         base=Cluster(
             workers=1,
             rate_bps=0.0,
+            servers=servers,
             latency_s=latency_s,
             slice_elems=slice_elems,
             free_host=free_host,
@@ -224,6 +228,10 @@ def plan(
     ],
     workers: Annotated[int, typer.Option(help="Ranks.")],
     rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
+    servers: Annotated[
+        int | None,
+        typer.Option(help="The first so many ranks own slices; all if absent."),
+    ] = None,
     latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
     update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
         "worker"
@@ -272,7 +280,7 @@ def plan(
     require_writable(json_path)
     made = run_plan(
         find_profile(profile, batch_time_s),
-        ClusterFacts(workers, parse_rate(rate), latency_s, update),
+        ClusterFacts(workers, parse_rate(rate), latency_s, update, servers),
         budget_s=budget_s,
         console=wide_console(),
         rule=rule,

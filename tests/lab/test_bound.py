@@ -129,6 +129,20 @@ def test_port_bytes_of_the_schemes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("servers", "expected"), [(1, 1200.0), (2, 800.0), (3, 2000 / 3), (4, 600.0)]
+)
+def test_fewer_servers_carry_more_each(servers: int, expected: float) -> None:
+    # One server takes in three pushes; of two, each takes in three halves and sends one half.
+    assert port_bytes(400.0, workers=4, servers=servers) == pytest.approx(expected)
+    assert port_bytes(400.0, workers=4, scheme="ring", servers=servers) == pytest.approx(600.0)
+
+
+def test_servers_are_ranks() -> None:
+    with pytest.raises(ValueError, match="servers must be 1 to 4"):
+        port_bytes(400.0, workers=4, servers=5)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"scheme": "tree"}, "tree"),

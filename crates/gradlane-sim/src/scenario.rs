@@ -193,8 +193,11 @@ impl Default for Outputs {
 pub struct Scenario {
     /// What one step computes.
     pub profile: Profile,
-    /// Number of ranks, each a worker and a server.
+    /// Number of ranks, each a worker.
     pub workers: u32,
+    /// The first so many ranks are servers, too; none: all.
+    #[serde(default)]
+    pub servers: Option<u32>,
     /// How they synchronize.
     pub strategy: StrategyChoice,
     /// Slice size of a strategy that is named; none is its own.
@@ -270,6 +273,7 @@ impl Scenario {
         Scenario {
             profile,
             workers,
+            servers: None,
             strategy: StrategyChoice::Named(strategy.to_string()),
             slice_elems: None,
             update: Update::Worker,
@@ -366,7 +370,8 @@ impl Scenario {
             let rows = codecs::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
             let tensors = schemes::settings(tensors, self)?;
-            return Plan::build(tensors, self.strategy()?, self.update, workers)
+            let servers = self.servers.unwrap_or(workers);
+            return Plan::build_on(tensors, self.strategy()?, self.update, workers, servers)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));

@@ -35,35 +35,46 @@ class Bound:
 
 
 def port_bytes(
-    size_bytes: float, *, workers: int, scheme: str = "ps", local_ranks: int = 1
+    size_bytes: float,
+    *,
+    workers: int,
+    scheme: str = "ps",
+    local_ranks: int = 1,
+    servers: int | None = None,
 ) -> float:
-    """Bytes that one tensor sends through each port, in each direction.
+    """Bytes that one tensor sends through the busiest port, in each direction.
 
     With a server on every worker and slices spread evenly, a worker sends (N-1)/N of its
     gradients and, as a server, its 1/N of the averages to N-1 others; a ring all-reduce
     sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor. Factors go to the
     N-1 others. Where L workers share a node's port, what goes between them does not pass it: L
     times 2 (N-L)/N of the tensor is left, and of a ring over neighbours as much as before. Where
-    they add up first, the nodes are the N.
+    they add up first, the nodes are the N. Where S ranks alone are servers, each of them gives
+    its 1/S of the averages to N-1 others and sends (S-1)/S of its own gradients: (N+S-2)/S.
 
     Args:
         size_bytes: bytes of the tensor, or of one rank's factors, as they travel.
         workers: number of ranks.
         scheme: one of `SCHEMES`.
         local_ranks: ranks of a node, which share its port.
+        servers: so many ranks are servers, of scheme `ps` with a rank a node; None: all.
 
     Raises:
-        ValueError: for an unknown scheme or fewer than one worker.
+        ValueError: for an unknown scheme, fewer than one worker, or servers that are no ranks.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"no bound is known for scheme '{scheme}'; use {' or '.join(SCHEMES)}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    if servers is not None and not 1 <= servers <= workers:
+        raise ValueError(f"servers must be 1 to {workers}, the number of workers, got {servers}")
     if scheme == "hierarchical":
         nodes = workers // local_ranks
         return 2.0 * (nodes - 1) / nodes * size_bytes
     if scheme == "sfb":
         return local_ranks * (workers - local_ranks) * size_bytes
+    if scheme == "ps" and servers is not None:
+        return (workers + servers - 2.0) / servers * size_bytes
     if scheme == "ps":
         return 2.0 * local_ranks * (workers - local_ranks) / workers * size_bytes
     return 2.0 * (workers - 1) / workers * size_bytes
@@ -80,6 +91,7 @@ def bound_step_s(
     wire_bytes: Sequence[float] | None = None,
     schemes: Sequence[str] = (),
     local_ranks: int = 1,
+    servers: int | None = None,
 ) -> Bound:
     """Compute the perfect-overlap bound on the time of a step.
 
@@ -98,6 +110,7 @@ def bound_step_s(
         wire_bytes: what travels for each gradient, where codecs differ; in place of the ratio.
         schemes: of each tensor, where they differ.
         local_ranks: ranks of a node, which share its port.
+        servers: so many ranks are servers; None: all.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -114,15 +127,13 @@ def bound_step_s(
         wire_bytes = [timing.size_bytes / codec_ratio for timing in timings]
     if len(wire_bytes) != len(timings):
         raise ValueError(f"wire bytes of {len(wire_bytes)} tensors for {len(timings)}")
-    travel_s = np.array(
-        [
-            8.0
-            * port_bytes(size_bytes, workers=workers, scheme=one, local_ranks=local_ranks)
-            / goodput_bps
-            for size_bytes, one in zip(wire_bytes, schemes or [scheme] * len(timings), strict=True)
-        ],
-        dtype=np.float64,
-    )
+    on_port = [
+        port_bytes(
+            size_bytes, workers=workers, scheme=one, local_ranks=local_ranks, servers=servers
+        )
+        for size_bytes, one in zip(wire_bytes, schemes or [scheme] * len(timings), strict=True)
+    ]
+    travel_s = 8.0 * np.array(on_port, dtype=np.float64) / goodput_bps
     port_s = float(travel_s.sum())
     pair_s, pair = _pair_limit(timings, travel_s) if port_s > 0.0 else (0.0, "")
     step_s = max(compute_s, port_s, pair_s)

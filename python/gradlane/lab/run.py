@@ -441,7 +441,7 @@ class _Runner:
             metrics=results[0]["metrics"],
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
-            servers=options.servers,
+            servers=options.servers if strategy.family == "gradlane" else None,
             straggler=None if options.straggler is None else options.straggler.to_json(),
             versions=self._versions,
             machine=self._machine,
@@ -477,6 +477,7 @@ class _Runner:
                     wire_bytes=wire_bytes or None,
                     schemes=schemes,
                     local_ranks=row.ranks_per_node,
+                    servers=row.servers,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

@@ -7,7 +7,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules, rules_text
-from gradlane.lab.rates import format_rate
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.reasons import shown
@@ -98,7 +97,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     facts, figures = plan.facts, plan.prediction
     console.print(
         f"{plan.model}: {len(plan.tensors)} tensors, {figures['compute_s'] * 1e3:.1f} ms of "
-        f"compute, {facts.workers} workers at {format_rate(facts.rate_bps)}, latency "
+        f"compute, {facts.where}, latency "
         f"{facts.latency_s * 1e3:g} ms",
         highlight=False,
     )

@@ -38,7 +38,7 @@ from gradlane.planner.search import Choice, Found, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.costs import MachineCosts
-from gradlane.whatif.grid import GOODPUT_SHARE, rebuild_s, scheme_bytes
+from gradlane.whatif.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.whatif.profiles import Profile, timings_in
 
 
@@ -105,8 +105,7 @@ class Coordinator:
             "compute_s": profile.compute_s,
             "gradient_bytes": profile.size_bytes,
             "workers": facts.workers,
-            # Every rank is both.
-            "servers": facts.workers,
+            "servers": facts.servers or facts.workers,
             "rate_bps": facts.rate_bps,
             "latency_s": facts.latency_s,
             "update": facts.update,
@@ -159,12 +158,15 @@ class Coordinator:
         speed = None if self._costs is None else self._costs.operations_per_s
         by_tensor = simulated_schemes(profile, schemes, workers, speed)
         encoded = wire_bytes(profile, self._codecs_in(codec))
+        travelling, kinds = traffic(profile, encoded, by_tensor)
         return bound_step_s(
             timings_in(profile),
             workers=workers,
             goodput_bps=self._facts.rate_bps * GOODPUT_SHARE,
             compute_s=profile.compute_s + rebuild_s(by_tensor),
-            wire_bytes=scheme_bytes(profile, encoded, by_tensor, workers),
+            wire_bytes=travelling,
+            schemes=kinds,
+            servers=self._facts.servers,
         )
 
     def plan(
@@ -356,6 +358,7 @@ def _slices_of(
             0,
             facts.update,
             facts.workers,
+            servers=facts.servers,
         )
     )
     counts = {row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in made["tensors"]}

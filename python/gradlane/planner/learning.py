@@ -145,6 +145,7 @@ class Learning:
                 rate_bps=self._links.rate_bps,
                 latency_s=self._links.latency_s,
                 update=self._options.update,
+                servers=self._options.servers,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
@@ -164,7 +165,12 @@ class Learning:
             self._why_not = str(error)
         reason = f"The settings stay as they are: {self._why_not or 'no step was recorded'}."
         unknown: dict[str, Any] = {}
-        facts = ClusterFacts(self._links.workers, self._links.rate_bps, update=self._options.update)
+        facts = ClusterFacts(
+            self._links.workers,
+            self._links.rate_bps,
+            update=self._options.update,
+            servers=self._options.servers,
+        )
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
 

@@ -95,7 +95,7 @@ class Plan:
             "version": VERSION,
             "digest": self.digest,
             "model": self.model,
-            "cluster": {**asdict(self.facts), "source": self.source},
+            "cluster": {**self.facts.to_json(), "source": self.source},
             "settings": self.settings.to_json(),
             "prediction": dict(self.prediction),
             "summary": self.summary,
@@ -200,6 +200,9 @@ def parse_plan(text: str, where: str) -> Plan:
                 rate_bps=cluster.number("rate_bps"),
                 latency_s=cluster.number("latency_s"),
                 update=cluster.text("update"),
+                servers=cluster.optional_integer("servers")
+                if "servers" in cluster.source
+                else None,
             )
         ),
         source=cluster.text("source"),

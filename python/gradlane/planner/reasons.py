@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from gradlane.codec_choice import RAW
 from gradlane.lab.bound import Bound
-from gradlane.lab.rates import format_rate
 from gradlane.planner.candidates import TIE
 from gradlane.planner.hybrid import HybridStep
 from gradlane.planner.schemes import Cost, Counts, Layer
@@ -106,7 +105,7 @@ def _codec_reason(choice: Choice) -> str:
 def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
     """Say what the plan brings, and what the limit is."""
     step_s = found.step_s
-    where = f"{facts.workers} workers at {format_rate(facts.rate_bps)}"
+    where = facts.where
     reached = f"{_ms(step_s)} a step, {bound.compute_s / step_s * 100:.0f} % of linear scaling"
     if facts.workers == 1:
         return "One worker: nothing is sent, so nothing is to be planned."
@@ -159,7 +158,7 @@ def poseidon_summary(
             where there was no time for it.
     """
     factored = [name for name, scheme in schemes.items() if scheme == "sfb"]
-    where = f"{facts.workers} workers at {format_rate(facts.rate_bps)}"
+    where = facts.where
     if not factored:
         return f"Factors are fewer numbers for no layer on {where}: all by servers."
     share = max(hybrid.node_bytes) / max(plain.node_bytes) if max(plain.node_bytes) else 1.0

@@ -63,6 +63,8 @@ class Allowed:
         if facts.workers <= 2:
             # Of two addends there is one order.
             ring = ""
+        if facts.servers is not None:
+            ring = f"slices are to be on {facts.servers} ranks, and a ring has no servers"
         if codec not in (None, RAW):
             ring = f"codec {codec} is asked for, which rounds otherwise on a ring than on servers"
         return cls(ring, factors)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW, codec_rules, rules_text
+from gradlane.lab.rates import format_rate
 from gradlane.options import SLICE_ELEMS, UPDATES, Options
 
 LEARNING_STEPS = 7
@@ -82,16 +83,18 @@ class ClusterFacts:
     """The cluster that is planned for.
 
     Attributes:
-        workers: number of ranks; each is a worker and a server.
+        workers: number of ranks.
         rate_bps: bits a second of each rank's port in each direction, headers of packets included.
         latency_s: one-way time between two ports without queues.
         update: where the optimizer runs, `"worker"` or `"server"`.
+        servers: the first so many ranks own slices; None: all.
     """
 
     workers: int
     rate_bps: float
     latency_s: float = 0.0
     update: str = "worker"
+    servers: int | None = None
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -105,5 +108,20 @@ class ClusterFacts:
             raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
             raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
+        if self.servers is not None and not 1 <= self.servers <= self.workers:
+            raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
+
+    @property
+    def where(self) -> str:
+        """The cluster in words."""
+        owners = "" if self.servers is None else f", {self.servers} of them servers,"
+        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts by name; `servers` only where not all ranks are."""
+        facts = asdict(self)
+        if self.servers is None:
+            del facts["servers"]
+        return facts

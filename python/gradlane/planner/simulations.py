@@ -37,6 +37,7 @@ def predict_step_s(
     cluster = Cluster(
         workers=facts.workers,
         rate_bps=facts.rate_bps,
+        servers=facts.servers,
         strategy=settings.strategy,
         latency_s=facts.latency_s,
         slice_elems=settings.slice_elems,
@@ -68,7 +69,10 @@ def simulated_frames(
             # They travel to every other rank, and no result comes back.
             frames += math.ceil(factored[tensor.name] / settings.frame_bytes / 2)
             continue
-        elems = min(split or math.ceil(tensor.numel / facts.workers), max(1, tensor.numel))
+        elems = min(
+            split or math.ceil(tensor.numel / (facts.servers or facts.workers)),
+            max(1, tensor.numel),
+        )
         slices = math.ceil(max(1, tensor.numel) / elems)
         slice_bytes = max(1.0, tensor.size_bytes / slices)
         frames += slices * math.ceil(slice_bytes / settings.frame_bytes)

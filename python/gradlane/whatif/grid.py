@@ -8,7 +8,7 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import bound_step_s
-from gradlane.options import ring_ranks
+from gradlane.options import RING, ring_ranks
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (
@@ -34,6 +34,8 @@ class Row:
     codec: str
     topology: str
     workers: int
+    servers: int | None
+    """So many workers are servers; None: all, or there are none."""
     rate_bps: float
     compression: float
     """Bytes of gradients over bytes that travel for them, those of the codec included."""
@@ -133,6 +135,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         codec=cluster.codec,
         topology=cluster.topology,
         workers=cluster.workers,
+        servers=cluster.servers,
         rate_bps=cluster.rate_bps,
         compression=_ratio(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
@@ -162,16 +165,19 @@ def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
 
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """Also of slices round a ring: as many bytes go through each port."""
+    """Also of slices round a ring."""
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    travelling = scheme_bytes(profile, wire_bytes(profile, choices), schemes, cluster.workers)
+    everywhere = RING if cluster.strategy == RING else "ps"
+    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, everywhere)
     return bound_step_s(
         timings_in(profile),
         workers=cluster.workers,
         goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
         compute_s=profile.compute_s + rebuild_s(schemes),
         wire_bytes=[bytes_ / cluster.compression for bytes_ in travelling],
+        schemes=kinds,
+        servers=cluster.servers,
     ).step_s
 
 
@@ -180,28 +186,26 @@ def rebuild_s(schemes: TensorSchemes) -> float:
     return sum(float(scheme.get("rebuild_s", 0.0)) for scheme in schemes.values())
 
 
-def scheme_bytes(
-    profile: Profile, wire_bytes: Sequence[float], schemes: TensorSchemes, workers: int
-) -> list[float]:
-    """Return what each tensor would have to be, were it on servers, for what its port carries.
-
-    Servers and rings carry 2 (N - 1) / N of it through each port, factors N - 1 blocks.
+def traffic(
+    profile: Profile,
+    wire_bytes: Sequence[float],
+    schemes: TensorSchemes,
+    everywhere: str = "ps",
+) -> tuple[list[float], list[str]]:
+    """Return the bytes and the scheme of each tensor, as bounds take them.
 
     Args:
         profile: what a step computes.
-        wire_bytes: bytes of each tensor as it travels.
+        wire_bytes: bytes of each tensor as it travels, unless as factors.
         schemes: as in a scenario.
-        workers: ranks, N.
+        everywhere: the scheme of all others.
     """
-    blocks = {
-        name: float(scheme["block_bytes"])
-        for name, scheme in schemes.items()
-        if "block_bytes" in scheme
-    }
-    return [
-        blocks[tensor.name] * workers / 2.0 if tensor.name in blocks else bytes_
-        for tensor, bytes_ in zip(profile.tensors, wire_bytes, strict=True)
+    own = [schemes.get(tensor.name, {}) for tensor in profile.tensors]
+    travelling = [
+        float(scheme.get("block_bytes", bytes_))
+        for scheme, bytes_ in zip(own, wire_bytes, strict=True)
     ]
+    return travelling, [str(scheme.get("scheme", everywhere)) for scheme in own]
 
 
 def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:

@@ -49,6 +49,8 @@ class Cluster:
     """Codec of the engine's strategies, as for `gradlane.init`; beside `compression`."""
     schemes: Schemes = ()
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
+    servers: int | None = None
+    """The first so many workers are servers; None: all."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
@@ -123,6 +125,7 @@ def scenario_of(
         "model": "cluster",
         "profile": profile.to_scenario(),
         "workers": cluster.workers,
+        "servers": cluster.servers,
         "strategy": engine_strategy(cluster.strategy),
         "slice_elems": cluster.slice_elems,
         "update": "server" if cluster.strategy == options.ASGD else "worker",
