@@ -124,18 +124,33 @@ def test_an_interrupted_run_leaves_nothing() -> None:
     child = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
     deadline_s = time.monotonic() + 30
-    ranks: list[str] = []
-    while len(ranks) < 4 and time.monotonic() < deadline_s:
-        ranks = children.read_text().split()
-        time.sleep(0.02)
-    assert len(ranks) == 4
+    started: list[str] = []
+    try:
+        # The process that forks the ranks, and the four.
+        while len(started) < 5 and time.monotonic() < deadline_s:
+            started = _descendants(str(child.pid))
+            time.sleep(0.02)
+        assert len(started) == 5
+    except BaseException:
+        child.kill()
+        child.communicate()
+        raise
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=30)
     assert child.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def _descendants(pid: str) -> list[str]:
+    """Return the processes that a process started, and those that they did."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    children = " ".join(lists).split()
+    return children + [one for child in children for one in _descendants(child)]
 
 
 UNPRIVILEGED = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
