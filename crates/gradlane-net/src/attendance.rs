@@ -8,15 +8,9 @@ use gradlane_engine::Event;
 use gradlane_units::{Rank, Step};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 /// Decided steps that can be asked for.
 const STEPS_KEPT: usize = 64;
-
-/// A rank whose gradients were there later than the decision by more than this part of a step is behind.
-/// Otherwise it would begin the next step as much later, and be left out for good in place of
-/// whoever is slow then.
-const BEHIND_PART: u32 = 10;
 
 /// How one rank fared.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,12 +27,9 @@ struct Tally {
 pub(crate) struct Attendance {
     rank: Rank,
     decided: Step,
-    /// When the last decision came, and how long after the one before.
-    decided_at: Option<Instant>,
-    between: Duration,
     /// Whether this rank was in, in the last steps.
     was_in: BTreeMap<Step, bool>,
-    /// The last step in which this rank was behind.
+    /// The last step in which this rank was a whole step behind.
     behind: Option<Step>,
     tallies: Vec<Tally>,
 }
@@ -48,8 +39,7 @@ pub(crate) struct Attendance {
 pub struct Standing {
     /// Whether it was in; none where that is not known.
     pub was_in: Option<bool>,
-    /// Whether the others were in the next step already when its gradients of this one were there, or
-    /// soon will have been: it was later than the decision by a tenth of a step.
+    /// Whether the others were in the next step already when its gradients of this one were there.
     pub behind: bool,
     /// The last step whose contributors are known.
     pub decided: Step,
@@ -59,24 +49,14 @@ impl Attendance {
     /// No step is decided.
     pub(crate) fn new(rank: Rank, world_size: u32) -> Attendance {
         let tallies = vec![Tally::default(); world_size as usize];
-        Attendance {
-            rank,
-            decided: Step(0),
-            decided_at: None,
-            between: Duration::MAX,
-            was_in: BTreeMap::new(),
-            behind: None,
-            tallies,
-        }
+        Attendance { rank, decided: Step(0), was_in: BTreeMap::new(), behind: None, tallies }
     }
 
     /// Notes an event of the engine that is about contributors.
-    pub(crate) fn note(&mut self, event: &Event, now: Instant) {
+    pub(crate) fn note(&mut self, event: &Event) {
         match event {
             Event::Decided { step, contributors } => {
                 self.decided = *step;
-                let before = self.decided_at.replace(now);
-                self.between = before.map_or(Duration::MAX, |at| now.duration_since(at));
                 self.was_in.insert(*step, contributors.contains(&self.rank));
                 if self.was_in.len() > STEPS_KEPT {
                     self.was_in.pop_first();
@@ -85,12 +65,7 @@ impl Attendance {
                     tally.left_out += u64::from(!contributors.contains(&Rank(rank as u32)));
                 }
             }
-            Event::LeftOut { step, behind } => {
-                let late = self.decided_at.map_or(Duration::ZERO, |at| now.duration_since(at));
-                if *behind || (*step == self.decided && late > self.between / BEHIND_PART) {
-                    self.behind = Some(*step);
-                }
-            }
+            Event::LeftOut { step, behind: true } => self.behind = Some(*step),
             Event::Late { rank, step, lateness } => {
                 let late_ns = u64::try_from(lateness.as_nanos()).unwrap_or(u64::MAX);
                 if let Some(tally) = self.tallies.get_mut(rank.index()) {
@@ -153,14 +128,13 @@ mod tests {
     fn counts_who_was_left_out_and_how_late_they_were() {
         let mut attendance = Attendance::new(Rank(1), 3);
         assert_eq!(attendance.read(), (0, Vec::new()));
-        let now = Instant::now();
         for (step, contributors) in [(1, vec![Rank(0), Rank(2)]), (2, vec![Rank(0), Rank(1)])] {
-            attendance.note(&Event::Decided { step: Step(step), contributors }, now);
+            attendance.note(&Event::Decided { step: Step(step), contributors });
         }
-        attendance.note(&Event::LeftOut { step: Step(1), behind: true }, now);
+        attendance.note(&Event::LeftOut { step: Step(1), behind: true });
         for ms in [5, 2] {
             let lateness = Duration::from_millis(ms);
-            attendance.note(&Event::Late { rank: Rank(1), step: Step(ms), lateness }, now);
+            attendance.note(&Event::Late { rank: Rank(1), step: Step(ms), lateness });
         }
         let standing = Standing { was_in: Some(false), behind: true, decided: Step(2) };
         assert_eq!(attendance.standing(Step(1)), standing);
@@ -172,21 +146,5 @@ mod tests {
         assert_eq!(out, [0, 1, 1]);
         assert_eq!((rows[1].late_count, rows[1].late_step_max), (2, 5));
         assert!((rows[1].left_out_late_s - 0.007).abs() < 1e-12);
-    }
-
-    #[test]
-    fn who_is_late_by_a_tenth_of_a_step_is_behind() {
-        let start = Instant::now();
-        let at = |ms| start + Duration::from_millis(ms);
-        for (late_ms, behind) in [(0, false), (99, false), (101, true)] {
-            let mut attendance = Attendance::new(Rank(1), 2);
-            for step in [1, 2] {
-                let decided = Event::Decided { step: Step(step), contributors: vec![Rank(0)] };
-                attendance.note(&decided, at(step * 1000));
-            }
-            let left_out = Event::LeftOut { step: Step(2), behind: false };
-            attendance.note(&left_out, at(2000 + late_ms));
-            assert_eq!(attendance.standing(Step(2)).behind, behind, "{late_ms} ms");
-        }
     }
 }

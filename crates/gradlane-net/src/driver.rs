@@ -345,7 +345,7 @@ impl Driver {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
             }
             Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
-                lock(&self.shared.metrics.attendance).note(&event, Instant::now());
+                lock(&self.shared.metrics.attendance).note(&event);
                 if let Event::Decided { step, .. } = event {
                     ready.publish_decided(step);
                 }
