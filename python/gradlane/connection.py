@@ -1,4 +1,4 @@
-"""How a channel is opened between all ranks: plan, secret, addresses, connections."""
+"""How a channel is opened between all ranks: plan, secret, addresses, connections; and closed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from gradlane import addresses
 from gradlane.checkpoints.keeper import Checkpoints
-from gradlane.core import Channel, CoreModule, Listener
+from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.local.layout import OFF, agree_on_layout
 from gradlane.local.opening import open_node_channel
-from gradlane.observability.observer import Observer
+from gradlane.observability.observer import ModelWatch, Observer
 from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
 from gradlane.standstill import Standstill
@@ -156,6 +156,39 @@ def _channel_options(around: Surroundings, job: str, rank: int, world_size: int)
             "trace": options.trace or around.recorder is not None,
         }
     )
+
+
+def say_goodbye(
+    around: Surroundings,
+    channel: Channel,
+    watch: ModelWatch,
+    meeting: Meeting,
+    timeout_s: float,
+) -> bool:
+    """Close a channel in good order, and pass on what its ranks have waited for.
+
+    Args:
+        around: what the session gives.
+        channel: it sends what is owed, and waits until every rank has said goodbye.
+        watch: knows what this rank has waited for, and on rank 0 hears of the others.
+        meeting: where word is left.
+        timeout_s: for all goodbyes.
+
+    Returns:
+        Whether every rank said goodbye in time.
+
+    Raises:
+        GradlaneError: the session has failed.
+    """
+    watch.tell(meeting)
+    try:
+        channel.finish(timeout_s)
+    except around.core.ChannelTimeout:
+        return False
+    except around.core.ChannelError as error:
+        raise translate_error(around.core, error, "closing the session") from error
+    watch.hear(meeting)
+    return True
 
 
 def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:

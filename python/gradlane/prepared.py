@@ -24,7 +24,7 @@ from gradlane.buffers import pack_buffers
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
-from gradlane.connection import Surroundings, open_channel
+from gradlane.connection import Surroundings, open_channel, say_goodbye
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
 from gradlane.exchange import Exchange, Members
@@ -186,7 +186,6 @@ class Prepared:
         Raises:
             GradlaneError: the last step could not be brought to an end.
         """
-        core = self._around.core
         try:
             self.steps.raise_failure()
             self.steps.finish()
@@ -203,15 +202,8 @@ class Prepared:
         self.steps.close("the session was closed")
         self._carrier.close()
         self._tell_ending()
-        self._watch.tell(self._meeting)
-        try:
-            self.channel.finish(timeout_s)
-        except core.ChannelTimeout:
-            return
-        except core.ChannelError as error:
-            raise translate_error(core, error, "closing the session") from error
-        self._watch.hear(self._meeting)
-        self._compare_endings()
+        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+            self._compare_endings()
 
     def _tell_ending(self) -> None:
         """Leave word of how the last step ended here: no step follows whose votes would tell."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradlane.arrays.memory import Loan, Slot, borrow, landing, scratch
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
-from gradlane.connection import Surroundings, open_channel
+from gradlane.connection import Surroundings, open_channel, say_goodbye
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed, UsageError
 from gradlane.pauses import PAUSE
@@ -176,7 +176,6 @@ class ArrayExchange:
         Raises:
             GradlaneError: the last step could not be brought to an end.
         """
-        core = self._around.core
         try:
             with self._translating("closing the session"):
                 self._raise_failure()
@@ -191,14 +190,7 @@ class ArrayExchange:
             raise
         self._around.standstill.remove(self._meeting.name)
         self._fail(SessionClosed("the session was closed"))
-        self._watch.tell(self._meeting)
-        try:
-            self.channel.finish(timeout_s)
-        except core.ChannelTimeout:
-            return
-        except core.ChannelError as error:
-            raise translate_error(core, error, "closing the session") from error
-        self._watch.hear(self._meeting)
+        say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Give up and tell all ranks why."""
