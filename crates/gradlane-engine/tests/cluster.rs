@@ -3,30 +3,19 @@
 
 mod common;
 
-use common::{model, plan, Cluster};
+use common::model::{self, gradient};
+use common::{plan, Cluster};
 use gradlane_engine::{Plan, Role, Strategy, Update};
 use gradlane_units::{Rank, Rng, Step, TensorId};
 use gradlane_wire::FrameKind;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-/// Values whose sum depends on the order of addition.
-fn gradient(rank: u32, tensor: usize, step: u64, numel: usize) -> Vec<f32> {
-    let seed = u64::from(rank) << 40 | (tensor as u64) << 20 | step;
-    let mut rng = Rng::new(seed);
-    let value = move || {
-        let bits = rng.next_u64();
-        let magnitude = 10.0_f32.powi((bits % 9) as i32 - 4);
-        ((bits >> 32) as u32 as f32 / u32::MAX as f32 - 0.5) * magnitude
-    };
-    std::iter::repeat_with(value).take(numel).collect()
-}
-
 fn expected(present: &[u32], world: u32, tensor: usize, step: u64, numel: usize) -> Vec<f32> {
     let mut sum = vec![-0.0_f32; numel];
     for rank in 0..world {
         let part = if present.contains(&rank) {
-            gradient(rank, tensor, step, numel)
+            gradient(rank, tensor, step, numel as u64)
         } else {
             vec![0.0; numel]
         };
@@ -62,7 +51,7 @@ fn train(cluster: &mut Cluster, sizes: &[u64], steps: u64, holes: bool) {
             let node = &mut cluster.nodes[rank as usize];
             let id = TensorId(tensor as u32);
             if present(tensor, step, world, holes).contains(&rank) {
-                node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor] as usize);
+                node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor]);
                 node.engine.gradient_ready(id, Step(step)).expect("a gradient");
             } else {
                 node.engine.tensor_absent(id, Step(step)).expect("an absence");
@@ -89,7 +78,7 @@ fn check(cluster: &mut Cluster, sizes: &[u64], step: u64, holes: bool) {
             if ranks.is_empty() || numel == 0 {
                 continue;
             }
-            let given = |rank| gradient(rank, tensor, step, numel as usize);
+            let given = |rank| gradient(rank, tensor, step, numel);
             let right = model::mean(node.engine.plan(), TensorId(tensor as u32), |rank| {
                 ranks.contains(&rank).then(|| given(rank))
             });
@@ -227,7 +216,7 @@ fn priorities_are_switched_at_the_same_step_on_all_ranks() {
                 for rank in 0..3_u32 {
                     for (tensor, &numel) in sizes.iter().enumerate() {
                         let node = &mut cluster.nodes[rank as usize];
-                        node.tensors[tensor] = gradient(rank, tensor, step, numel as usize);
+                        node.tensors[tensor] = gradient(rank, tensor, step, numel);
                         node.engine
                             .gradient_ready(TensorId(tensor as u32), Step(step))
                             .expect("ok");
@@ -264,7 +253,7 @@ fn updates_on_the_server_land_only_after_the_step_has_ended() {
             for rank in 0..3_u32 {
                 for (tensor, &numel) in sizes.iter().enumerate() {
                     let node = &mut cluster.nodes[rank as usize];
-                    node.tensors[tensor] = gradient(rank, tensor, step, numel as usize);
+                    node.tensors[tensor] = gradient(rank, tensor, step, numel);
                     node.engine.gradient_ready(TensorId(tensor as u32), Step(step)).expect("ok");
                 }
             }
@@ -333,7 +322,7 @@ fn a_lost_rank_is_named_by_all_others_whatever_the_moment() {
             let tensors = if rank == 3 { 1..3 } else { 0..3 };
             for tensor in tensors.rev() {
                 let node = &mut cluster.nodes[rank as usize];
-                node.tensors[tensor] = gradient(rank, tensor, 2, sizes[tensor] as usize);
+                node.tensors[tensor] = gradient(rank, tensor, 2, sizes[tensor]);
                 node.engine.gradient_ready(TensorId(tensor as u32), Step(2)).expect("ok");
             }
         }

@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::model::gradient;
 use common::{tensors, Cluster};
 use gradlane_engine::{
     check_ready_rule, Close, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
@@ -23,17 +24,6 @@ fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world: u32, rule: Ready
     let strategy = Setting { ready: rule, ..strategy };
     let plan = Plan::build(tensors(sizes), strategy, Update::Worker, world);
     Arc::new(plan.expect("a plan that can be built"))
-}
-
-/// Values whose sum depends on the order of addition.
-fn gradient(rank: u32, step: u64, tensor: usize, numel: u64) -> Vec<f32> {
-    let mut rng = Rng::new(u64::from(rank) << 40 | (tensor as u64) << 20 | step);
-    let value = move || {
-        let bits = rng.next_u64();
-        let magnitude = 10.0_f32.powi((bits % 9) as i32 - 4);
-        ((bits >> 32) as u32 as f32 / u32::MAX as f32 - 0.5) * magnitude
-    };
-    std::iter::repeat_with(value).take(numel as usize).collect()
 }
 
 fn has(rank: u32, step: u64, tensor: usize, holes: bool) -> bool {
@@ -127,7 +117,7 @@ impl Run {
             let tensor = walk.left;
             let id = TensorId(tensor as u32);
             if !walk.passes && has(rank, step.0, tensor, self.holes) {
-                node.tensors[tensor] = gradient(rank, step.0, tensor, self.sizes[tensor]);
+                node.tensors[tensor] = gradient(rank, tensor, step.0, self.sizes[tensor]);
                 node.engine.gradient_ready(id, step).expect("a gradient");
             } else {
                 node.tensors[tensor] = vec![f32::NAN; self.sizes[tensor] as usize];
@@ -190,7 +180,7 @@ impl Run {
                     let mut sum = vec![-0.0_f32; numel as usize];
                     for &rank in &giving {
                         let part = match has(rank, step.0, tensor, self.holes) {
-                            true => gradient(rank, step.0, tensor, numel),
+                            true => gradient(rank, tensor, step.0, numel),
                             false => vec![0.0; numel as usize],
                         };
                         sum.iter_mut().zip(part).for_each(|(total, value)| *total += value);

@@ -3,7 +3,8 @@
 
 mod common;
 
-use common::{model, Cluster};
+use common::model::{self, gradient};
+use common::Cluster;
 use gradlane_engine::{
     Landing, Memory, Plan, Role, Scheme, Strategy, TensorSpec, Update, RING_BLOCK_ELEMS,
 };
@@ -11,17 +12,6 @@ use gradlane_units::{Dtype, Rank, Rng, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use proptest::prelude::*;
 use std::sync::Arc;
-
-/// Values whose sum depends on the order of addition.
-fn gradient(rank: u32, tensor: u32, step: u64, numel: u64) -> Vec<f32> {
-    let mut rng = Rng::new(u64::from(rank) << 40 | u64::from(tensor) << 20 | step);
-    let value = move || {
-        let bits = rng.next_u64();
-        let magnitude = 10.0_f32.powi((bits % 9) as i32 - 4);
-        ((bits >> 32) as u32 as f32 / u32::MAX as f32 - 0.5) * magnitude
-    };
-    std::iter::repeat_with(value).take(numel as usize).collect()
-}
 
 /// Whether a rank has a gradient: drawn for each tensor and step.
 fn has_gradient(rank: u32, tensor: u32, step: u64, holes: bool) -> bool {
@@ -69,7 +59,7 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64, h
     let numel = plan.tensor(TensorId(tensor)).spec.numel;
     let node = &mut cluster.nodes[rank as usize];
     if has_gradient(rank, tensor, step, holes) {
-        node.tensors[tensor as usize] = gradient(rank, tensor, step, numel);
+        node.tensors[tensor as usize] = gradient(rank, tensor as usize, step, numel);
         node.engine.gradient_ready(TensorId(tensor), Step(step)).expect("a gradient");
     } else {
         node.engine.tensor_absent(TensorId(tensor), Step(step)).expect("an absence");
@@ -97,7 +87,7 @@ fn check(cluster: &Cluster, plan: &Plan, step: u64, holes: bool) {
                 continue;
             }
             let right = model::mean(plan, id, |rank| {
-                given(rank).then(|| gradient(rank, id.0, step, numel))
+                given(rank).then(|| gradient(rank, id.index(), step, numel))
             });
             let who = node.engine.rank();
             assert_eq!(bits(&node.tensors[index]), bits(&right), "{who}, {id} in step {step}");

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::model::gradient;
 use common::{encoded_plan, round, tensors, Cluster, Toy};
 use gradlane_engine::{
     Coding, Plan, PlanError, RingBytes, Strategy, TensorSpec, Update, RING_ENCODED_BLOCK_ELEMS,
@@ -14,16 +15,6 @@ use std::sync::Arc;
 
 const HOPS: Toy = Toy { granule_elems: 4, varies: false, integer: false };
 const CODES: Toy = Toy { integer: true, ..HOPS };
-
-fn gradient(rank: u32, tensor: usize, step: u64, numel: u64) -> Vec<f32> {
-    let mut rng = Rng::new(u64::from(rank) << 40 | (tensor as u64) << 20 | step);
-    let value = move || {
-        let bits = rng.next_u64();
-        let magnitude = 10.0_f32.powi((bits % 9) as i32 - 4);
-        ((bits >> 32) as u32 as f32 / u32::MAX as f32 - 0.5) * magnitude
-    };
-    std::iter::repeat_with(value).take(numel as usize).collect()
-}
 
 fn given(rank: u32, tensor: usize, step: u64, holes: bool) -> bool {
     let draw = Rng::new(tensor as u64 * 31 + step * 7 + 1).next_u64();

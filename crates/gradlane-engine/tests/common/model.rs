@@ -1,7 +1,18 @@
 //! What the mean of a tensor must be, to the last bit, by the scheme that the plan gives it.
 
 use gradlane_engine::{Plan, Scheme};
-use gradlane_units::TensorId;
+use gradlane_units::{Rng, TensorId};
+
+/// A rank's gradient in a step: values whose sum depends on the order of addition.
+pub fn gradient(rank: u32, tensor: usize, step: u64, numel: u64) -> Vec<f32> {
+    let mut rng = Rng::new(u64::from(rank) << 40 | (tensor as u64) << 20 | step);
+    let value = move || {
+        let bits = rng.next_u64();
+        let magnitude = 10.0_f32.powi((bits % 9) as i32 - 4);
+        ((bits >> 32) as u32 as f32 / u32::MAX as f32 - 0.5) * magnitude
+    };
+    std::iter::repeat_with(value).take(numel as usize).collect()
+}
 
 /// The mean over all ranks of a tensor. `gradient` is a rank's, none where it has no gradient; that
 /// counts as zeros. Servers add in rank order; on a ring the rank after a slice's owner is first.
