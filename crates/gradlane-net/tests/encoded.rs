@@ -14,36 +14,14 @@ use support::{
     deadline, each_rank, gradient, never, plan, run_step, specs, tensor, world, world_with, Tensor,
     PATIENCE,
 };
-use support_encoded::{odd_sizes, plan_encoded, Oracle};
+use support_encoded::{odd_sizes, plan_encoded, trains_as, Aggregation, Oracle};
 
 /// Trains and compares every tensor on every rank with the oracle.
 fn trains(codec: &'static str, dtype: Dtype, strategy: &str, slice_elems: u64, world_size: u32) {
     let update = Update::Worker;
     let plan = plan_encoded(odd_sizes(dtype), codec, strategy, slice_elems, world_size, update);
-    each_rank(world(world_size, &plan), move |channel| {
-        let specs = specs(&channel);
-        let mut oracles: Vec<Oracle> = specs
-            .iter()
-            .enumerate()
-            .map(|(index, spec)| Oracle::new(codec, index as u32, spec, world_size))
-            .collect();
-        let initial = run_step(&channel, 0).expect("step 0");
-        for (index, spec) in specs.iter().enumerate() {
-            assert_eq!(initial[index].bytes, gradient(0, 0, index, spec).bytes, "exact");
-        }
-        for step in 1..=2 {
-            let tensors = run_step(&channel, step).expect("a step");
-            for (oracle, (found, spec)) in oracles.iter_mut().zip(tensors.iter().zip(&specs)) {
-                let right = oracle.usual_step(step);
-                assert!(found.bytes == right, "{codec}, {:?}, step {step}", spec.name);
-            }
-        }
-        for (index, oracle) in oracles.iter().enumerate() {
-            let tensor = TensorId(index as u32);
-            let found = channel.worker_residual(tensor, &mut never).expect("a residual");
-            assert_eq!(found, oracle.worker_residuals[channel.rank().index()]);
-        }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+    trains_as(&plan, codec, move |index, plan| {
+        Oracle::new(codec, index, &plan.tensor(TensorId(index)).spec, world_size)
     });
 }
 

@@ -16,7 +16,7 @@ use support::{
     deadline, each_rank, gradient, never, run_step, specs, tensor, world, world_with, Tensor,
     PATIENCE,
 };
-use support_encoded::{odd_sizes, plan_encoded};
+use support_encoded::{odd_sizes, plan_encoded, trains_as, Aggregation};
 use support_ring_encoded::RingOracle;
 
 fn ring_plan(tensors: Vec<TensorSpec>, codec: &str, slice_elems: u64, world_size: u32) -> String {
@@ -26,31 +26,7 @@ fn ring_plan(tensors: Vec<TensorSpec>, codec: &str, slice_elems: u64, world_size
 /// Trains and compares every tensor and residual on every rank with the oracle.
 fn trains(codec: &'static str, dtype: Dtype, slice_elems: u64, world_size: u32) {
     let plan = ring_plan(odd_sizes(dtype), codec, slice_elems, world_size);
-    each_rank(world(world_size, &plan), move |channel| {
-        let specs = specs(&channel);
-        let mut oracles: Vec<RingOracle> = (0..specs.len() as u32)
-            .map(|index| RingOracle::new(codec, index, channel.plan()))
-            .collect();
-        let initial = run_step(&channel, 0).expect("step 0");
-        for (index, spec) in specs.iter().enumerate() {
-            assert_eq!(initial[index].bytes, gradient(0, 0, index, spec).bytes, "exact");
-        }
-        for step in 1..=2 {
-            let tensors = run_step(&channel, step).expect("a step");
-            for (oracle, (found, spec)) in oracles.iter_mut().zip(tensors.iter().zip(&specs)) {
-                let right = oracle.usual_step(step);
-                assert!(found.bytes == right, "{codec}, {:?}, step {step}", spec.name);
-            }
-        }
-        for (index, oracle) in oracles.iter().enumerate() {
-            let tensor = TensorId(index as u32);
-            let found = channel.worker_residual(tensor, &mut never).expect("a residual");
-            assert_eq!(found, oracle.worker_residuals[channel.rank().index()]);
-        }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
-        let metrics = channel.metrics();
-        assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
-    });
+    trains_as(&plan, codec, move |index, plan| RingOracle::new(codec, index, plan));
 }
 
 #[test]

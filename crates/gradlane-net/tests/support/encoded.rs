@@ -2,12 +2,54 @@
 //! nothing cut into slices and no owner.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
-use super::support::{gradient, tensor};
+use super::support::{each_rank, gradient, never, run_step, specs, tensor, world, PATIENCE};
 use gradlane_codec::{build, narrow, widen, Codec, Place, TensorShape};
 use gradlane_engine::{Coding, Plan, Strategy, TensorSpec, Update};
 use gradlane_net::TensorCodec;
-use gradlane_units::Dtype;
+use gradlane_units::{Dtype, TensorId};
 use std::sync::Arc;
+
+/// What all ranks must have of one tensor, step after step.
+pub trait Aggregation {
+    /// The memory of every rank after the next step, in which all have their usual gradients.
+    fn usual_step(&mut self, step: u64) -> Vec<u8>;
+    /// What encoding a rank's contributions has lost so far.
+    fn worker_residual(&self, rank: usize) -> &[f32];
+}
+
+/// Trains and compares every tensor and residual on every rank with `expected`, which makes what
+/// a tensor of the plan must be, by its number.
+pub fn trains_as<A: Aggregation>(
+    json: &str,
+    codec: &'static str,
+    expected: impl Fn(u32, &Plan) -> A + Send + Sync + 'static,
+) {
+    let plan: Plan = serde_json::from_str(json).expect("a plan");
+    each_rank(world(plan.world_size, json), move |channel| {
+        let specs = specs(&channel);
+        let mut oracles: Vec<A> =
+            (0..specs.len() as u32).map(|index| expected(index, channel.plan())).collect();
+        let initial = run_step(&channel, 0).expect("step 0");
+        for (index, spec) in specs.iter().enumerate() {
+            assert_eq!(initial[index].bytes, gradient(0, 0, index, spec).bytes, "exact");
+        }
+        for step in 1..=2 {
+            let tensors = run_step(&channel, step).expect("a step");
+            for (oracle, (found, spec)) in oracles.iter_mut().zip(tensors.iter().zip(&specs)) {
+                let right = oracle.usual_step(step);
+                assert!(found.bytes == right, "{codec}, {:?}, step {step}", spec.name);
+            }
+        }
+        for (index, oracle) in oracles.iter().enumerate() {
+            let tensor = TensorId(index as u32);
+            let found = channel.worker_residual(tensor, &mut never).expect("a residual");
+            assert_eq!(found, oracle.worker_residual(channel.rank().index()));
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        let metrics = channel.metrics();
+        assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
+    });
+}
 
 /// A plan as JSON in which every tensor has this codec, but where it changes nothing.
 pub fn plan_encoded(
@@ -95,9 +137,10 @@ impl Oracle {
         narrow(dtype, &sum, &mut bytes);
         bytes
     }
+}
 
-    /// A step with the values of `gradient`.
-    pub fn usual_step(&mut self, step: u64) -> Vec<u8> {
+impl Aggregation for Oracle {
+    fn usual_step(&mut self, step: u64) -> Vec<u8> {
         let (spec, index) = (self.spec.clone(), self.index as usize);
         self.step(step, |rank| {
             let bytes = gradient(rank, step, index, &spec).bytes;
@@ -105,5 +148,9 @@ impl Oracle {
             widen(codec_dtype(spec.dtype), &bytes, &mut values);
             values
         })
+    }
+
+    fn worker_residual(&self, rank: usize) -> &[f32] {
+        &self.worker_residuals[rank]
     }
 }

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use super::support::gradient;
+use super::support_encoded::Aggregation;
 use gradlane_codec::{build, narrow, widen, Codec, IntegerSums, Place, TensorShape};
 use gradlane_engine::{Plan, Slice, TensorSpec};
 use gradlane_units::{Dtype, TensorId};
@@ -150,11 +151,16 @@ impl RingOracle {
         widen(codec_dtype(self.spec.dtype), &bytes, &mut values);
         values
     }
+}
 
-    /// A step in which every rank has the values of `gradient`.
-    pub fn usual_step(&mut self, step: u64) -> Vec<u8> {
+impl Aggregation for RingOracle {
+    fn usual_step(&mut self, step: u64) -> Vec<u8> {
         let all: Vec<Vec<f32>> =
             (0..self.world_size).map(|rank| self.usual_values(rank, step)).collect();
         self.step(step, |rank| Some(all[rank as usize].clone()))
+    }
+
+    fn worker_residual(&self, rank: usize) -> &[f32] {
+        &self.worker_residuals[rank]
     }
 }
