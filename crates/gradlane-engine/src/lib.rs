@@ -30,6 +30,7 @@ mod io;
 mod journal;
 mod latecomers;
 mod lifecycle;
+mod placement;
 mod plan;
 mod priority;
 mod queue;
