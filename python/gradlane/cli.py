@@ -48,7 +48,7 @@ def _main(
 @app.command()
 def version(json_path: JsonPath = None) -> None:
     """Print the versions of gradlane and of what it runs on."""
-    from gradlane.lab.run import package_versions
+    from gradlane.lab.machine import package_versions
 
     versions = package_versions()
     for name, text in versions.items():
