@@ -38,8 +38,9 @@ from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
-from gradlane.server_state import Apart, ServerState, check_taken_over
+from gradlane.server_state import Apart, ServerState
 from gradlane.shared_storage import Clusters
+from gradlane.state_checks import check_taken_over
 from gradlane.steps import Driver, Phase, Steps
 from gradlane.table import Entry, build_table, extra_entry, names_of
 from gradlane.timeline.recorder import Recording
