@@ -19,21 +19,21 @@ from torch.optim import Optimizer
 
 from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
-from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
-from gradlane.buffers import pack_buffers
+from gradlane.ballot import Ending, Hyperparameters, Vote, check_votes
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
-from gradlane.exchange import Exchange, Members
+from gradlane.exchange import Exchange
 from gradlane.factors.choice import choose_factored, without_codecs
 from gradlane.factors.sending import Taps
 from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
+from gradlane.members import lay_out
 from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
@@ -42,7 +42,7 @@ from gradlane.server_state import Apart, ServerState
 from gradlane.shared_storage import Clusters
 from gradlane.state_checks import check_taken_over
 from gradlane.steps import Driver, Phase, Steps
-from gradlane.table import Entry, build_table, extra_entry, names_of
+from gradlane.table import Entry, build_table, names_of
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
 
@@ -90,7 +90,12 @@ class Prepared:
         self._pointers: list[int] = []
         self._written: list[Tensor] = []
         self.model = model
-        self._extras, self._members = self._make_members()
+        # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
+        # votes and buffers of ranks that are left out of a step would be missing.
+        alone = self._serves or around.options.leaves_out
+        self._extras, self._members = lay_out(
+            model, self._entries, self._factored, around.place, buffers, alone=alone
+        )
         coded = [entry.coded() for entry in self._trained]
         ranks = ring_ranks(around.options.strategy, around.place.world_size)
         factored = self._members.factored
@@ -409,30 +414,6 @@ class Prepared:
         ]
         meeting.agree({"options": options, "tensors": rows})
         return entries
-
-    def _make_members(self) -> tuple[list[Entry], Members]:
-        """Lay out what takes part in each step beside the gradients."""
-        place = self._around.place
-        if self._serves or self._around.options.leaves_out:
-            # Whatever takes part in a step is updated there, so nothing but parameters may; and
-            # votes and buffers of ranks that are left out of a step would be missing.
-            return [], Members(self._trained)
-        ballot = Ballot(place.rank, place.world_size)
-        index = len(self._entries)
-        extras = [extra_entry("gradlane's ballot", ballot.tensor)]
-        pack = pack_buffers(self.model, self._buffers, place.rank, place.world_size)
-        if pack is not None:
-            extras.append(extra_entry("the packed buffers", pack.tensor))
-        # Blocks are of training steps alone: something else carries the weights in step 0.
-        extras += [one.first_values() for one in self._factored.values()]
-        return extras, Members(
-            self._trained,
-            ballot,
-            index,
-            pack,
-            index + 1 if pack is not None else -1,
-            self._factored,
-        )
 
     def _make_carrier(self) -> Carrier:
         carried = dict(enumerate(self._trained))
