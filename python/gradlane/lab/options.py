@@ -8,11 +8,11 @@ from pathlib import Path
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.lab.namespaces import NODES_MAX
-from gradlane.lab.ranges import check_ranges
 from gradlane.lab.shaping import PortShape
 from gradlane.lab.straggling import StragglerSpec
 from gradlane.lab.strategy import Strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
+from gradlane.option_fields import check_options, on_command_line, option
 from gradlane.options import ASGD
 
 
@@ -45,22 +45,22 @@ class LabOptions:
 
     workload: str
     strategies: Sequence[Strategy]
-    workers: int = 4
+    workers: int = option(4, least=2, most=NODES_MAX)
     ranks_per_node: int = 1
     rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
-    dilation: float = 1.0
-    repeat: int = 1
-    steps: int = 10
-    warmup: int = 2
-    slice_elems: int | None = None
+    dilation: float = option(1.0, least=0.01, most=10_000)
+    repeat: int = option(1, least=1, most=10_000)
+    steps: int = option(10, least=1, most=10_000_000)
+    warmup: int = option(2, least=0, most=10_000_000)
+    slice_elems: int | None = option(None, least=1, most=2**31)
     codec: str = "raw"
-    seed: int = 0
+    seed: int = option(0, least=0, most=2**31 - 1)
     profile_path: str | None = None
-    batch_time_s: float | None = None
+    batch_time_s: float | None = option(None, above=0)
     paced: bool = True
     trace_path: Path | None = None
     further_warmup: Mapping[str, int] = field(default_factory=dict)
-    servers: int | None = None
+    servers: int | None = option(None, least=1)
     straggler: StragglerSpec | None = None
 
     def __post_init__(self) -> None:
@@ -82,18 +82,13 @@ class LabOptions:
             raise ValueError("name at least one strategy")
         if not self.rates_bps or min(self.rates_bps) <= 0:
             raise ValueError("name at least one rate, above 0")
-        ranges: list[tuple[str, float, float, float]] = [
-            ("workers", self.workers, 2, NODES_MAX),
-            ("dilation", self.dilation, 0.01, 10_000),
-            ("repeat", self.repeat, 1, 10_000),
-            ("steps", self.steps, 1, 10_000_000),
-            ("warmup", self.warmup, 0, 10_000_000),
-            ("slice-elems", 1 if self.slice_elems is None else self.slice_elems, 1, 2**31),
-            ("seed", self.seed, 0, 2**31 - 1),
-            ("servers", 1 if self.servers is None else self.servers, 1, self.workers),
-            ("straggler's rank", self.straggler.rank if self.straggler else 0, 0, self.workers - 1),
-        ]
-        check_ranges(ranges)
+        check_options(self, on_command_line)
+        if self.servers is not None and self.servers > self.workers:
+            raise ValueError(f"servers is {self.servers}, but there are {self.workers} workers")
+        if self.straggler is not None and not 0 <= self.straggler.rank < self.workers:
+            raise ValueError(
+                f"the straggler is rank {self.straggler.rank}, but there are {self.workers} workers"
+            )
         self._check_nodes()
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
@@ -107,8 +102,6 @@ class LabOptions:
             alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
-        if self.batch_time_s is not None and not self.batch_time_s > 0:
-            raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
         runs = len(traced) * len(self.rates_bps) * self.repeat
         if self.trace_path is not None and runs != 1:
