@@ -130,7 +130,7 @@ class Channel:
             listener: this rank's; it belongs to the channel from now on.
             options_json: an object with `rank` and `world_size` and any of `job`, `generation`,
                 `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: fitted to
-                the path), `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
+                the path), `pacing`, `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
                 `work_threads` (0: on the I/O thread), `io_threads` (1), `silence_timeout_s`,
                 `progress_timeout_s`, `connect_timeout_s`, `trace`, `seed` (of codecs),
                 `encoded_ahead`.

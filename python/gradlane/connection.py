@@ -146,6 +146,7 @@ def _channel_options(around: Surroundings, job: str, rank: int, world_size: int)
             "credit_bytes": options.frame_bytes,
             "low_water_bytes": options.low_water_bytes,
             "send_buffer_bytes": options.send_buffer_bytes,
+            "pacing": options.pacing,
             "receive_buffer_bytes": 0,
             "work_depth": max(2, 2 * options.work_threads),
             "work_threads": options.work_threads,

@@ -50,6 +50,19 @@ _JOB_VARIABLES = (
 _DEFAULT_PORT = 29500
 
 
+def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str) -> bool:
+    """Whether something that is there by default is wanted.
+
+    Args:
+        given: what the program says; None: nothing.
+        environment: asked then.
+        variable: of the environment; 0, no, off, false or an empty text mean no.
+    """
+    if given is not None:
+        return given
+    return environment.get(variable, "1").lower() not in ("", "0", "no", "off", "false")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank stands.

@@ -67,6 +67,7 @@ class Options:
     frame_bytes: int = option(65_536, least=1, agreed=True)
     low_water_bytes: int = option(65_536, least=1)
     send_buffer_bytes: int = option(0, least=0)
+    pacing: bool = True
     work_threads: int = option(1, least=0)
     check_every: int = option(0, least=0, agreed=True)
     trace: bool = False

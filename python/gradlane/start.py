@@ -10,10 +10,9 @@ from torch._C._distributed_c10d import Store
 
 from gradlane.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.core import CoreModule, load_core
-from gradlane.environment import find_place
+from gradlane.environment import find_place, is_wanted
 from gradlane.local.layout import with_local
 from gradlane.observability.prometheus import wanted_address
-from gradlane.observability.summary import is_wanted
 from gradlane.options import SFB, Options, strategy_of
 from gradlane.rendezvous import open_store
 from gradlane.session import Session
@@ -48,6 +47,7 @@ def init(
     frame_bytes: int = Options.frame_bytes,
     low_water_bytes: int = Options.low_water_bytes,
     send_buffer_bytes: int = Options.send_buffer_bytes,
+    pacing: bool | None = None,
     work_threads: int = Options.work_threads,
     check_every: int = Options.check_every,
     trace: bool = Options.trace,
@@ -119,6 +119,8 @@ def init(
         low_water_bytes: bytes that may wait unsent in the kernel, a peer.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
             A fixed one must cover bandwidth times delay.
+        pacing: hold each connection to its part of what this rank's port was seen to carry, so that
+            no queue of the network overflows; None: unless `GRADLANE_PACING` is 0.
         work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
         check_every: compare all ranks' parameters every so many steps; 0: never.
         trace: keep a trace of frames, for `Session.take_trace`.
@@ -155,7 +157,8 @@ def init(
             "trace_path": wanted_path(trace_path),
             "prometheus": wanted_address(prometheus_port, os.environ),
             "checkpoint": None if checkpoint is None else Path(checkpoint),
-            "summary": is_wanted(summary, os.environ),
+            "summary": is_wanted(summary, os.environ, "GRADLANE_SUMMARY"),
+            "pacing": is_wanted(pacing, os.environ, "GRADLANE_PACING"),
         }
     )
     options = with_local(options)

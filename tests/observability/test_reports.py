@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from gradlane.environment import is_wanted
 from gradlane.observability.metrics import Metrics, StepTimes, metrics_of
-from gradlane.observability.summary import is_wanted, late_ranks, summary_line
+from gradlane.observability.summary import late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog
 from tests.observability.test_metrics import late, reading, wait
 
@@ -77,7 +78,7 @@ def test_owners_are_added_up() -> None:
 def test_the_line_can_be_silenced(
     option: bool | None, environment: dict[str, str], expected: bool
 ) -> None:
-    assert is_wanted(option, environment) is expected
+    assert is_wanted(option, environment, "GRADLANE_SUMMARY") is expected
 
 
 class Writer:

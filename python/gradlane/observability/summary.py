@@ -12,13 +12,6 @@ _STANDS_OUT = 1.5
 """A rank is named when it comes last so many times as often as chance has it."""
 
 
-def is_wanted(summary: bool | None, environment: Mapping[str, str]) -> bool:
-    """Whether the line is to be printed: as the program says, else unless GRADLANE_SUMMARY is 0."""
-    if summary is not None:
-        return summary
-    return environment.get("GRADLANE_SUMMARY", "1").lower() not in ("", "0", "no", "off", "false")
-
-
 _NEGLIGIBLE = 0.005
 """Of so small a share of the time nobody needs to know more."""
 
