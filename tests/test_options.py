@@ -13,7 +13,7 @@ from gradlane.option_fields import agreed_options, check_options, on_command_lin
 from gradlane.options import Options
 
 GIVEN_OTHERWISE = {"factors": "scheme", "prometheus": "prometheus_port"}
-IN_ANOTHER_FORM = {"codec", "factors", "prometheus", "summary"}
+IN_ANOTHER_FORM = {"codec", "factors", "pacing", "prometheus", "summary"}
 
 
 @dataclass(frozen=True)
