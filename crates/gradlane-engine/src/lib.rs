@@ -34,6 +34,7 @@ mod landing;
 mod latecomers;
 mod lifecycle;
 mod options;
+mod placement;
 mod plan;
 mod priority;
 mod pull;

@@ -17,6 +17,7 @@ use crate::executor::Executor;
 use crate::memory::MemoryTable;
 use crate::metrics::count;
 use crate::options::ChannelOptions;
+use crate::pacing::{PacedFlow, Pacing};
 use crate::ready::lock;
 use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
@@ -47,6 +48,7 @@ pub(crate) enum Ending {
 pub(crate) struct Link {
     pub(crate) connection: Connection,
     send_buffer: SendBuffer,
+    flow: PacedFlow,
     /// Whether bytes can still come.
     pub(crate) open: bool,
     /// Whether the engine was told that it can take frames.
@@ -70,6 +72,8 @@ pub(crate) struct Driver {
     pub(crate) works: Works,
     pub(crate) shared: Arc<Shared>,
     arrivals: Arrivals,
+    /// None where there is one peer only, where peers are on this machine, and where it is not wanted.
+    pacing: Option<Pacing>,
     options: ChannelOptions,
     origin: Instant,
     now: Time,
@@ -99,6 +103,10 @@ impl Driver {
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
         let peers = plan.peers_sent_to() as usize;
+        let local = |stream: &Tracked<TcpStream>| {
+            stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
+        };
+        let paced = options.pacing && peers > 1 && !streams.iter().flatten().all(local);
         let mut links = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
             links.push(match stream {
@@ -109,6 +117,7 @@ impl Driver {
                     let fixed_bytes = options.send_buffer_bytes;
                     Some(Link {
                         send_buffer: SendBuffer::new(socket.as_fd(), fixed_bytes, peers)?,
+                        flow: PacedFlow::default(),
                         connection: Connection::new(socket),
                         open: true,
                         writable: true,
@@ -132,6 +141,7 @@ impl Driver {
             works,
             shared,
             arrivals: Arrivals::new(plan, Rank(options.rank)),
+            pacing: paced.then(|| Pacing::new(peers)),
             options,
             origin: Instant::now(),
             now: Time::ZERO,
@@ -153,6 +163,7 @@ impl Driver {
             if let Some(ending) = self.ending.take() {
                 return ending;
             }
+            self.pace();
             let timeout = if hurry { Duration::ZERO } else { self.time_to_next() };
             let (shared, works) = (Arc::clone(&self.shared), &self.works);
             let idle = || lock(&shared.commands).is_empty() && !works.has_done();

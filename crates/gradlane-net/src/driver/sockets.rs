@@ -7,7 +7,7 @@ use crate::metrics::count;
 use crate::syscall;
 use gradlane_units::Rank;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 
 /// Bytes read from one connection before others get their turn.
@@ -34,6 +34,7 @@ impl Driver {
             Ok((bytes, flushed)) => {
                 if bytes > 0 {
                     link.last_sent = self.now;
+                    link.flow.sent(bytes);
                     count(&counters.sent_bytes, bytes as u64);
                     // A size that the kernel refuses leaves the last one in force.
                     let _ = link.send_buffer.sent(link.connection.socket.as_fd(), bytes);
@@ -70,11 +71,43 @@ impl Driver {
         };
         if link.writable != writable {
             link.writable = writable;
+            if !writable {
+                link.flow.is_full();
+            }
+            if let Some(pacing) = &mut self.pacing {
+                pacing.set_full(!writable);
+            }
             self.engine.handle_writable(rank, writable);
         }
         if !writable && !link.armed && link.open {
             self.arm(rank, true);
         }
+    }
+
+    /// Shares this rank's port out among its connections, when it is time to.
+    pub(super) fn pace(&mut self) {
+        let now = self.now;
+        let Some(pacing) = &mut self.pacing else {
+            return;
+        };
+        if !pacing.rest(now) {
+            return;
+        }
+        let (mut flows, mut sockets) = (Vec::new(), Vec::new());
+        for link in self.links.iter_mut().flatten().filter(|link| link.open) {
+            flows.push((sockets.len(), !link.writable, &mut link.flow));
+            sockets.push(link.connection.socket.as_fd());
+        }
+        let acknowledged = |socket: &BorrowedFd<'_>| {
+            syscall::path_estimate(*socket).ok().map(|path| path.acknowledged_bytes)
+        };
+        pacing.look(
+            now,
+            flows.into_iter(),
+            || sockets.iter().map(acknowledged).sum(),
+            // A rate that the kernel refuses leaves the last one in force.
+            |index, rate| drop(syscall::set_pacing(sockets[index], rate)),
+        );
     }
 
     /// Asks the poller to report when the socket takes more. Once asked, it stays so while there is
@@ -146,6 +179,9 @@ impl Driver {
         };
         if !std::mem::replace(&mut link.open, false) {
             return;
+        }
+        if let (false, Some(pacing)) = (link.writable, &mut self.pacing) {
+            pacing.set_full(false);
         }
         link.writable = false;
         // The socket is closed later; that it cannot be watched any more is in order.
