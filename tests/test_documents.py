@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from gradlane.cli import app
 
 ROOT = Path(__file__).parent.parent
+CLAIMS = ROOT / "docs" / "claims.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(gradlane [^`]+)`")
@@ -98,3 +99,12 @@ def test_every_printed_command_parses() -> None:
 )
 def test_wrong_commands_are_found(line: str, words: str) -> None:
     assert words in (check(line) or "")
+
+
+def test_what_holds_a_claim_exists() -> None:
+    """Tests that the page of claims names are there, in the files that it names."""
+    named = re.findall(r"`((?:tests|crates)/[^`:]+)(?:::(\w+))?`", CLAIMS.read_text())
+    assert len(named) >= 20
+    for path, test in named:
+        text = (ROOT / path).read_text()
+        assert not test or re.search(rf"\b(?:def|fn) {test}\b", text), f"{path} has no {test}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+
+# Torch exports its functions in a way that type checkers do not see.
+_CHECKPOINTS: Any = importlib.import_module("torch.distributed.checkpoint")
 
 
 def parse_release(text: str) -> tuple[int, int]:
@@ -21,6 +24,6 @@ def torch_release() -> tuple[int, int]:
 
 
 NO_DIST: dict[str, Any] = (
-    {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+    {"no_dist": True} if "no_dist" in inspect.signature(_CHECKPOINTS.save).parameters else {}
 )
 """How torch.distributed.checkpoint is told that there is one process; torch 2.4 sees it itself."""

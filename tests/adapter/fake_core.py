@@ -8,6 +8,7 @@ ready when the last rank has spoken about it; `hold` delays that until a test sa
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import threading
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from gradlane.timeline.recorded import CoreRow
@@ -195,7 +197,12 @@ class World:
         if steps == 0:
             for name in ("exp_avg", "exp_avg_sq"):
                 self.state[(tensor, name)] = torch.zeros_like(parameter)
-        adam(
+        settings = {key: row[key] for key in row if key not in ("kind", "tensors", "steps")}
+        kernel: Any = adam
+        if "decoupled_weight_decay" not in inspect.signature(adam).parameters:
+            # Torch 2.4: decoupled is the other function's.
+            kernel = adamw if settings.pop("decoupled_weight_decay") else adam
+        kernel(
             [parameter],
             [mean],
             [self.state[(tensor, "exp_avg")]],
@@ -204,7 +211,7 @@ class World:
             [torch.tensor(float(steps))],
             foreach=False,
             amsgrad=False,
-            **{key: row[key] for key in row if key not in ("kind", "tensors", "steps")},
+            **settings,
         )
         return parameter
 

@@ -5,6 +5,7 @@ Arguments and results are plain data, so that they travel between processes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradlane
+from gradlane.lab.workloads import REAL_NAMES, build
 from tests.adapter.loops import LOOPS
 from tests.adapter.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 
@@ -29,7 +31,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bf16": lambda: seeded(Attention).bfloat16(),
     "f16": lambda: seeded(Attention).half(),
     "wide": lambda: seeded(Wide),
+    "digits-cnn": lambda: real_workload("digits-cnn", 0).model,
+    "char-transformer": lambda: real_workload("char-transformer", 0).model,
 }
+
+
+@functools.cache
+def _data_of(name: str, rank: int) -> Any:
+    return real_workload(name, rank)
+
+
+def real_workload(name: str, rank: int) -> Any:
+    """Return a workload of the lab that computes for real, as fast as it can."""
+    return build(name, rank=rank, world_size=4, paced=False)
 
 
 class Wide(nn.Module):
@@ -46,6 +60,10 @@ class Wide(nn.Module):
 
 def loss_of(name: str, model: Any, rank: int, step: int) -> Tensor:
     """The loss of a rank's own batch; the same numbers in every process."""
+    if name in REAL_NAMES:
+        workload = _data_of(name, rank)
+        real: Tensor = workload.loss(model, workload.batch(step))
+        return real
     generator = torch.Generator().manual_seed(10_000 * step + rank)
     if name == "cnn":
         images = torch.randn(4, 1, 8, 8, generator=generator)

@@ -452,7 +452,7 @@ def test_the_servers_follow_torchs_formula_to_the_last_bit(
     optimizer = getattr(torch.optim, kind)(
         model.parameters(), lr=0.0123456789, weight_decay=0.1, betas=betas
     )
-    options = dict(optimizer.param_groups[0])
+    options = {"decoupled_weight_decay": kind == "AdamW", **optimizer.param_groups[0]}
     gradients = [batch((1003,), 0, step) * 10.0**-step for step in range(5)]
     settings: dict[str, Any] = {"rank": 0, "world_size": 1, "job": f"exact-{kind}-{betas}"}
     with gradlane.init(store=HashStore(), update="server", slice_elems=100, **settings) as session:

@@ -26,7 +26,7 @@ TRAININGS = (("cnn", "sgd"), ("transformer", "adamw"))
 
 @pytest.mark.parametrize(
     ("world_size", "model", "steps"),
-    [(2, "cnn", 200), (2, "transformer", 200), (4, "cnn", 200), (4, "transformer", 50)],
+    [(2, "cnn", 200), (2, "transformer", 200), (4, "cnn", 200), (4, "transformer", 200)],
 )
 def test_many_steps_equal_ddp_with_a_rank_order_hook(
     pool: RankPool, world_size: int, model: str, steps: int
@@ -61,12 +61,12 @@ def test_two_ranks_equal_stock_ddp(pool: RankPool, model: str, optimizer: str) -
 @pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
 def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool, model: str, optimizer: str) -> None:
     """Stock DDP sums in another order, so that roundings differ and then drift apart."""
-    training: dict[str, Any] = {"model_name": model, "steps": 100, "optimizer_name": optimizer}
+    training: dict[str, Any] = {"model_name": model, "steps": 200, "optimizer_name": optimizer}
     ddp = pool.run("train_ddp", gather=False, **training)
     ours = pool.run("train", **training)
     for one, other in zip(ddp, ours, strict=True):
         assert one["losses"][:10] == pytest.approx(other["losses"][:10], abs=1e-5)
-        assert one["losses"][99] == pytest.approx(other["losses"][99], rel=0.01)
+        assert one["losses"][199] == pytest.approx(other["losses"][199], rel=0.01)
 
 
 def test_strategies_and_slice_sizes_give_the_same_bits(pool: RankPool) -> None:
