@@ -30,9 +30,12 @@ LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
 SFB = "sfb"
 """The scheme of weights whose gradient travels as factors, from every rank to every other."""
-FACTOR_SCHEMES = (SFB,)
+ADAM = "adam"
+"""The scheme of weights whose gradient travels as factors, to one rank, which sends the mean back:
+Project Adam's (Chilimbi et al., OSDI 2014), and none of the optimizer's."""
+FACTOR_SCHEMES = (SFB, ADAM)
 """Schemes in which ranks send factors of gradients."""
-SCHEMES = ("ps", RING, SFB)
+SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
 """How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
 from factors and all others on servers."""
 
@@ -47,7 +50,8 @@ class Options:
         seed: places whole tensors on servers where the strategy draws them, and decides how codecs
             round.
         codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
-        factors: whether weights of linear layers and embeddings travel as factors.
+        factors: how weights of linear layers and embeddings travel, one of `FACTOR_SCHEMES`; empty:
+            as all others.
         exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
         update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
             Adam or AdamW on the owner.
@@ -80,7 +84,7 @@ class Options:
     slice_elems: int | None = None
     seed: int = 0
     codec: CodecRules = RAW
-    factors: bool = False
+    factors: str = ""
     exact_order: bool = True
     update: str = "worker"
     local: str = "off"
@@ -121,9 +125,10 @@ class Options:
         if self.strategy == ASGD:
             self._check_asgd()
         if self.factors:
+            _one_of("scheme", self.factors, FACTOR_SCHEMES)
             why = factors_refusal(self.strategy, self.update)
             if why:
-                raise ValueError(f"scheme is 'sfb', but {why}")
+                raise ValueError(f"scheme is {self.factors!r}, but {why}")
         names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
         others = {name: getattr(self, name) for name in names}
         check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
@@ -242,7 +247,7 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme is None:
         return strategy
     _one_of("scheme", scheme, SCHEMES)
-    if scheme == SFB:
+    if scheme in FACTOR_SCHEMES:
         return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
@@ -274,7 +279,7 @@ def factors_refusal(strategy: str, update: str) -> str:
         strategy: one of `STRATEGIES`.
         update: one of `UPDATES`.
     """
-    return _serverless_refusal(strategy, update, "factors go to every rank instead")
+    return _serverless_refusal(strategy, update, "factors are not added up there")
 
 
 def _serverless_refusal(strategy: str, update: str, why: str) -> str:

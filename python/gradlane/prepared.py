@@ -34,7 +34,7 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
-from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
+from gradlane.options import FACTOR_SCHEMES, RING, Options, ring_ranks
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
@@ -370,7 +370,7 @@ class Prepared:
             given = self._around.schemes.get(entry.name, usual)
             # A bias has its layer's scheme in a plan, and travels as usual.
             whole = usual if given in FACTOR_SCHEMES else given
-            found[entry.name] = SFB if index in self._factored else whole
+            found[entry.name] = self._factored[index].scheme if index in self._factored else whole
         return found
 
     @property
@@ -403,7 +403,9 @@ class Prepared:
         if self._serves:
             options["optimizer_state"] = state
         rows = [
-            {**entry.row(), "scheme": SFB} if index in self._factored else entry.row()
+            {**entry.row(), "scheme": self._factored[index].scheme}
+            if index in self._factored
+            else entry.row()
             for index, entry in enumerate(entries)
         ]
         meeting.agree({"options": options, "tensors": rows})

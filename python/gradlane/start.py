@@ -13,7 +13,7 @@ from gradlane.environment import find_place
 from gradlane.local.layout import with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.summary import is_wanted
-from gradlane.options import SFB, Options, strategy_of
+from gradlane.options import FACTOR_SCHEMES, Options, strategy_of
 from gradlane.rendezvous import open_store
 from gradlane.session import Session
 from gradlane.timeline.recorder import wanted_path
@@ -74,8 +74,9 @@ def init(
             are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
             ring, which makes strategy `p3` strategy `ring`; `"sfb"`: weights of linear layers and
-            embeddings from factors, which every rank sends to every other, see `docs/factors.md`;
-            None: as the strategy does.
+            embeddings from factors, which every rank sends to every other; `"adam"`: from factors
+            as well, which go to one rank that sends the mean to all (Project Adam's), see
+            `docs/factors.md`; None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -145,7 +146,7 @@ def init(
         slice_elems=slice_elems,
         seed=seed,
         codec=codec_rules(codec),
-        factors=scheme == SFB,
+        factors=scheme if scheme in FACTOR_SCHEMES else "",
         exact_order=exact_order,
         update=update,
         local=local,

@@ -19,7 +19,7 @@ use crate::shared::{Command, Shared};
 use crate::syscall::{self, EpollEvents};
 use crate::works::Works;
 use gradlane_engine::{
-    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Transmit,
+    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, ReadyRule, Region, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
@@ -217,6 +217,11 @@ impl Driver {
                     self.engine.block_ready(tensor, step, memory.bytes() as u64)
                 }
                 Command::BlockAbsent(tensor, step) => self.engine.tensor_absent(tensor, step),
+                Command::AnswerReady(tensor, step, memory) => {
+                    // The owner's own block goes nowhere: the answer takes its place.
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.answer_ready(tensor, step, memory.bytes() as u64)
+                }
                 Command::ReleaseBlocks(tensor, step, scratch) => {
                     scratch.into_iter().for_each(|block| self.memory.give_back(block));
                     self.engine.release_blocks(tensor, step)
@@ -333,12 +338,11 @@ impl Driver {
                 ready.publish_tensor(tensor, step, absent);
             }
             Event::BlocksReady { tensor, step, blocks } => {
-                match blocks::hold(&mut self.memory, self.engine.rank(), &blocks) {
-                    Ok(held) => {
-                        lock(&self.shared.blocks).insert((tensor, step), held);
-                    }
-                    Err(error) => self.engine.abort(&error),
-                }
+                self.hold_blocks(tensor, step, &blocks);
+            }
+            Event::BlocksCollected { tensor, step, blocks } => {
+                self.hold_blocks(tensor, step, &blocks);
+                self.shared.ready.publish_question(tensor, step);
             }
             Event::StepComplete { step } => ready.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
@@ -361,6 +365,16 @@ impl Driver {
             }
             Event::Closed => self.ending = Some(Ending::Closed),
             Event::Failed(failure) => self.ending = Some(Ending::Failed(failure)),
+        }
+    }
+
+    /// Keeps gathered blocks for the application to take.
+    fn hold_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
+        match blocks::hold(&mut self.memory, self.engine.rank(), blocks) {
+            Ok(held) => {
+                lock(&self.shared.blocks).insert((tensor, step), held);
+            }
+            Err(error) => self.engine.abort(&error),
         }
     }
 
@@ -397,7 +411,7 @@ impl Driver {
         let (engine, shared) = (&mut self.engine, &self.shared);
         let counters = &shared.metrics.peers[rank.index()];
         let result = link.connection.flush(|header, transmit| {
-            counters.sent(header);
+            shared.metrics.sent(rank, header);
             shared.metrics.sent_message(engine.plan(), header);
             shared.trace.sent(rank, header);
             if let Some(transmit) = transmit {

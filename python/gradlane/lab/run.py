@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.lab.balance import balance_of
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError
@@ -129,9 +130,10 @@ class LabOptions:
         self._check_nodes()
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
-        if self.workload not in REPLAY_NAMES and any(one.is_hybrid for one in self.strategies):
+        factored = next((one.text for one in self.strategies if one.sends_factors), None)
+        if self.workload not in REPLAY_NAMES and factored is not None:
             raise ValueError(
-                f"strategy poseidon is for replayed models, and {self.workload} computes: its "
+                f"strategy {factored} is for replayed models, and {self.workload} computes: its "
                 "layers have forwards of their own, from which no factors can be taken"
             )
         if codec_rules(self.codec) != RAW:
@@ -439,6 +441,11 @@ class _Runner:
             verified_tensors=sum(r["verified_tensors"] for r in results),
             evaluation=results[0]["evaluation"],
             metrics=results[0]["metrics"],
+            balance=balance_of(
+                record.bytes_between(start_s, end_s),
+                [owner for result in results if (owner := result["owner"])],
+                options.steps,
+            ),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
             servers=options.servers if strategy.family == "gradlane" else None,
@@ -464,8 +471,11 @@ class _Runner:
                         workers=row.workers,
                         scheme=scheme,
                         local_ranks=row.ranks_per_node,
+                        answer_bytes=timing.size_bytes,
                     )
-                    for size_bytes, scheme in zip(wire_bytes, schemes, strict=True)
+                    for timing, size_bytes, scheme in zip(
+                        self._timings, wire_bytes, schemes, strict=True
+                    )
                 )
             # What a hook of DDP's sends is not known here: the bound is that of full precision.
             if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
