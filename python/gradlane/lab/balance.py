@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-EVEN_BELOW = 1.05
+EVEN_BELOW = 1.1
 """What is uneven by less, largest over mean, is not worth a line."""
 
 
@@ -31,7 +31,8 @@ def balance_of(
         `nodes`: rows of `node`, `rx_bytes_per_step` and `tx_bytes_per_step` through its port;
         `owners`: rows of `rank`, `owned_bytes` (of gradients that it adds up or makes for all), and
         `rx_bytes_per_step` and `tx_bytes_per_step` of payloads to and from it as their owner; and
-        `port_imbalance`, of the busier direction of each port, and `owned_imbalance`: largest / mean.
+        `port_imbalance`, of the busier direction of each port, and `owned_imbalance`, both largest
+        over mean.
     """
     busier = [max(pair) for pair in ports]
     owned = [int(rank["owned_bytes"]) for rank in ranks]

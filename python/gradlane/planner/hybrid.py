@@ -1,7 +1,7 @@
 """The time of a step whose layers are aggregated by different schemes, from bytes alone.
 
-A small model beside the engine's simulator, for schemes that the engine does not run (Poseidon,
-Zhang et al. 2017). Every node is worker and server, with one full-duplex port. What a layer sends
+A small model beside the engine's simulator, for whole layers on one server, which the engine does
+not run, and for what nodes carry by count (Poseidon, Zhang et al. 2017). Every node is worker and server, with one full-duplex port. What a layer sends
 and receives is table 1's count of numbers; a port carries it in the order in which gradients are
 ready, as wait-free backpropagation does, and the next step begins when everything is there.
 

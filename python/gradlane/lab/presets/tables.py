@@ -111,7 +111,7 @@ def print_utilization(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _print_ports(console: Console, rows: Sequence[Row]) -> None:
-    """Print what went through each node's port, of runs whose ports differ, and of their clusters."""
+    """Print what went through each port, of clusters in which some run's ports differ."""
     shown = [row for row in findings.measured(rows) if (row.get("balance") or {}).get("nodes")]
     shown = [row for row in shown if row["strategy"] != CEILING]
     uneven = [row for row in shown if float(row["balance"]["port_imbalance"]) >= EVEN_BELOW]
