@@ -149,6 +149,12 @@ def test_one_owner_gets_the_factors_and_sends_the_whole_gradient(pool: RankPool)
         assert expected <= one["sent"] <= expected + 6000, rank
 
 
+def test_an_owner_answers_while_its_program_is_elsewhere(pool: RankPool) -> None:
+    first, *others = pool.run(f"{MODULE}:elsewhere", ranks=3)
+    assert len(first) == 3
+    assert others == [first, first]
+
+
 def test_a_rank_with_many_rows_sends_its_gradient(pool: RankPool) -> None:
     found = pool.run(f"{MODULE}:wide", ranks=2, rows=400, scheme="sfb")
     assert len({one["digest"] for one in found}) == 1
