@@ -14,7 +14,7 @@ from gradlane.factors.choice import Factored
 from gradlane.lab.balance import balance_notes, balance_of
 from gradlane.lab.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.lab.factor_notes import factor_notes
-from gradlane.lab.run import LabOptions
+from gradlane.lab.options import LabOptions
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.table import extra_entry
