@@ -181,7 +181,7 @@ class Channel:
         """Say that there is no gradient here; the mean of other ranks' lands in the memory."""
 
     def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over this rank's block of a tensor of scheme `gather`, of any size up to the plan's.
+        """Hand over this rank's block of a tensor that has blocks, up to the plan's size.
 
         It is not written, and the caller's again when the tensor is ready in this step.
 
@@ -193,8 +193,32 @@ class Channel:
     def block_absent(self, tensor: int, step: int) -> None:
         """Say that this rank has no block of a tensor in this step."""
 
+    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over the answer to the blocks of a tensor of scheme `answer`, which all ranks get.
+
+        It is not written, and the caller's again when the tensor is ready in this step.
+
+        Raises:
+            ValueError: another scheme, or a size that the plan does not allow; that nobody waits
+                for an answer of this rank is raised at the next call.
+            ChannelError: the channel has failed.
+        """
+
+    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Return (tensor, step) whose blocks are all here and wait for this rank's answer, once.
+
+        Args:
+            wait: wait for one, without the GIL; otherwise there may be none.
+
+        Raises:
+            ChannelError: the channel has ended.
+        """
+
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
-        """Return all ranks' blocks of a tensor that is ready in a step, once; None otherwise."""
+        """Return a tensor's blocks in a step, once: when it is ready, or waits for an answer.
+
+        Where its owner has answered, that is the only block; the owner itself gets None.
+        """
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Register a parameter's own memory (update=server)."""

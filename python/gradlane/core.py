@@ -57,10 +57,16 @@ class Channel(Protocol):
         """Say that there is no gradient here; a result of other ranks lands in the memory."""
 
     def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over this rank's block of a tensor of scheme `gather`, until that is ready."""
+        """Hand over this rank's block of a tensor that has blocks, until that is ready."""
 
     def block_absent(self, tensor: int, step: int) -> None:
         """Say that this rank has no block of a tensor in this step."""
+
+    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over the answer to the blocks of a tensor of scheme `answer`, for all ranks."""
+
+    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Return (tensor, step) whose blocks are all here and wait for this rank's answer."""
 
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Return all ranks' blocks of a tensor that is ready in a step, once."""

@@ -89,8 +89,9 @@ class Exchange:
         self._members = members
         self._trained = members.trained
         self._intake = GradientIntake(members.trained)
+        self._spent_steps: list[int] = []
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
-        self._lane = FactorLane(channel, members.factored, rank)
+        self._lane = FactorLane(core, channel, members.factored, rank, self.training_step_of)
         self._given = [False] * len(members.trained)
         self.pushes = [0] * len(members.trained)
         """How many gradients of each tensor were handed over so far."""
@@ -101,7 +102,6 @@ class Exchange:
         self._votes: list[Vote] | None = None
         self._counted = 0
         self.step = 0
-        self._spent_steps: list[int] = []
 
     @property
     def members(self) -> Members:

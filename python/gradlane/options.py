@@ -31,9 +31,12 @@ LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
 SFB = "sfb"
 """The scheme of weights whose gradient travels as factors, from every rank to every other."""
-FACTOR_SCHEMES = (SFB,)
+ADAM = "adam"
+"""The scheme of weights whose gradient travels as factors, to one rank, which sends the mean back:
+Project Adam's (Chilimbi et al., OSDI 2014), and none of the optimizer's."""
+FACTOR_SCHEMES = (SFB, ADAM)
 """Schemes in which ranks send factors of gradients."""
-SCHEMES = ("ps", RING, SFB)
+SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
 """How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
 from factors and all others on servers."""
 
@@ -50,7 +53,7 @@ class Options:
     slice_elems: int | None = option(None, least=1, agreed=True)
     seed: int = option(0, least=0, agreed=True)
     codec: CodecRules = option(RAW, agreed=True)
-    factors: bool = option(False, agreed=True)
+    factors: str = option("", agreed=True)
     exact_order: bool = option(True, agreed=True)
     update: str = option("worker", known=UPDATES, agreed=True)
     local: str = option("off", known=LOCALS, agreed=True)
@@ -91,9 +94,10 @@ class Options:
         if self.strategy == ASGD:
             self._check_asgd()
         if self.factors:
+            _one_of("scheme", self.factors, FACTOR_SCHEMES)
             why = factors_refusal(self.strategy, self.update)
             if why:
-                raise ValueError(f"scheme is 'sfb', but {why}")
+                raise ValueError(f"scheme is {self.factors!r}, but {why}")
         names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
         others = {name: getattr(self, name) for name in names}
         check_stragglers(self.stragglers, self.late, others)
@@ -183,7 +187,7 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme is None:
         return strategy
     _one_of("scheme", scheme, SCHEMES)
-    if scheme == SFB:
+    if scheme in FACTOR_SCHEMES:
         return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
@@ -215,7 +219,7 @@ def factors_refusal(strategy: str, update: str) -> str:
         strategy: one of `STRATEGIES`.
         update: one of `UPDATES`.
     """
-    return _serverless_refusal(strategy, update, "factors go to every rank instead")
+    return _serverless_refusal(strategy, update, "factors are not added up there")
 
 
 def _serverless_refusal(strategy: str, update: str, why: str) -> str:

@@ -24,7 +24,8 @@ def whatif(
         typer.Option(
             help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
             "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
-            "there are any), ring-fused (a model of fused buffers and rings)."
+            "there are any), adam (factors to one rank, the whole back), ring-fused (a model of "
+            "fused buffers and rings)."
         ),
     ] = "wfbp,p3",
     codec: Annotated[

@@ -34,7 +34,7 @@ from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
 from gradlane.members import lay_out
-from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
+from gradlane.options import FACTOR_SCHEMES, RING, Options, ring_ranks
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
 from gradlane.served_parameters import ServedParameters
@@ -345,7 +345,7 @@ class Prepared:
             given = self._around.schemes.get(entry.name, usual)
             # A bias has its layer's scheme in a plan, and travels as usual.
             whole = usual if given in FACTOR_SCHEMES else given
-            found[entry.name] = SFB if index in self._factored else whole
+            found[entry.name] = self._factored[index].scheme if index in self._factored else whole
         return found
 
     @property

@@ -13,7 +13,7 @@ from gradlane.core import CoreModule, load_core
 from gradlane.environment import find_place, is_wanted
 from gradlane.local.layout import with_local
 from gradlane.observability.prometheus import wanted_address
-from gradlane.options import SFB, Options, strategy_of
+from gradlane.options import FACTOR_SCHEMES, Options, strategy_of
 from gradlane.rendezvous import open_store
 from gradlane.session import Session
 from gradlane.timeline.recorder import wanted_path
@@ -75,8 +75,9 @@ def init(
             are applied alone and nobody waits for anybody else; see `docs/asynchronous.md`.
         scheme: `"ps"`: gradients are added up on servers, which all ranks are; `"ring"`: round a
             ring, which makes strategy `p3` strategy `ring`; `"sfb"`: weights of linear layers and
-            embeddings from factors, which every rank sends to every other, see `docs/factors.md`;
-            None: as the strategy does.
+            embeddings from factors, which every rank sends to every other; `"adam"`: from factors
+            as well, which go to one rank that sends the mean to all (Project Adam's), see
+            `docs/factors.md`; None: as the strategy does.
         slice_elems: elements in a slice at most; None: what suits the strategy.
         seed: places whole tensors where a strategy draws their server, and decides how codecs
             round.
@@ -153,7 +154,7 @@ def init(
             **given,
             "strategy": strategy_of(strategy, scheme),
             "codec": codec_rules(codec),
-            "factors": scheme == SFB,
+            "factors": scheme if scheme in FACTOR_SCHEMES else "",
             "trace_path": wanted_path(trace_path),
             "prometheus": wanted_address(prometheus_port, os.environ),
             "checkpoint": None if checkpoint is None else Path(checkpoint),

@@ -91,7 +91,7 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
     ),
     "factors": (
-        (False,),
+        ("",),
         "gradients are rebuilt from the factors of all ranks; leave the scheme out",
     ),
     "update": (

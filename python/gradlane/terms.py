@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from gradlane.connection import Surroundings
 from gradlane.factors.choice import Factored, choose_factored
 from gradlane.optimizers import check_optimizer, check_server_optimizer
-from gradlane.options import SFB
 from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.shared_storage import Clusters
@@ -72,7 +71,7 @@ def agree_on_terms(
         meeting.refuse(str(error))
         raise
     rows = [
-        {**entry.row(), "scheme": SFB} if index in factored else entry.row()
+        {**entry.row(), "scheme": factored[index].scheme} if index in factored else entry.row()
         for index, entry in enumerate(entries)
     ]
     meeting.agree({"options": options, "tensors": rows})

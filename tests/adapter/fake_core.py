@@ -337,6 +337,12 @@ class FakeChannel:
         self.world.calls.append((self.rank, "block_absent", step, tensor))
         self.world.lend(self.rank, step, tensor, Lent(0, 0, None))
 
+    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        raise NotImplementedError("real ranks do that")
+
+    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        raise NotImplementedError("real ranks do that")
+
     def take_blocks(self, tensor: int, step: int) -> FakeBlocks | None:
         self._check()
         lent = self.world.round(step).lent[tensor]

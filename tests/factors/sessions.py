@@ -202,11 +202,11 @@ PROGRAMS: dict[str, Program] = {
 def compare(
     store: Store, rank: int, world_size: int, job: str, cases: list[tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """Train each (model, program) by servers and by factors."""
+    """Train each (model, program) by servers, by factors, and by factors to one owner."""
     found = []
     for number, (model_name, program_name) in enumerate(cases):
         results = []
-        for scheme in ("ps", "sfb"):
+        for scheme in ("ps", "sfb", "adam"):
             result = train(
                 store,
                 rank,
@@ -217,7 +217,7 @@ def compare(
                 scheme=scheme,
             )
             results.append(result)
-        servers, factors = results
+        servers, factors, answered = results
         found.append(
             {
                 "case": f"{model_name} {program_name}",
@@ -227,6 +227,7 @@ def compare(
                     for one, other in zip(factors["values"], servers["values"], strict=True)
                 ),
                 "moved": factors["moved"],
+                "answered": answered["digests"],
             }
         )
     return found
@@ -279,11 +280,11 @@ def drawn_loss(model: Drawn, rank: int, step: int, seed: int) -> Tensor:
 def drawn(
     store: Store, rank: int, world_size: int, job: str, seeds: list[int]
 ) -> list[dict[str, Any]]:
-    """Train drawn models by servers and by factors, with what a seed says of the loop."""
+    """Train drawn models by servers and by factors both ways; a seed says what the loop is."""
     found = []
     for seed in seeds:
         values, digests = [], []
-        for scheme in ("ps", "sfb"):
+        for scheme in ("ps", "sfb", "adam"):
             name = f"{job}-{seed}-{scheme}"
             with open_session(store, rank, world_size, name, scheme=scheme) as session:
                 model = Drawn(seed)
@@ -306,9 +307,10 @@ def drawn(
                 values.append([parameter.detach().double() for parameter in model.parameters()])
         off = max(
             float((one - other).abs().max() / (other.abs().max() + 1e-3))
-            for one, other in zip(*values, strict=True)
+            for one, other in zip(*values[:2], strict=True)
         )
-        found.append({"case": f"seed {seed}", "digests": digests[1:], "off": off, "moved": [True]})
+        case = {"case": f"seed {seed}", "digests": digests[1:2], "answered": digests[2:]}
+        found.append({**case, "off": off, "moved": [True]})
     return found
 
 
@@ -418,21 +420,21 @@ def wide(
         }
 
 
-def refused(store: Store, rank: int, world_size: int, job: str, how: str) -> str:
+def refused(store: Store, rank: int, world_size: int, job: str, how: str, scheme: str) -> str:
     """Ask for what cannot be; returns the error."""
     options: dict[str, Any] = {}
     plan = None
     if how == "server":
-        options = {"scheme": "sfb", "update": "server"}
+        options = {"scheme": scheme, "update": "server"}
     elif how == "pull":
-        options = {"scheme": "sfb", "strategy": "kvstore"}
+        options = {"scheme": scheme, "strategy": "kvstore"}
     elif how == "differ":
-        options = {"scheme": "sfb" if rank == 0 else "ps"}
+        options = {"scheme": scheme if rank == 0 else "ps"}
     else:
         model = seeded(Classifier)
         rows = [
             PlannedTensor(
-                name, value.numel(), "sfb" if name == "features.weight" else "ps", "raw", 1, ""
+                name, value.numel(), scheme if name == "features.weight" else "ps", "raw", 1, ""
             )
             for name, value in model.named_parameters()
         ]
@@ -446,9 +448,9 @@ def refused(store: Store, rank: int, world_size: int, job: str, how: str) -> str
     return "no error"
 
 
-def hostile(store: Store, rank: int, world_size: int, job: str) -> list[str]:
+def hostile(store: Store, rank: int, world_size: int, job: str, scheme: str) -> list[str]:
     """Rank 1 sends bytes that are no block; every rank's error, now and at the next read."""
-    session = open_session(store, rank, world_size, job, scheme="sfb")
+    session = open_session(store, rank, world_size, job, scheme=scheme)
     model = seeded(Wide)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer)
@@ -511,3 +513,25 @@ def uneven(store: Store, rank: int, world_size: int, job: str, scheme: str) -> d
     with contextlib.suppress(AttributeError):
         assert "forward" not in model.get_submodule("first").__dict__
     return results
+
+
+def elsewhere(store: Store, rank: int, world_size: int, job: str) -> list[str]:
+    """Rank 0, which owns the largest layer, goes on when the others have what it owes them."""
+    digests = []
+    with open_session(store, rank, world_size, job, scheme="adam") as session:
+        model = seeded(Wide)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            backward(model(torch.randn(2, 256, generator=generator)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            done = [f"{job}/{other}/{step}" for other in range(1, world_size)]
+            if rank == 0:
+                # As in a long evaluation: nothing of the session is called.
+                store.wait(done)
+            session.synchronize()
+            store.set(f"{job}/{rank}/{step}", "1")
+            digests.append(digest(model))
+    return digests

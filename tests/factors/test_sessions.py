@@ -78,6 +78,8 @@ def check(results: list[Any], most_off: float = 1e-5) -> None:
         case = found[0]["case"]
         assert len({tuple(one["digests"]) for one in found}) == 1, case
         assert any(found[0]["moved"]), case
+        # The same sum of the same factors, made once for all ranks.
+        assert all(one["answered"] == one["digests"] for one in found), case
         wide = "bf16" in case or "autocast" in case
         for one in found:
             assert one["off"] <= (0.02 if wide else most_off), (case, one["off"])
@@ -125,6 +127,34 @@ def test_factors_leave_in_place_of_the_gradient(pool: RankPool) -> None:
         assert other["sent"] > 10 * one["sent"]
 
 
+def test_one_owner_gets_the_factors_and_sends_the_whole_gradient(pool: RankPool) -> None:
+    """What each rank sends is what it owns, and factors of what it does not own."""
+    rows, ranks = 2, 3
+    found = pool.run(f"{MODULE}:wide", ranks=ranks, rows=rows, scheme="adam")
+    factors = pool.run(f"{MODULE}:wide", ranks=ranks, rows=rows, scheme="sfb")
+    assert {one["digest"] for one in found} == {factors[0]["digest"]}
+    assert [one["computed"] for one in found] == [0] * ranks
+    assert found[0]["schemes"] == {
+        "first.weight": "adam",
+        "first.bias": "ps",
+        "last.weight": "adam",
+        "last.bias": "ps",
+    }
+    # The larger one is rank 0's, the smaller one rank 1's; rank 2 owns neither.
+    owned = {0: 4 * 256 * 512, 1: 4 * 3 * 512}
+    sends = {0: 4 * rows * (256 + 512), 1: min(4 * 3 * 512, 4 * rows * (512 + 3))}
+    for rank, one in enumerate(found):
+        expected = (ranks - 1) * owned.get(rank, 0)
+        expected += sum(sends[owner] for owner in sends if owner != rank)
+        assert expected <= one["sent"] <= expected + 6000, rank
+
+
+def test_an_owner_answers_while_its_program_is_elsewhere(pool: RankPool) -> None:
+    first, *others = pool.run(f"{MODULE}:elsewhere", ranks=3)
+    assert len(first) == 3
+    assert others == [first, first]
+
+
 def test_a_rank_with_many_rows_sends_its_gradient(pool: RankPool) -> None:
     found = pool.run(f"{MODULE}:wide", ranks=2, rows=400, scheme="sfb")
     assert len({one["digest"] for one in found}) == 1
@@ -163,30 +193,35 @@ def test_a_plan_with_factors_is_in_force(pool: RankPool) -> None:
     assert coded[0]["digests"] == coded[1]["digests"]
 
 
+@pytest.mark.parametrize("scheme", ["sfb", "adam"])
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("server", "scheme is 'sfb', but update is 'server'"),
+        ("server", "scheme is '{scheme}', but update is 'server'"),
         ("pull", "in strategy 'kvstore' workers pull from servers"),
-        ("differ", "factors=True"),
-        ("plan", "'features.weight' by scheme 'sfb', but it has no factors: no nn.Linear"),
+        ("differ", "factors='{scheme}'"),
+        ("plan", "'features.weight' by scheme '{scheme}', but it has no factors: no nn.Linear"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(pool: RankPool, how: str, words: str) -> None:
-    for error in pool.run(f"{MODULE}:refused", ranks=2, how=how):
-        assert words in error
+def test_what_cannot_be_is_refused_with_its_reason(
+    pool: RankPool, how: str, words: str, scheme: str
+) -> None:
+    for error in pool.run(f"{MODULE}:refused", ranks=2, how=how, scheme=scheme):
+        assert words.format(scheme=scheme) in error
 
 
-def test_bytes_that_are_no_factors_fail_the_session_by_name(pool: RankPool) -> None:
-    for rank, errors in enumerate(pool.run(f"{MODULE}:hostile", ranks=3)):
+@pytest.mark.parametrize("scheme", ["sfb", "adam"])
+def test_bytes_that_are_no_factors_fail_the_session_by_name(pool: RankPool, scheme: str) -> None:
+    for rank, errors in enumerate(pool.run(f"{MODULE}:hostile", ranks=3, scheme=scheme)):
         assert len(errors) == 2
         assert errors[0] == errors[1]
         assert "rank 1 sent" in errors[0], (rank, errors)
         assert ".weight'" in errors[0]
 
 
-def test_uneven_data_new_connections_and_checkpoints(pool: RankPool) -> None:
-    factors = pool.run(f"{MODULE}:uneven", ranks=3, scheme="sfb")
+@pytest.mark.parametrize("scheme", ["sfb", "adam"])
+def test_uneven_data_new_connections_and_checkpoints(pool: RankPool, scheme: str) -> None:
+    factors = pool.run(f"{MODULE}:uneven", ranks=3, scheme=scheme)
     servers = pool.run(f"{MODULE}:uneven", ranks=3, scheme="ps")
     assert len({one["digest"] for one in factors}) == 1
     assert all(one["same"] for one in factors)

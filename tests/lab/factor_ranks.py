@@ -14,7 +14,14 @@ from tests.adapter.scenarios import open_session
 
 
 def replay(
-    store: Store, rank: int, world_size: int, job: str, model: str, rule: str, steps: int
+    store: Store,
+    rank: int,
+    world_size: int,
+    job: str,
+    model: str,
+    rule: str,
+    steps: int,
+    scheme: str = "ps",
 ) -> dict[str, Any]:
     """Replay a model without its sleeps, under the plan of a rule or none."""
     workload = ReplayWorkload(model, rank=rank, world_size=world_size, seed=3, paced=False)
@@ -22,7 +29,7 @@ def replay(
     if rule:
         facts = ClusterFacts(world_size, 1e10)
         plan = Coordinator(workload.profile(), facts, rule=rule).plan()
-    with open_session(store, rank, world_size, job) as session:
+    with open_session(store, rank, world_size, job, scheme=scheme) as session:
         optimizer = workload.make_optimizer(workload.model)
         session.prepare(workload.model, optimizer, plan=plan)
         for step in range(steps):
@@ -35,7 +42,8 @@ def replay(
                 session.synchronize()
                 before = session.metrics()["tx_payload_bytes"]
         session.synchronize()
-        sent = session.metrics()["tx_payload_bytes"] - before
+        counters = session.metrics()
+        sent = counters["tx_payload_bytes"] - before
         schemes = session.schemes
     return {
         "wrong": workload.verify(workload.model, steps),
@@ -43,5 +51,7 @@ def replay(
         "sent": sent / (steps - 1),
         "schemes": schemes,
         "factor_bytes": workload.factor_bytes(),
+        "owned": [peer["owned_bytes"] for peer in counters["peers"]],
+        "served": (counters["served_tx_bytes"], counters["served_rx_bytes"]),
         "sizes": [timing.size_bytes for timing in workload.timings],
     }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gradlane.lab.bound import bound_step_s, port_bytes
+from gradlane.core import load_core
+from gradlane.factors.choice import Factored
+from gradlane.lab.balance import balance_notes, balance_of
+from gradlane.lab.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.options import LabOptions
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads.contract import TensorTiming
+from gradlane.table import extra_entry
 from tests.adapter.pool import RankPool
 
 MODULE = "tests.lab.factor_ranks"
@@ -46,6 +52,70 @@ def test_a_replay_sends_factors_of_the_real_sizes_and_is_checked(pool: RankPool)
     assert rule[0]["sent"] == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+def test_a_replay_whose_factors_go_to_one_rank(pool: RankPool) -> None:
+    """The owner sends the whole, the other rank its factors, and both have the same parameters."""
+    found = pool.run(f"{MODULE}:replay", model="googlenet", rule="", steps=3, scheme="adam")
+    every = pool.run(f"{MODULE}:replay", model="googlenet", rule="", steps=3, scheme="sfb")
+    assert [one["wrong"] for one in found] == [[], []]
+    assert {one["digest"] for one in found} == {every[0]["digest"]}
+    (factored,) = (name for name, one in found[0]["schemes"].items() if one == "adam")
+    factors, whole = found[0]["factor_bytes"][factored], 4 * 1024 * 1000
+    rest = sum(found[0]["sizes"]) - whole
+    assert found[0]["sent"] == pytest.approx(rest + whole, rel=0.01)
+    assert found[1]["sent"] == pytest.approx(rest + factors, rel=0.01)
+    # What each counts of all: half of the rest is everybody's, the one whole layer is rank 0's.
+    owned = found[0]["owned"]
+    assert owned == found[1]["owned"]
+    assert owned[0] - owned[1] == pytest.approx(whole, rel=0.05)
+    assert found[0]["served"][0] > found[1]["served"][0] + 2 * whole
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+@pytest.mark.parametrize("servers", [4, 3, 1])
+def test_the_bound_knows_who_answers_for_which_tensor(servers: int) -> None:
+    shapes = [(100, 30), (7, 9), (60, 61), (100, 31), (3, 3), (41, 5)]
+    timings = [
+        TensorTiming(f"fc{index}", rows * columns, 4, 1.0, 0.0)
+        for index, (rows, columns) in enumerate(shapes)
+    ]
+    rows = []
+    for timing, shape in zip(timings, shapes, strict=True):
+        entry = extra_entry(timing.name, torch.zeros(shape))
+        rows.append(Factored(entry, (), "adam").plan_row())
+    core = load_core()
+    plan = json.loads(core.plan_json(json.dumps(rows), "p3", None, 0, "worker", 4, servers=servers))
+    dealt = [plan["slices"][tensor["slices"]["start"]]["owner"] for tensor in plan["tensors"]]
+    sizes = [timing.size_bytes for timing in timings]
+    assert answer_owners(sizes, servers) == dealt
+
+
+def test_the_bound_is_that_of_the_busiest_port() -> None:
+    timings = [TensorTiming("conv", 1000, 4, 1.0, 0.0), TensorTiming("fc", 10**6, 4, 0.7, 0.3)]
+
+    def port_s(workers: int, local_ranks: int = 1) -> float:
+        found = bound_step_s(
+            timings,
+            workers=workers,
+            goodput_bps=8e6,
+            compute_s=1e-6,
+            wire_bytes=[4000, 64_000],
+            schemes=["ps", "adam"],
+            local_ranks=local_ranks,
+        )
+        return found.port_s
+
+    # The owner sends the whole to all others.
+    assert port_s(4) == pytest.approx((1.5 * 4000 + 3 * 4e6) / 1e6)
+    assert port_s(4, local_ranks=2) == pytest.approx((2 * 4000 + 2 * 4e6) / 1e6)
+    mean = port_bytes(64_000, workers=4, scheme="adam", answer_bytes=4e6)
+    assert mean == pytest.approx(0.75 * 4_064_000)
+
+
 def test_the_bound_knows_what_factors_weigh() -> None:
     timings = [TensorTiming("conv", 1000, 4, 1.0, 0.0), TensorTiming("fc", 10**6, 4, 0.7, 0.3)]
     assert port_bytes(1000, workers=4, scheme="sfb") == 3000
@@ -63,8 +133,12 @@ def test_the_bound_knows_what_factors_weigh() -> None:
 
 
 def test_models_that_compute_have_no_replayed_factors() -> None:
-    with pytest.raises(ValueError, match="strategy poseidon is for replayed models"):
-        LabOptions("digits-cnn", parse_strategies("none,poseidon"))
+    for name in ("poseidon", "adam", "sfb"):
+        with pytest.raises(ValueError, match=f"strategy {name} is for replayed models"):
+            LabOptions("digits-cnn", parse_strategies(f"none,{name}"))
+    sfb, adam = parse_strategies("sfb,adam")
+    assert (sfb.scheme, adam.scheme, adam.is_hybrid) == ("sfb", "adam", False)
+    assert adam.slice_elems(None) == 50_000
     (poseidon,) = parse_strategies("poseidon")
     assert poseidon.is_hybrid
     assert poseidon.slice_elems(None) == 50_000
@@ -84,3 +158,25 @@ def test_notes_say_what_factors_save_and_what_is_slept() -> None:
     assert first.endswith("0.250 of p3's by cost, 0.250 sent.")
     assert "slept" in last
     assert factor_notes([plain, {"strategy": "none"}]) == []
+
+
+def test_notes_say_which_node_and_which_owner_carries_most() -> None:
+    ports = [(2e6, 24e6), (8e6, 2e6), (8e6, 2e6), (8e6, 2e6)]
+    counters = [
+        {"owned_bytes": owned, "rx_bytes": 6e6, "tx_bytes": 2 * owned} for owned in (8e6, 0, 0, 0)
+    ]
+    balance = balance_of(ports, counters, steps=2)
+    assert balance["nodes"][0] == {
+        "node": 0,
+        "rx_bytes_per_step": 1e6,
+        "tx_bytes_per_step": 12e6,
+    }
+    assert balance["owners"][0]["tx_bytes_per_step"] == 8e6
+    assert balance["port_imbalance"] == 2.0
+    assert balance["owned_imbalance"] == 4.0
+    same = balance_of([(1e6, 1e6)] * 4, [], steps=1)
+    assert same["owned_imbalance"] == 1.0
+    even = {"strategy": "p3", "balance": same}
+    (note,) = balance_notes([even, {"strategy": "adam", "balance": balance}, {"strategy": "old"}])
+    assert note.startswith("adam: node 0 is busiest with 12.0 MB a step one way, 2.00 times")
+    assert note.endswith("rank 0 owns 8.0 MB, 4.00 times the mean.")

@@ -59,9 +59,10 @@ def test_rules_choose_layers() -> None:
     many = replace(MODEL, tensors=tuple(replace(one, rows=900) for one in MODEL.tensors))
     assert schemes_by_rule("poseidon", many, 4) == ()
     assert schemes_by_rule("sfb", many, 4) == (("fc", "sfb"),)
+    assert schemes_by_rule("adam", many, 4) == (("fc", "adam"),)
     assert schemes_by_rule("sfb", MODEL, 1) == ()
-    with pytest.raises(ValueError, match="unknown rule 'adam'; known are poseidon, sfb"):
-        schemes_by_rule("adam", MODEL, 4)
+    with pytest.raises(ValueError, match="unknown rule 'ring'; known are poseidon, sfb, adam"):
+        schemes_by_rule("ring", MODEL, 4)
 
 
 def test_rebuilding_is_as_fast_as_the_steps_own_arithmetic() -> None:
@@ -81,7 +82,8 @@ def test_rebuilding_is_as_fast_as_the_steps_own_arithmetic() -> None:
     [
         (("fc2", "sfb"), "three layers has no layer 'fc2'"),
         (("conv", "sfb"), "layer 'conv' has no factors"),
-        (("fc", "adam"), "no scheme 'adam': use ps, ring or sfb"),
+        (("fc", "whole"), "no scheme 'whole': use ps, ring, sfb or adam"),
+        (("conv", "adam"), "layer 'conv' has no factors: its scheme cannot be 'adam'"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(pair: tuple[str, str], message: str) -> None:

@@ -23,7 +23,7 @@ impl Engine {
     pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
         self.check_call(tensor, step, "gradient_ready")?;
         let planned = self.plan.tensor(tensor);
-        if planned.scheme == Scheme::Gather {
+        if planned.scheme.has_blocks() {
             let name = &planned.spec.name;
             let message = format!("tensor {name:?} has blocks of any size: use block_ready");
             return Err(UsageError::Argument(message));
@@ -76,7 +76,7 @@ impl Engine {
         match self.plan.tensor(tensor).scheme {
             Scheme::Ps => {}
             Scheme::Ring => return self.contribute_round(tensor),
-            Scheme::Gather => return self.contribute_block(tensor),
+            Scheme::Gather | Scheme::Answer => return self.contribute_block(tensor),
         }
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;

@@ -6,24 +6,26 @@
 //! priority, and lands in one buffer, which is as large as the block: each frame says how large that
 //! is. The blocks of the step after this one may come before this one is complete, and blocks
 //! that are not released may be read while later steps go on.
+//!
+//! Where one rank answers for all (scheme `answer`), blocks go to that rank alone: see `answer`.
 
+use crate::answer::Answer;
 use crate::engine::Engine;
 use crate::error::UsageError;
 use crate::inbound::{range, Checked};
 use crate::io::{BufferRef, Event, Landing, Memory, Region};
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
-use crate::scheme::Scheme;
 use crate::worker::Contribution;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Rank, Step, TensorId};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 
 /// The block of another rank.
 #[derive(Clone, Copy, Debug)]
-enum Block {
+pub(crate) enum Block {
     Arriving {
         buffer: BufferRef,
         received_bytes: u64,
@@ -35,21 +37,52 @@ enum Block {
 }
 
 impl Block {
-    fn is_here(&self) -> bool {
+    pub(crate) fn is_here(&self) -> bool {
         !matches!(self, Block::Arriving { .. })
     }
 }
 
 /// The blocks of one tensor in one step.
 #[derive(Debug, Default)]
-struct Gathering {
-    blocks: BTreeMap<Rank, Block>,
+pub(crate) struct Gathering {
+    pub(crate) blocks: BTreeMap<Rank, Block>,
     /// Bytes of this rank's own block; none where it has none, or not yet.
     own_bytes: Option<u64>,
     /// Whether this rank's own block, or that there is none, is on its way.
-    is_queued: bool,
-    /// Slices of it, for each rank, that are not yet with the kernel.
-    unsent: u32,
+    pub(crate) is_queued: bool,
+    /// Slices of what this rank sends, for each rank, that are not yet with the kernel.
+    pub(crate) unsent: u32,
+    /// The owner's, where it answers for all.
+    pub(crate) answer: Answer,
+}
+
+impl Gathering {
+    /// All blocks by rank, as `rank` has them.
+    pub(crate) fn regions(
+        &self,
+        tensor: TensorId,
+        rank: Rank,
+        world_size: u32,
+    ) -> Vec<Option<Region>> {
+        let of_this_rank =
+            |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
+        let block = |from: Rank| match self.blocks.get(&from) {
+            Some(Block::Whole(buffer)) => Some(buffer.whole()),
+            Some(Block::Empty) => Some(of_this_rank(0)),
+            Some(_) => None,
+            None => self.own_bytes.filter(|_| from == rank).map(of_this_rank),
+        };
+        (0..world_size).map(Rank).map(block).collect()
+    }
+
+    /// Where whole blocks lie.
+    pub(crate) fn buffers(&self) -> Vec<BufferRef> {
+        let whole = |block: &Block| match block {
+            Block::Whole(buffer) => Some(*buffer),
+            _ => None,
+        };
+        self.blocks.values().filter_map(whole).collect()
+    }
 }
 
 /// All blocks on this rank.
@@ -58,6 +91,25 @@ pub(crate) struct Gather {
     under_way: BTreeMap<(TensorId, Step), Gathering>,
     /// Blocks of others that are complete and not released.
     held: BTreeMap<(TensorId, Step), Vec<BufferRef>>,
+}
+
+impl Gather {
+    pub(crate) fn of(&self, tensor: TensorId, step: Step) -> Option<&Gathering> {
+        self.under_way.get(&(tensor, step))
+    }
+
+    pub(crate) fn entry(&mut self, tensor: TensorId, step: Step) -> &mut Gathering {
+        self.under_way.entry((tensor, step)).or_default()
+    }
+
+    pub(crate) fn forget(&mut self, tensor: TensorId, step: Step) -> Option<Gathering> {
+        self.under_way.remove(&(tensor, step))
+    }
+
+    /// Keeps buffers until the application releases them.
+    pub(crate) fn hold(&mut self, tensor: TensorId, step: Step, buffers: Vec<BufferRef>) {
+        self.held.insert((tensor, step), buffers);
+    }
 }
 
 impl Engine {
@@ -74,10 +126,19 @@ impl Engine {
         bytes: u64,
     ) -> Result<(), UsageError> {
         self.check_call(tensor, step, "block_ready")?;
+        self.check_block_bytes(tensor, bytes)?;
+        if self.worker.tensor(tensor).contribution == Contribution::Missing {
+            self.gather.entry(tensor, step).own_bytes = Some(bytes);
+        }
+        self.contribute(tensor, step, Contribution::Gradient, "block_ready")
+    }
+
+    /// Whether a tensor may have a block of so many bytes.
+    pub(crate) fn check_block_bytes(&self, tensor: TensorId, bytes: u64) -> Result<(), UsageError> {
         let planned = self.plan.tensor(tensor);
         let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
         let most = planned.spec.numel * element;
-        if planned.scheme != Scheme::Gather {
+        if !planned.scheme.has_blocks() {
             let message = format!("tensor {name:?} has no blocks: use gradient_ready");
             return Err(UsageError::Argument(message));
         }
@@ -87,10 +148,7 @@ impl Engine {
                  in elements of {element}"
             )));
         }
-        if self.worker.tensor(tensor).contribution == Contribution::Missing {
-            self.gather.under_way.entry((tensor, step)).or_default().own_bytes = Some(bytes);
-        }
-        self.contribute(tensor, step, Contribution::Gradient, "block_ready")
+        Ok(())
     }
 
     /// The consumer is done with the blocks of a tensor in a step.
@@ -108,17 +166,38 @@ impl Engine {
         Ok(())
     }
 
-    /// This rank's block is there, or it has none: the others get it.
+    /// This rank's block is there, or it has none: the others get it, or who answers for it.
     pub(crate) fn contribute_block(&mut self, tensor: TensorId) {
         let step = self.worker.step;
         let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
-        let slices: Vec<SliceId> = self.plan.slices_of(tensor).collect();
-        let gathering = self.gather.under_way.entry((tensor, step)).or_default();
+        let gathering = self.gather.entry(tensor, step);
         gathering.is_queued = true;
-        let bytes = gathering.own_bytes.unwrap_or(0);
-        let others = RankSet::all_but(self.plan.world_size, self.rank());
+        let bytes = gathering.own_bytes.filter(|_| !absent);
+        let mut receivers = RankSet::all_but(self.plan.world_size, self.rank());
+        if let Some(owner) = self.plan.answerer(tensor) {
+            receivers = RankSet::empty(self.plan.world_size);
+            if owner != self.rank() {
+                receivers.insert(owner);
+            }
+        }
+        self.send_block(tensor, step, &receivers, bytes);
+        self.complete_blocks(tensor, step);
+    }
+
+    /// Queues a block of so many bytes, or that there is none, for some ranks.
+    pub(crate) fn send_block(
+        &mut self,
+        tensor: TensorId,
+        step: Step,
+        receivers: &RankSet,
+        block: Option<u64>,
+    ) {
+        if receivers.is_empty() {
+            return;
+        }
+        let bytes = block.unwrap_or(0);
         let priority = self.priorities.priority(step, tensor);
-        for (part, &slice) in slices.iter().enumerate() {
+        for (part, slice) in self.plan.slices_of(tensor).enumerate() {
             let start = self.plan.slice_start_bytes(slice);
             let end = bytes.min(start + self.plan.slice_bytes(slice));
             if start >= end && part > 0 {
@@ -128,7 +207,7 @@ impl Engine {
             header.offset = start;
             // The plan's bound is below 2^32.
             header.block_bytes = bytes as u32;
-            if absent {
+            if block.is_none() {
                 header.flags = FrameFlags::ABSENT;
             }
             let memory = Memory::Gradient(tensor);
@@ -137,12 +216,9 @@ impl Engine {
                 length => Body::Region(Region { memory, offset: start, length }),
             };
             let key = self.slice_key(step, priority, slice);
-            self.scheduler.push_shared(others.clone(), key, Message { header, body });
-            if let Some(gathering) = self.gather.under_way.get_mut(&(tensor, step)) {
-                gathering.unsent += self.plan.world_size - 1;
-            }
+            self.scheduler.push_shared(receivers.clone(), key, Message { header, body });
+            self.gather.entry(tensor, step).unsent += receivers.len();
         }
-        self.complete_blocks(tensor, step);
     }
 
     /// The last frame of a slice of this rank's block is with the kernel.
@@ -162,6 +238,11 @@ impl Engine {
         }
         if header.codec != Codec::Raw {
             return Err(format!("{} as encoded bytes", what()));
+        }
+        let answers = self.plan.answerer(header.tensor).is_some_and(|owner| owner == from);
+        let state = self.worker.tensor(header.tensor);
+        if answers && (header.step != current || state.contribution == Contribution::Missing) {
+            return Err(format!("{} as an answer without a block of this rank", what()));
         }
         let key = (header.tensor, header.step);
         let complete = header.step == current && self.worker.tensor(header.tensor).pending == 0;
@@ -242,35 +323,29 @@ impl Engine {
 
     /// Once all blocks are here and this rank's own has left, tells of them.
     fn complete_blocks(&mut self, tensor: TensorId, step: Step) {
-        let key = (tensor, step);
+        if self.plan.answerer(tensor).is_some() {
+            return self.complete_answer(tensor, step);
+        }
         let others = self.plan.world_size as usize - 1;
-        let complete = self.gather.under_way.get(&key).is_some_and(|it| {
+        let complete = self.gather.of(tensor, step).is_some_and(|it| {
             let here = it.blocks.values().filter(|block| block.is_here()).count();
             it.is_queued && it.unsent == 0 && here == others
         });
         if !complete {
             return;
         }
-        let Some(gathering) = self.gather.under_way.remove(&key) else {
+        let Some(gathering) = self.gather.forget(tensor, step) else {
             return;
         };
-        let of_this_rank =
-            |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
-        let own = gathering.own_bytes.map(of_this_rank);
-        let block = |rank: u32| match gathering.blocks.get(&Rank(rank)) {
-            Some(Block::Whole(buffer)) => Some(buffer.whole()),
-            Some(Block::Empty) => Some(of_this_rank(0)),
-            Some(_) => None,
-            None => own,
-        };
-        let blocks: Vec<Option<Region>> = (0..self.plan.world_size).map(block).collect();
-        let buffers = gathering.blocks.values().filter_map(|block| match block {
-            Block::Whole(buffer) => Some(*buffer),
-            _ => None,
-        });
-        self.gather.held.insert(key, buffers.collect());
+        let blocks = gathering.regions(tensor, self.rank(), self.plan.world_size);
+        self.gather.hold(tensor, step, gathering.buffers());
         let has_value = blocks.iter().any(Option::is_some);
         self.events.push_back(Event::BlocksReady { tensor, step, blocks });
+        self.blocks_done(tensor, has_value);
+    }
+
+    /// A tensor of blocks is ready.
+    pub(crate) fn blocks_done(&mut self, tensor: TensorId, has_value: bool) {
         for slice in self.plan.slices_of(tensor) {
             self.slice_done(slice, has_value);
         }
@@ -281,12 +356,19 @@ impl Engine {
         let step = self.worker.step;
         let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
         let open = tensors.filter(|&tensor| {
-            self.plan.tensor(tensor).scheme == Scheme::Gather
+            self.plan.tensor(tensor).scheme.has_blocks()
                 && self.plan.takes_part(tensor, step)
                 && self.worker.tensor(tensor).pending > 0
         });
         let mut missing = RankSet::empty(self.plan.world_size);
         for tensor in open {
+            if let Some(owner) = self.plan.answerer(tensor) {
+                let ranks = self.suspects_answer(tensor, owner);
+                ranks.into_iter().filter(|&rank| rank != self.rank()).for_each(|rank| {
+                    missing.insert(rank);
+                });
+                continue;
+            }
             let gathering = self.gather.under_way.get(&(tensor, step));
             let is_here = |rank: &Rank| {
                 gathering.and_then(|it| it.blocks.get(rank)).is_some_and(Block::is_here)

@@ -219,6 +219,7 @@ impl Engine {
         let scheme = self.plan.tensor(header.tensor).scheme;
         let right = match header.kind {
             FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::Block if scheme.has_blocks() => scheme,
             FrameKind::Block => Scheme::Gather,
             _ => Scheme::Ps,
         };
@@ -229,8 +230,15 @@ impl Engine {
         match scheme {
             Scheme::Ps => {}
             Scheme::Ring => return self.check_round(from, header),
-            Scheme::Gather if from == self.rank() => {
+            Scheme::Gather | Scheme::Answer if from == self.rank() => {
                 return Err(format!("{} from this rank itself", self.describe(header)));
+            }
+            Scheme::Answer => {
+                let owner = self.plan.slice(header.slice).owner;
+                if owner == self.rank() || owner == from {
+                    return Ok(());
+                }
+                return Err(format!("{}, but {owner} answers for it", self.describe(header)));
             }
             Scheme::Gather => return Ok(()),
         }

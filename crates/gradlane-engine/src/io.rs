@@ -235,8 +235,8 @@ pub enum Event {
         /// Whether no rank had a gradient.
         absent: bool,
     },
-    /// All ranks' blocks of a tensor are here, until [`Engine::release_blocks`] is called; the
-    /// tensor is ready.
+    /// All ranks' blocks of a tensor are here, or the one that its owner answered with (not on the
+    /// owner itself), until [`Engine::release_blocks`] is called; the tensor is ready.
     ///
     /// [`Engine::release_blocks`]: crate::Engine::release_blocks
     BlocksReady {
@@ -245,6 +245,19 @@ pub enum Event {
         /// The step.
         step: Step,
         /// By rank; none where a rank had none. That of this rank is where it was given.
+        blocks: Vec<Option<Region>>,
+    },
+    /// All ranks' blocks of a tensor are here, whose owner this rank is: it owes an answer
+    /// ([`Engine::answer_ready`]) and keeps the blocks until [`Engine::release_blocks`] is called.
+    ///
+    /// [`Engine::answer_ready`]: crate::Engine::answer_ready
+    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    BlocksCollected {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// By rank, as in [`Event::BlocksReady`]; at least one rank had one.
         blocks: Vec<Option<Region>>,
     },
     /// All tensors of the step are ready on this rank.

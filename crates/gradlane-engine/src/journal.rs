@@ -26,6 +26,7 @@ pub enum Input {
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
     BlockReady(TensorId, Step, u64),
+    AnswerReady(TensorId, Step, u64),
     ReleaseBlocks(TensorId, Step),
     TensorNeeded(TensorId, Step),
     SendRaw(Step),
@@ -133,6 +134,9 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
         Input::BlockReady(tensor, step, bytes) => {
             usage_of(&engine.block_ready(*tensor, *step, *bytes))
+        }
+        Input::AnswerReady(tensor, step, bytes) => {
+            usage_of(&engine.answer_ready(*tensor, *step, *bytes))
         }
         Input::ReleaseBlocks(tensor, step) => usage_of(&engine.release_blocks(*tensor, *step)),
         Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
@@ -261,6 +265,8 @@ impl JournaledEngine {
             Input::TensorAbsent(tensor, step), usage_of;
         block_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
             Input::BlockReady(tensor, step, bytes), usage_of;
+        answer_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
+            Input::AnswerReady(tensor, step, bytes), usage_of;
         release_blocks(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::ReleaseBlocks(tensor, step), usage_of;
         tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,

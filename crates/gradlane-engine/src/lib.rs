@@ -16,6 +16,7 @@ extern crate alloc;
 extern crate std;
 
 mod aggregate;
+mod answer;
 mod buffers;
 mod contribution;
 mod contributors;

@@ -3,6 +3,7 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
+use crate::answer::AnswerPlacer;
 use crate::encoding::Encoding;
 use crate::error::PlanError;
 use crate::placement::{Dealt, Placer};
@@ -74,8 +75,8 @@ pub struct Slice {
     pub start: u64,
     /// Number of elements.
     pub length: u64,
-    /// The server that aggregates it; of a ring, the rank on which its sum ends; of blocks, nobody
-    /// (rank 0).
+    /// The server that aggregates it; of a ring, the rank on which its sum ends; of blocks that
+    /// all get, nobody (rank 0); of those that are answered, who answers.
     pub owner: Rank,
 }
 
@@ -170,6 +171,7 @@ impl Plan {
         check_ready_rule(&strategy, update)?;
         check_set(&strategy, world_size)?;
         let mut placer = Placer::new(strategy.placement, servers);
+        let mut answers = AnswerPlacer::new(servers);
         let mut ring = RingPlacer::new(world_size);
         // Apart, so that no codec changes where the sums of other tensors begin.
         let mut encoded_ring = RingPlacer::new(world_size);
@@ -207,6 +209,11 @@ impl Plan {
                     let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
                     let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
                     plan.slices.extend(slices);
+                }
+                Scheme::Answer => {
+                    let owner = answers.place(spec.numel * spec.dtype.bytes());
+                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
+                    plan.slices.extend(pieces.iter().map(|it| Slice::of(tensor, it, owner)));
                 }
                 Scheme::Ring => {
                     let blocks = match &coding {
@@ -275,7 +282,7 @@ impl Plan {
     pub fn takes_part(&self, tensor: TensorId, step: gradlane_units::Step) -> bool {
         let tensor = self.tensor(tensor);
         if step.0 == 0 {
-            tensor.scheme != Scheme::Gather
+            !tensor.scheme.has_blocks()
         } else {
             tensor.spec.role == Role::Parameter
         }
@@ -389,7 +396,7 @@ fn check_coding(
              ready rule all, or no codec"
         )));
     }
-    if scheme == Scheme::Gather {
+    if scheme.has_blocks() {
         return Err(PlanError::new(format!(
             "tensor {name:?} has scheme {} and codec {codec:?}, but only what is added up can be \
              encoded: use scheme ps or ring, or no codec",

@@ -23,6 +23,8 @@ pub enum Scheme {
     /// Not at all: every rank gets every rank's block, of at most as many elements as the tensor has.
     /// There is nothing to spread in step 0.
     Gather,
+    /// By its owner: every rank's block goes there, and one block comes back to all. Nothing in step 0.
+    Answer,
 }
 
 /// Elements of a ring tensor's block: the ring's slices are parts of blocks, and where a sum
@@ -49,7 +51,14 @@ impl Scheme {
             Scheme::Ps => "ps",
             Scheme::Ring => "ring",
             Scheme::Gather => "gather",
+            Scheme::Answer => "answer",
         }
+    }
+
+    /// Whether ranks give blocks of any size, not gradients that are added up.
+    #[must_use]
+    pub const fn has_blocks(self) -> bool {
+        matches!(self, Scheme::Gather | Scheme::Answer)
     }
 
     /// Whether a tensor of this scheme may be part of a plan with these rules.
@@ -70,7 +79,7 @@ impl Scheme {
         let refuse = |why: &str| {
             Err(PlanError::new(format!("tensor {name:?} has scheme {scheme}, but {why}")))
         };
-        if self == Scheme::Gather && spec.numel * spec.dtype.bytes() > u64::from(u32::MAX) {
+        if self.has_blocks() && spec.numel * spec.dtype.bytes() > u64::from(u32::MAX) {
             return refuse("blocks are below 4 GiB: split the tensor");
         }
         if update == Update::Server {

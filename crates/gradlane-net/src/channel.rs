@@ -87,7 +87,7 @@ impl Channel {
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
         };
-        let metrics = Arc::new(Metrics::new(rank, options.world_size, plan.tensors.len()));
+        let metrics = Arc::new(Metrics::new(rank, &plan));
         let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let shared = Arc::new(Shared {
@@ -253,6 +253,28 @@ impl Channel {
         Ok(())
     }
 
+    /// The answer to the blocks of a tensor of scheme `answer`, which all ranks get. The channel owns
+    /// the memory until the tensor is ready in this step; it is not written.
+    ///
+    /// # Errors
+    /// As [`Channel::block_ready`]. That nobody waits for an answer is raised at the next call.
+    pub fn answer_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        // Other misuse is for the thread that trains to hear of.
+        self.shared.error_of_end().map_or(Ok(()), Err)?;
+        Ledger::check_block(&self.plan, tensor, memory.bytes())?;
+        if memory.is_null() {
+            let what = format!("an answer of {} bytes at no address", memory.bytes());
+            return Err(UsageError::Argument(what).into());
+        }
+        self.shared.command(Command::AnswerReady(tensor, step, memory));
+        Ok(())
+    }
+
     /// All ranks' blocks of a tensor that is ready in a step, once: none before that, or when they
     /// were taken. They are released when the value is dropped, which may be in a later step.
     ///
@@ -263,7 +285,7 @@ impl Channel {
         tensor: TensorId,
         step: Step,
     ) -> Result<Option<Blocks>, ChannelError> {
-        self.check()?;
+        self.shared.error_of_end().map_or(Ok(()), Err)?;
         Ledger::check_tensor(&self.plan, tensor)?;
         Ok(Blocks::take(&self.shared, tensor, step))
     }

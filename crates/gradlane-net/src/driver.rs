@@ -23,8 +23,10 @@ use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::EpollEvents;
 use crate::works::Works;
-use gradlane_engine::{EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Transmit};
-use gradlane_units::{Rank, Time};
+use gradlane_engine::{
+    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Region, Transmit,
+};
+use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::FrameKind;
 use std::io;
 use std::net::TcpStream;
@@ -244,12 +246,11 @@ impl Driver {
                 ready.publish_tensor(tensor, step, absent);
             }
             Event::BlocksReady { tensor, step, blocks } => {
-                match blocks::hold(&mut self.memory, self.engine.rank(), &blocks) {
-                    Ok(held) => {
-                        lock(&self.shared.blocks).insert((tensor, step), held);
-                    }
-                    Err(error) => self.engine.abort(&error),
-                }
+                self.hold_blocks(tensor, step, &blocks);
+            }
+            Event::BlocksCollected { tensor, step, blocks } => {
+                self.hold_blocks(tensor, step, &blocks);
+                self.shared.ready.publish_question(tensor, step);
             }
             Event::StepComplete { step } => ready.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
@@ -272,6 +273,16 @@ impl Driver {
             }
             Event::Closed => self.ending = Some(Ending::Closed),
             Event::Failed(failure) => self.ending = Some(Ending::Failed(failure)),
+        }
+    }
+
+    /// Keeps gathered blocks for the application to take.
+    fn hold_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
+        match blocks::hold(&mut self.memory, self.engine.rank(), blocks) {
+            Ok(held) => {
+                lock(&self.shared.blocks).insert((tensor, step), held);
+            }
+            Err(error) => self.engine.abort(&error),
         }
     }
 

@@ -40,7 +40,7 @@ impl FrameSink for Inbound<'_> {
 
     fn frame_arrived(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
         let metrics = &self.shared.metrics;
-        metrics.peers[self.peer.index()].received(header);
+        metrics.received(self.peer, header);
         self.shared.trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
         let result = match control {

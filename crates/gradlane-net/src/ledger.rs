@@ -91,12 +91,35 @@ impl Ledger {
         memory: crate::memory::UserMemory,
     ) -> Result<(), UsageError> {
         Ledger::check_memory(plan, tensor, memory)?;
-        if plan.tensor(tensor).scheme == Scheme::Gather {
+        if plan.tensor(tensor).scheme.has_blocks() {
             let name = &plan.tensor(tensor).spec.name;
             let message = format!("tensor {name:?} has blocks of any size: use block_ready");
             return Err(UsageError::Argument(message));
         }
         self.note(call, plan, tensor, step)
+    }
+
+    /// A tensor must have blocks, and may have one of so many bytes.
+    pub(crate) fn check_block(
+        plan: &Plan,
+        tensor: TensorId,
+        bytes: usize,
+    ) -> Result<(), UsageError> {
+        Ledger::check_tensor(plan, tensor)?;
+        let planned = plan.tensor(tensor);
+        let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
+        let most = planned.spec.numel.saturating_mul(element);
+        if !planned.scheme.has_blocks() {
+            let message = format!("tensor {name:?} has no blocks: use gradient_ready");
+            return Err(UsageError::Argument(message));
+        }
+        if bytes as u64 > most || !(bytes as u64).is_multiple_of(element) {
+            return Err(UsageError::Argument(format!(
+                "a block of {bytes} bytes for tensor {name:?}, whose blocks are at most {most} bytes \
+                 in elements of {element}"
+            )));
+        }
+        Ok(())
     }
 
     /// A block is given, of so many bytes: once, and no larger than the plan allows.
@@ -107,20 +130,7 @@ impl Ledger {
         step: Step,
         bytes: usize,
     ) -> Result<(), UsageError> {
-        Ledger::check_tensor(plan, tensor)?;
-        let planned = plan.tensor(tensor);
-        let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
-        let most = planned.spec.numel.saturating_mul(element);
-        if planned.scheme != Scheme::Gather {
-            let message = format!("tensor {name:?} has no blocks: use gradient_ready");
-            return Err(UsageError::Argument(message));
-        }
-        if bytes as u64 > most || !(bytes as u64).is_multiple_of(element) {
-            return Err(UsageError::Argument(format!(
-                "a block of {bytes} bytes for tensor {name:?}, whose blocks are at most {most} bytes \
-                 in elements of {element}"
-            )));
-        }
+        Ledger::check_block(plan, tensor, bytes)?;
         self.note("block_ready", plan, tensor, step)
     }
 
@@ -136,7 +146,7 @@ impl Ledger {
         let name = || plan.tensor(tensor).spec.name.clone();
         if !plan.takes_part(tensor, step) {
             let only = match plan.tensor(tensor).scheme {
-                Scheme::Gather => "has blocks in training steps only",
+                Scheme::Gather | Scheme::Answer => "has blocks in training steps only",
                 _ => "is spread in step 0 only",
             };
             return Err(UsageError::Argument(format!(

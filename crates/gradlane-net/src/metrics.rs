@@ -9,8 +9,8 @@ use crate::attendance::{Attendance, LeftOutReading};
 use crate::depths::DepthBoard;
 use crate::ready::{lock, Awaited};
 use crate::syscall::ThreadClock;
-use gradlane_engine::{Plan, Staleness};
-use gradlane_units::{Rank, Step, TensorId};
+use gradlane_engine::{Plan, Role, Scheme, Staleness};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -133,14 +133,24 @@ pub(crate) struct Metrics {
     /// Bytes of whole messages sent, before and after encoding.
     raw_bytes: AtomicU64,
     encoded_bytes: AtomicU64,
+    /// Payload bytes of results that this rank sent as an owner, and of what it got for them.
+    served_sent_bytes: AtomicU64,
+    served_received_bytes: AtomicU64,
+    /// By tensor: whether this rank answers for it.
+    answers: Vec<bool>,
     threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
     refusals: Mutex<(u64, VecDeque<Refusal>)>,
 }
 
 impl Metrics {
     /// Counters at zero.
-    pub(crate) fn new(rank: Rank, world_size: u32, tensors: usize) -> Metrics {
+    pub(crate) fn new(rank: Rank, plan: &Plan) -> Metrics {
+        let (world_size, tensors) = (plan.world_size, plan.tensors.len());
+        let answers = |tensor| plan.answerer(TensorId(tensor)) == Some(rank);
         Metrics {
+            served_sent_bytes: AtomicU64::new(0),
+            served_received_bytes: AtomicU64::new(0),
+            answers: (0..tensors as u32).map(answers).collect(),
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
             plan_version: AtomicU64::new(0),
@@ -194,8 +204,28 @@ impl Metrics {
                     count_shared(&waits.step_sum_ns, waited_ns);
                 }
             }
-            Awaited::News(_) | Awaited::Decided(_) | Awaited::End => {}
+            Awaited::News(_) | Awaited::Decided(_) | Awaited::Question | Awaited::End => {}
         }
+    }
+
+    /// A frame is with the kernel.
+    pub(crate) fn sent(&self, to: Rank, header: &FrameHeader) {
+        self.peers[to.index()].sent(header);
+        if header.kind == FrameKind::Broadcast || self.is_answered_here(header) {
+            count(&self.served_sent_bytes, u64::from(header.length));
+        }
+    }
+
+    /// A frame is here.
+    pub(crate) fn received(&self, from: Rank, header: &FrameHeader) {
+        self.peers[from.index()].received(header);
+        if header.kind == FrameKind::Push || self.is_answered_here(header) {
+            count(&self.served_received_bytes, u64::from(header.length));
+        }
+    }
+
+    fn is_answered_here(&self, header: &FrameHeader) -> bool {
+        header.kind == FrameKind::Block && self.answers[header.tensor.index()]
     }
 
     /// The last frame of a message is with the kernel.
@@ -217,6 +247,7 @@ impl Metrics {
 
     /// All counters now.
     pub(crate) fn read(&self, plan: &Plan) -> MetricsReading {
+        let owned = owned_bytes(plan);
         let depths = self.depths.last();
         let peers: Vec<PeerReading> = self
             .peers
@@ -232,6 +263,7 @@ impl Metrics {
                 queued_messages: depths.peers.get(rank).map_or(0, |it| it.messages),
                 queued_bytes: depths.peers.get(rank).map_or(0, |it| it.bytes),
                 in_flight_bytes: depths.peers.get(rank).map_or(0, |it| it.in_flight_bytes),
+                owned_bytes: owned[rank],
             })
             .collect();
         let refusals = lock(&self.refusals);
@@ -249,6 +281,8 @@ impl Metrics {
             queued_works: depths.works,
             raw_bytes: load(&self.raw_bytes),
             encoded_bytes: load(&self.encoded_bytes),
+            served_tx_bytes: load(&self.served_sent_bytes),
+            served_rx_bytes: load(&self.served_received_bytes),
             peers,
             waits: self.read_waits(plan),
             stragglers: self.lateness.read(),
@@ -292,6 +326,20 @@ impl Metrics {
         let read = |cpu: &ThreadCpu| cpu.clock.and_then(ThreadClock::read_ns);
         of_name.map(|(_, cpu)| read(cpu).unwrap_or(cpu.final_ns)).sum::<u64>() as f64 / 1e9
     }
+}
+
+/// By rank: bytes of trained tensors that it owns. Round a ring, and of blocks that all get, nobody
+/// owns anything.
+fn owned_bytes(plan: &Plan) -> Vec<u64> {
+    let mut owned = vec![0; plan.world_size as usize];
+    for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.role == Role::Parameter) {
+        if matches!(tensor.scheme, Scheme::Ps | Scheme::Answer) {
+            for slice in tensor.slices.clone().map(SliceId) {
+                owned[plan.slice(slice).owner.index()] += plan.slice_bytes(slice);
+            }
+        }
+    }
+    owned
 }
 
 /// By rank; nothing where no push was applied alone.
@@ -339,6 +387,8 @@ pub struct PeerReading {
     pub queued_bytes: u64,
     /// Bytes handed out and not yet with the kernel.
     pub in_flight_bytes: u64,
+    /// Bytes of trained tensors that the rank owns: adds up, or answers for.
+    pub owned_bytes: u64,
     /// Frames sent.
     pub tx_frames: u64,
     /// Frames received.
@@ -405,7 +455,11 @@ pub struct MetricsReading {
     pub raw_bytes: u64,
     /// Bytes of the same slices as they were sent.
     pub encoded_bytes: u64,
-    /// The same for each rank; zeros for this one.
+    /// Payload bytes of results that this rank sent as the owner of slices.
+    pub served_tx_bytes: u64,
+    /// Payload bytes of contributions of others that this rank got for these.
+    pub served_rx_bytes: u64,
+    /// The same for each rank; zeros for this one, but for what it owns.
     pub peers: Vec<PeerReading>,
     /// Waits for tensors; those that nobody has waited for are left out.
     pub waits: Vec<WaitReading>,

@@ -23,6 +23,8 @@ pub(crate) enum Awaited {
     Decided(Step),
     /// Something that became ready in a step and was not taken yet.
     News(Step),
+    /// Blocks of a tensor that this rank owes an answer to.
+    Question,
     End,
 }
 
@@ -46,6 +48,7 @@ pub(crate) struct ReadyBoard {
     /// Not zero when the session is over.
     ended: AtomicU64,
     news: Mutex<VecDeque<(Step, TensorId, bool)>>,
+    questions: Mutex<VecDeque<(TensorId, Step)>>,
     waiting: AtomicUsize,
     waiters: Mutex<Vec<Waiter>>,
 }
@@ -60,6 +63,7 @@ impl ReadyBoard {
             decided: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             news: Mutex::default(),
+            questions: Mutex::default(),
             waiting: AtomicUsize::new(0),
             waiters: Mutex::default(),
         }
@@ -75,6 +79,7 @@ impl ReadyBoard {
             Awaited::Step(step) => (&self.complete, step),
             Awaited::Decided(step) => (&self.decided, step),
             Awaited::News(step) => return lock(&self.news).iter().any(|&(at, ..)| at == step),
+            Awaited::Question => return !lock(&self.questions).is_empty(),
             Awaited::End => (&self.ended, Step(0)),
         };
         board.load(Ordering::SeqCst) > step.0
@@ -97,6 +102,17 @@ impl ReadyBoard {
         self.tensors[tensor.index()].store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Tensor(tensor, step));
         self.signal(Awaited::News(step));
+    }
+
+    /// The blocks of a tensor are here, and this rank owes an answer.
+    pub(crate) fn publish_question(&self, tensor: TensorId, step: Step) {
+        lock(&self.questions).push_back((tensor, step));
+        self.signal(Awaited::Question);
+    }
+
+    /// All questions since the last call.
+    pub(crate) fn take_questions(&self) -> Vec<(TensorId, Step)> {
+        lock(&self.questions).drain(..).collect()
     }
 
     /// A step is complete.
@@ -206,6 +222,22 @@ mod tests {
         board.publish_tensor(TensorId(1), Step(2), true);
         assert!(waiter.join().is_ok_and(|news| news == vec![(TensorId(1), true)]));
         assert!(!board.has(Awaited::News(Step(2))));
+    }
+
+    #[test]
+    fn questions_are_taken_once() {
+        let board = Arc::new(ReadyBoard::new(2));
+        let waiter = {
+            let board = Arc::clone(&board);
+            std::thread::spawn(move || {
+                board.wait(Awaited::Question, Duration::from_secs(60));
+                board.take_questions()
+            })
+        };
+        board.publish_tensor(TensorId(0), Step(1), false);
+        board.publish_question(TensorId(1), Step(2));
+        assert!(waiter.join().is_ok_and(|questions| questions == [(TensorId(1), Step(2))]));
+        assert!(board.take_questions().is_empty() && !board.has(Awaited::Question));
     }
 
     #[test]

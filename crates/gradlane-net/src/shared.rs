@@ -31,6 +31,7 @@ pub(crate) enum Command {
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
     BlockReady(TensorId, Step, UserMemory),
     BlockAbsent(TensorId, Step),
+    AnswerReady(TensorId, Step, UserMemory),
     ReleaseBlocks(TensorId, Step, Vec<ScratchBlock>),
     StepEnd(Step),
     Needed(Vec<TensorId>, Step),
@@ -90,14 +91,18 @@ impl Shared {
         self.ready.publish_end();
     }
 
+    /// An error when the session is over.
+    pub(crate) fn error_of_end(&self) -> Option<ChannelError> {
+        Some(match self.ended.get()? {
+            Ended::Failed(failure) => ChannelError::Failed(failure.clone()),
+            Ended::Closed => ChannelError::Closed("the channel is closed".to_owned()),
+        })
+    }
+
     /// An error when the session is over or was misused.
     pub(crate) fn check(&self) -> Result<(), ChannelError> {
-        match self.ended.get() {
-            Some(Ended::Failed(failure)) => return Err(ChannelError::Failed(failure.clone())),
-            Some(Ended::Closed) => {
-                return Err(ChannelError::Closed("the channel is closed".to_owned()));
-            }
-            None => {}
+        if let Some(ended) = self.error_of_end() {
+            return Err(ended);
         }
         match lock(&self.usage).take() {
             Some(error) => Err(ChannelError::Usage(error)),

@@ -84,6 +84,21 @@ fn check(channel: &Channel) {
     }
     assert_eq!(metrics.raw_bytes, metrics.tx_payload_bytes);
     assert_eq!(metrics.encoded_bytes, metrics.tx_payload_bytes);
+    let bytes_of = |rank| {
+        let slices = (0..plan.slices.len() as u32).map(gradlane_units::SliceId);
+        slices
+            .filter(|&it| plan.slice(it).owner == rank)
+            .map(|it| plan.slice_bytes(it))
+            .sum::<u64>()
+    };
+    for (peer, row) in metrics.peers.iter().enumerate() {
+        assert_eq!(row.owned_bytes, bytes_of(Rank(peer as u32)), "of rank {peer}");
+    }
+    // Its means go to two others in each step; in step 0 rank 0 alone has values to push.
+    let (others, own) = (u64::from(WORLD) - 1, bytes_of(rank));
+    assert_eq!(metrics.served_tx_bytes, others * own * (STEPS + 1));
+    let at_first = if rank == Rank(0) { 0 } else { own };
+    assert_eq!(metrics.served_rx_bytes, others * own * STEPS + at_first);
     let owned = plan.slices.iter().filter(|slice| slice.owner == rank).count() as u64;
     assert_eq!(metrics.gathered_slices, STEPS * owned);
     let last: u64 = metrics.stragglers.iter().map(|row| row.last_count).sum();

@@ -218,6 +218,25 @@ impl Channel {
         self.channel.block_absent(TensorId(tensor), Step(step)).map_err(translate)
     }
 
+    /// Hand over the answer to the blocks of a tensor of scheme `answer`, which all ranks get, until
+    /// the tensor is ready.
+    fn answer_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
+        let memory = memory(pointer, nbytes);
+        self.channel.answer_ready(TensorId(tensor), Step(step), memory).map_err(translate)
+    }
+
+    /// (tensor, step) whose blocks are all here and that this rank owes an answer, each once. Waits
+    /// for one unless told not to.
+    #[pyo3(signature = (*, wait = true))]
+    fn next_questions(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(u32, u64)>> {
+        let questions = if wait {
+            self.waiting(py, move |channel, interrupt| channel.next_questions(interrupt))?
+        } else {
+            self.channel.take_questions().map_err(translate)?
+        };
+        Ok(questions.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
+    }
+
     /// All ranks' blocks of a tensor that is ready, once; None before that.
     fn take_blocks(&self, tensor: u32, step: u64) -> PyResult<Option<Blocks>> {
         let blocks = self.channel.take_blocks(TensorId(tensor), Step(step)).map_err(translate)?;

@@ -17,6 +17,8 @@ pub(crate) enum Kind {
     Worked,
     /// Its accelerator goes on.
     Compute,
+    /// It has made the gradient of a tensor that it owns.
+    Answer,
     /// Other traffic leaves its port.
     Background,
 }

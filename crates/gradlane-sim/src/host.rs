@@ -83,6 +83,12 @@ impl Run {
                         let bytes = planned.spec.numel * planned.spec.dtype.bytes();
                         engine.block_ready(tensor, step, bytes)
                     }
+                    Scheme::Answer => {
+                        let whole = planned.spec.numel * planned.spec.dtype.bytes();
+                        let answered = self.answered[tensor.index()];
+                        let bytes = answered.map_or(whole, |it| it.block_bytes);
+                        engine.block_ready(tensor, step, bytes)
+                    }
                     _ => engine.gradient_ready(tensor, step),
                 };
                 given.map_err(|it| it.to_string())
@@ -91,6 +97,13 @@ impl Run {
                 // Need is a wish: what became ready in the meantime needs nothing.
                 let _ = engine.tensor_needed(tensor, step);
                 Ok(())
+            }
+            Input::Answer(tensor, step) => {
+                time += charges.command;
+                let planned = &self.plan.tensor(tensor).spec;
+                let bytes = self.answered[tensor.index()]
+                    .map_or(planned.numel * planned.dtype.bytes(), |it| it.answer_bytes);
+                engine.answer_ready(tensor, step, bytes).map_err(|it| it.to_string())
             }
             Input::End(step) => engine.step_end(step).map_err(|it| it.to_string()),
         };
@@ -144,6 +157,18 @@ impl Run {
                     self.fail(rank, error.to_string());
                 }
             }
+            Event::BlocksCollected { tensor, step, .. } => {
+                let node = &mut self.nodes[rank as usize];
+                if let Err(error) = node.engine.release_blocks(tensor, step) {
+                    return self.fail(rank, error.to_string());
+                }
+                let takes = self.answered[tensor.index()].map_or(0, |it| it.rebuild_ns);
+                let free = node.answers.back().map_or(0, |last| last.0);
+                let end =
+                    free.max(time + self.charges.wake) + (takes as f64 * node.slowness) as u64;
+                node.answers.push_back((end, tensor, step));
+                self.calendar.at(end, Kind::Answer, rank);
+            }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
             Event::StepComplete { .. }
@@ -153,6 +178,13 @@ impl Run {
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Closed => {}
+        }
+    }
+
+    /// The owner of a tensor has made what it owes the others.
+    pub(crate) fn answer(&mut self, rank: u32) {
+        if let Some((_, tensor, step)) = self.nodes[rank as usize].answers.pop_front() {
+            self.hear(rank, Input::Answer(tensor, step));
         }
     }
 

@@ -26,6 +26,8 @@ pub(crate) enum Input {
     Gradient(TensorId, Step),
     /// The application waits for a tensor.
     Needed(TensorId, Step),
+    /// The application has made a tensor's gradient of all ranks' blocks.
+    Answer(TensorId, Step),
     /// The application has ended a step.
     End(Step),
 }
@@ -74,6 +76,8 @@ pub(crate) struct Node {
     pub(crate) work_until: Vec<u64>,
     /// Works with their ends, the first to end first.
     pub(crate) works: BinaryHeap<Reverse<(u64, WorkId)>>,
+    /// Tensors whose gradient it makes for all, the first to end first, each with when it is made.
+    pub(crate) answers: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.
     pub(crate) computes_since: u64,
     /// Slowness of this rank: 1 is the profile's time.

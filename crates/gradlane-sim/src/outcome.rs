@@ -5,18 +5,20 @@ use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
 use gradlane_engine::Scheme;
-use gradlane_units::{SliceId, Step};
+use gradlane_units::{SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
 
 impl Run {
-    /// Bytes that leave an evenly loaded port in a step, without frame headers.
+    /// Bytes through the busiest port in a step, one way, without frame headers.
     fn port_bytes(&self, workers: f64) -> f64 {
         let slices = (0..self.plan.slices.len() as u32).map(SliceId);
         let taking_part =
             slices.filter(|&it| self.plan.takes_part(self.plan.slice(it).tensor, Step(1)));
         let bytes = taking_part.map(|slice| {
-            if self.plan.tensor(self.plan.slice(slice).tensor).scheme == Scheme::Gather {
-                return (workers - 1.0) * self.plan.slice_bytes(slice) as f64;
+            match self.plan.tensor(self.plan.slice(slice).tensor).scheme {
+                Scheme::Gather => return (workers - 1.0) * self.plan.slice_bytes(slice) as f64,
+                Scheme::Answer => return 0.0,
+                Scheme::Ps | Scheme::Ring => {}
             }
             let travels = |kind| {
                 let encoded = self.plan.may_be_encoded(kind, slice, Step(1));
@@ -25,7 +27,25 @@ impl Run {
             let round_trip = travels(FrameKind::Push) + travels(FrameKind::Broadcast);
             (workers - 1.0) / workers * round_trip as f64
         });
-        bytes.sum()
+        bytes.sum::<f64>() + self.answer_bytes()
+    }
+
+    /// Of those, what goes to the owners of whole tensors and back; other traffic is even.
+    fn answer_bytes(&self) -> f64 {
+        let ranks = self.nodes.len();
+        let others = ranks as f64 - 1.0;
+        let (mut sent, mut received) = (vec![0.0; ranks], vec![0.0; ranks]);
+        for (index, answered) in self.answered.iter().enumerate() {
+            let owner = self.plan.answerer(TensorId(index as u32));
+            let (Some(answered), Some(owner)) = (answered, owner) else { continue };
+            let (block, answer) = (answered.block_bytes as f64, answered.answer_bytes as f64);
+            for rank in 0..ranks {
+                let owns = rank == owner.index();
+                sent[rank] += if owns { others * answer } else { block };
+                received[rank] += if owns { others * block } else { answer };
+            }
+        }
+        sent.into_iter().chain(received).fold(0.0, f64::max)
     }
 
     fn staleness_figures(&self) -> Option<StalenessFigures> {

@@ -3,10 +3,11 @@
 //!
 //! The engine runs such blocks as scheme `gather`. What it does not do is to multiply them: that is
 //! the accelerator's work, at the moment when forward needs the tensor, and takes as long as the
-//! scenario says.
+//! scenario says. Where one rank answers for all (scheme `answer`), that rank multiplies them, one
+//! tensor after another, on a thread beside the accelerator, as sessions do.
 
 use crate::error::SimError;
-use crate::profile::{nanos, Script, SECONDS_MAX};
+use crate::profile::{nanos, ProfiledTensor, Script, SECONDS_MAX};
 use crate::scenario::Scenario;
 use gradlane_engine::{Scheme, TensorSetting};
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,24 @@ pub enum TensorScheme {
         /// Time that the accelerator takes to make the sum of the factors of the other ranks.
         rebuild_s: f64,
     },
+    /// Factors to the tensor's owner, and the whole gradient back (Project Adam).
+    Adam {
+        /// Bytes of the factors of one rank and step.
+        block_bytes: u64,
+        /// Time that the owner takes to make the sum of all factors.
+        rebuild_s: f64,
+    },
+}
+
+/// What a tensor is whose owner answers for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Answered {
+    /// Bytes of one rank's block.
+    pub(crate) block_bytes: u64,
+    /// Bytes of the answer.
+    pub(crate) answer_bytes: u64,
+    /// Time that the owner takes.
+    pub(crate) rebuild_ns: u64,
 }
 
 /// Tensors as plans are built of, under the scenario's schemes.
@@ -44,7 +63,8 @@ pub(crate) fn settings(
         tensor.scheme = Some(match *scheme {
             TensorScheme::Ps => Scheme::Ps,
             TensorScheme::Ring => Scheme::Ring,
-            TensorScheme::Sfb { block_bytes, rebuild_s } => {
+            TensorScheme::Sfb { block_bytes, rebuild_s }
+            | TensorScheme::Adam { block_bytes, rebuild_s } => {
                 if !(1..=u64::from(u32::MAX)).contains(&block_bytes) {
                     return refuse(format!(
                         "[{name:?}].block_bytes is {block_bytes}: use 1 to {}",
@@ -56,12 +76,35 @@ pub(crate) fn settings(
                         "[{name:?}].rebuild_s is {rebuild_s}: use 0 to {SECONDS_MAX} s"
                     ));
                 }
-                tensor.spec.numel = block_bytes.div_ceil(tensor.spec.dtype.bytes());
-                Scheme::Gather
+                let elements = block_bytes.div_ceil(tensor.spec.dtype.bytes());
+                if matches!(scheme, TensorScheme::Adam { .. }) {
+                    // Blocks and answers are below the same bound.
+                    tensor.spec.numel = tensor.spec.numel.max(elements);
+                    Scheme::Answer
+                } else {
+                    tensor.spec.numel = elements;
+                    Scheme::Gather
+                }
             }
         });
     }
     Ok(tensors)
+}
+
+/// The tensors of a scenario that their owners answer for, by number; none of the others.
+pub(crate) fn answered(scenario: &Scenario) -> Vec<Option<Answered>> {
+    let of = |tensor: &ProfiledTensor| match scenario.schemes.get(&tensor.name) {
+        Some(&TensorScheme::Adam { block_bytes, rebuild_s }) => {
+            let element = tensor.dtype.bytes();
+            Some(Answered {
+                block_bytes: block_bytes.next_multiple_of(element),
+                answer_bytes: tensor.numel * element,
+                rebuild_ns: nanos(rebuild_s),
+            })
+        }
+        _ => None,
+    };
+    scenario.profile.tensors.iter().map(of).collect()
 }
 
 impl Script {

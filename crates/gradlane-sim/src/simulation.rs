@@ -13,6 +13,7 @@ use crate::port::Port;
 use crate::profile::{nanos, Act, Script};
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
+use crate::schemes::{answered, Answered};
 use crate::shares::Shares;
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
@@ -63,6 +64,8 @@ pub(crate) struct Charges {
 pub(crate) struct Run {
     pub(crate) plan: Arc<Plan>,
     pub(crate) script: Script,
+    /// By tensor number, of those that one rank answers for.
+    pub(crate) answered: Vec<Option<Answered>>,
     pub(crate) charges: Charges,
     pub(crate) fold: Fold,
     pub(crate) workers: u32,
@@ -153,6 +156,7 @@ impl Run {
         };
         Ok(Run {
             script: Script::new(&scenario.profile).under_schemes(scenario),
+            answered: answered(scenario),
             charges: Charges::new(scenario),
             workers: scenario.workers,
             ns_per_byte,
@@ -202,6 +206,7 @@ impl Run {
                 Kind::Listen => self.listen(rank),
                 Kind::Worked => self.worked(rank),
                 Kind::Compute => self.compute(rank),
+                Kind::Answer => self.answer(rank),
                 Kind::Background => self.burst(rank),
             }
             if let Some(failure) = self.failure.take() {
@@ -373,6 +378,7 @@ fn new_node(
         will_listen: false,
         work_until: vec![0; scenario.work_threads],
         works: BinaryHeap::new(),
+        answers: VecDeque::new(),
         computes_since: 0,
         slowness,
     }

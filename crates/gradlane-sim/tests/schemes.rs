@@ -68,6 +68,33 @@ fn rebuilding_takes_the_accelerators_time() {
     assert!(run(&slow).step_s > report.step_s + 0.05, "slow ranks rebuild slowly");
 }
 
+fn answered(block_bytes: u64, rebuild_s: f64) -> [(&'static str, TensorScheme); 1] {
+    [("fc.weight", TensorScheme::Adam { block_bytes, rebuild_s })]
+}
+
+#[test]
+fn one_owner_gets_factors_and_sends_the_whole_to_all() {
+    let report = run(&scenario(4, &answered(80_000, 0.0)));
+    let servers = 2.0 * 3.0 / 4.0 * 40_000.0;
+    let (block, whole) = (80_000.0, 4e6);
+    // Of four ranks three send a block, and one the whole to three.
+    let mean = 3.0 / 4.0 * (block + whole) + servers;
+    near(report.tx_bytes_per_step_mean / mean, 1.0, 0.02);
+    near(report.tx_bytes_per_step_max / (3.0 * whole + servers), 1.0, 0.02);
+    near(report.port_bound_s, 0.4_f64.max((3.0 * whole + servers) * 8.0 / 1e9), 1e-9);
+    near(report.rebuild_s, 0.0, 1e-9);
+}
+
+#[test]
+fn the_owner_makes_the_sum_beside_its_accelerator_and_all_wait_for_it() {
+    let slow = |rebuild_s| run(&scenario(2, &answered(80_000_000, rebuild_s)));
+    // Blocks take 0.64 s to the owner, the answer 0.032 s; forward comes 0.2 s after they are ready.
+    near(slow(0.0).waits[1].wait_s, 0.472, 0.02);
+    near(slow(0.3).waits[1].wait_s, 0.772, 0.02);
+    let hidden = run(&scenario(2, &answered(80_000, 0.1)));
+    near(hidden.step_s, run(&scenario(2, &answered(80_000, 0.0))).step_s, 1e-6);
+}
+
 #[test]
 fn forward_waits_for_the_factors_of_all() {
     let waits = run(&scenario(2, &factors(80_000_000, 0.0))).waits;

@@ -119,6 +119,22 @@ def pack(parts: Sequence[Part]) -> Tensor:
     return block
 
 
+def dense_block(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a block with one whole gradient, whose values are not written yet.
+
+    Raises:
+        BlockError: values of this dtype do not travel.
+    """
+    if dtype not in _CODES:
+        raise BlockError(f"values of {dtype} cannot travel as factors")
+    length = shape.numel() * dtype.itemsize
+    block = torch.empty(block_bytes(length), dtype=torch.uint8)
+    header = _HEADER.pack(_DENSE, _CODES[dtype], 0, 0, length)
+    block[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    block[_HEADER.size + length :] = 0
+    return block
+
+
 def unpack(block: Tensor, shape: torch.Size, dtype: torch.dtype, sender: int) -> list[Part]:
     """Return the parts of a block, as views of its memory.
 

@@ -46,8 +46,17 @@ class OwnFactors(Protocol):
     gives_factors: bool
     """Whether it has any."""
 
-    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
-        """Write the mean of all ranks' gradients, as `gradlane.factors.rebuild` does."""
+    def rebuild(
+        self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor, *, aside: bool
+    ) -> None:
+        """Write the mean of all ranks' gradients, as `gradlane.factors.rebuild` does.
+
+        Args:
+            contributions: the parts of each rank, in rank order.
+            divisor: number of ranks.
+            out: overwritten.
+            aside: a thread beside the one that runs the model calls.
+        """
 
 
 def own_factors(module: nn.Module) -> OwnFactors | None:

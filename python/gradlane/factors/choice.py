@@ -16,7 +16,7 @@ from gradlane.codec_choice import RAW, CodecChoice
 from gradlane.factors.block import Part, block_bytes
 from gradlane.factors.capture import can_factor, own_factors
 from gradlane.factors.rebuild import rebuild
-from gradlane.options import SFB, Options, factors_refusal
+from gradlane.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
 from gradlane.table import Entry, state_entry
 
 _BLOCK_DTYPE = "f32"
@@ -33,10 +33,17 @@ class Factored:
     Attributes:
         entry: its place in the tensor table.
         layers: those that use it; several where it is tied.
+        scheme: one of `FACTOR_SCHEMES`: whether they go to all ranks, or to one that answers.
     """
 
     entry: Entry
     layers: tuple[nn.Module, ...]
+    scheme: str = SFB
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether one rank makes the mean for all."""
+        return self.scheme == ADAM
 
     @property
     def most_bytes(self) -> int:
@@ -46,7 +53,10 @@ class Factored:
     def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
         """Write the mean of all ranks' gradients, as `gradlane.factors.rebuild` does."""
         own = own_factors(self.layers[0])
-        (rebuild if own is None else own.rebuild)(contributions, divisor, out)
+        if own is None:
+            rebuild(contributions, divisor, out)
+        else:
+            own.rebuild(contributions, divisor, out, aside=self.is_answered)
 
     def plan_row(self) -> dict[str, Any]:
         """Return the row of the plan's tensor whose blocks are gathered."""
@@ -55,7 +65,7 @@ class Factored:
             "numel": self.most_bytes // _BLOCK_ELEMENT_BYTES,
             "dtype": _BLOCK_DTYPE,
             "role": "parameter",
-            "scheme": "gather",
+            "scheme": "answer" if self.is_answered else "gather",
         }
 
     def first_values(self) -> Entry:
@@ -90,26 +100,29 @@ def choose_factored(
     Raises:
         ValueError: a plan names a tensor that cannot; the message says which and why.
     """
-    wanted = [index for index, entry in enumerate(trained) if schemes.get(entry.name) == SFB]
+    given = {index: schemes.get(entry.name, "") for index, entry in enumerate(trained)}
+    wanted = {index: scheme for index, scheme in given.items() if scheme in FACTOR_SCHEMES}
     if not wanted and not (options.factors and not schemes):
         return {}
     why = factors_refusal(options.strategy, options.update)
     if why:
-        name = trained[wanted[0]].name
-        raise ValueError(f"the plan aggregates {name!r} by scheme 'sfb', but {why}")
+        index, scheme = next(iter(wanted.items()))
+        raise ValueError(
+            f"the plan aggregates {trained[index].name!r} by scheme {scheme!r}, but {why}"
+        )
     layers = layers_by_weight(model)
     chosen = {}
     for index in wanted or range(len(trained)):
-        entry = trained[index]
+        entry, scheme = trained[index], wanted.get(index, options.factors)
         own = layers.get(id(entry.tensor), [])
         problem = "" if own else "no nn.Linear or nn.Embedding with torch's own forward uses it"
         if own and block_bytes(entry.nbytes) > _BLOCK_MOST_BYTES:
             problem = f"its {entry.nbytes} bytes are over the 4 GiB that a block may have"
         if not problem:
-            chosen[index] = Factored(entry, tuple(own))
+            chosen[index] = Factored(entry, tuple(own), scheme)
         elif wanted and len(entry.shape) > 1:
             raise ValueError(
-                f"the plan aggregates {entry.name!r} by scheme 'sfb', but it has no factors: "
+                f"the plan aggregates {entry.name!r} by scheme {scheme!r}, but it has no factors: "
                 f"{problem}; plan='poseidon' chooses layers of this model"
             )
     return chosen

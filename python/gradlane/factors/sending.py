@@ -3,21 +3,31 @@
 What backward yields for a weight in a step is packed at once, since its memory may change, and
 leaves as one block when the last part is there. A rank whose factors would be larger than the
 gradient sends the gradient; so it is with whatever came as a gradient. All ranks rebuild the mean
-from the same blocks in the same order.
+from the same blocks in the same order; or, of a weight that one rank answers for, that rank does,
+and all others get what it has made.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradlane.core import Channel
-from gradlane.factors.block import Dense, Part, pack, part_bytes, unpack
+from gradlane.core import Blocks, Channel, CoreModule
+from gradlane.factors.answering import Answering
+from gradlane.factors.block import (
+    BlockError,
+    Dense,
+    Part,
+    dense_block,
+    pack,
+    part_bytes,
+    unpack,
+)
 from gradlane.factors.capture import Taker, install, remove
 from gradlane.factors.choice import Factored
 from gradlane.factors.rebuild import rebuild
@@ -27,13 +37,22 @@ from gradlane.gradients import is_alone
 class FactorLane:
     """The blocks of one model's weights, on their way out and in."""
 
-    def __init__(self, channel: Channel, factored: Mapping[int, Factored], rank: int) -> None:
+    def __init__(
+        self,
+        core: CoreModule,
+        channel: Channel,
+        factored: Mapping[int, Factored],
+        rank: int,
+        training_step_of: Callable[[int], int],
+    ) -> None:
         """Start between two steps.
 
         Args:
-            channel: where these tensors have the scheme `gather`.
+            core: where the channel's errors come from.
+            channel: where these tensors have the schemes `gather` and `answer`.
             factored: the weights, by tensor number.
             rank: this rank.
+            training_step_of: the number of a step of the channel in training, for messages.
         """
         self._channel = channel
         self._factored = factored
@@ -41,6 +60,14 @@ class FactorLane:
         self._held: dict[int, list[Tensor]] = {}
         self._sent: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        if any(one.is_answered for one in factored.values()):
+
+            def describe(index: int, step: int) -> str:
+                name = factored[index].entry.name
+                return f"rebuilding {name!r} in step {training_step_of(step)}"
+
+            self._answering = Answering(core, channel, self, describe)
 
     def __contains__(self, index: int) -> bool:
         """Whether a tensor travels as factors."""
@@ -94,26 +121,71 @@ class FactorLane:
         Raises:
             BlockError: what a rank sent is no block of this tensor.
         """
-        own = self._sent.pop(index, None)
+        own, made = self._sent.pop(index, None), self._made.pop(index, None)
         blocks = self._channel.take_blocks(index, step)
         if blocks is None:
-            return None
+            return made if wanted else None
+        if wanted and self._factored[index].is_answered:
+            return self._answered(index, blocks)
         try:
             if not wanted:
                 return None
-            regions = blocks.regions()
-            parts: list[list[Part]] = []
-            for rank, region in enumerate(regions):
-                block = own if rank == self._rank else _view(region)
-                if region is None or block is None:
-                    parts.append([])
-                else:
-                    parts.append(self._parts(index, block, rank))
             mean = self._memory_for(index)
-            self._factored[index].rebuild(parts, len(regions), mean)
+            self._rebuild(index, own, blocks, mean)
             return mean
         finally:
             blocks.release()
+
+    def answer(self, index: int, step: int) -> None:
+        """Make the mean of a tensor of which all blocks are here, and send it to all ranks.
+
+        Called on a thread of its own, while the tensor is nobody else's.
+
+        Raises:
+            BlockError: what a rank sent is no block of this tensor.
+        """
+        blocks = self._channel.take_blocks(index, step)
+        assert blocks is not None, "the channel asked"
+        entry = self._factored[index].entry
+        try:
+            block = self._means.get(index)
+            if block is None or not is_alone(block):
+                block = self._means[index] = dense_block(entry.shape, entry.dtype)
+            (whole,) = self._parts(index, block, self._rank)
+            assert isinstance(whole, Dense)
+            mean = whole.values
+            if entry.device.type != "cpu":
+                mean = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
+            self._rebuild(index, self._sent.get(index), blocks, mean)
+            if mean is not whole.values:
+                whole.values.copy_(mean)
+        finally:
+            blocks.release()
+        self._made[index] = mean
+        self._channel.answer_ready(index, step, block.data_ptr(), block.nbytes)
+
+    def _answered(self, index: int, blocks: Blocks) -> Tensor:
+        """Return what a tensor's owner has made, in the memory in which it has arrived."""
+        regions = enumerate(blocks.regions())
+        owner, region = next((rank, one) for rank, one in regions if one is not None)
+        block = _view(region, blocks)
+        parts = [] if block is None else self._parts(index, block, owner)
+        if len(parts) != 1 or not isinstance(parts[0], Dense):
+            name = self._factored[index].entry.name
+            raise BlockError(f"rank {owner} answered for {name!r} with no whole gradient")
+        return parts[0].values.to(self._factored[index].entry.device)
+
+    def _rebuild(self, index: int, own: Tensor | None, blocks: Blocks, mean: Tensor) -> None:
+        """Write the mean that all ranks' blocks make; `own` is this rank's."""
+        regions = blocks.regions()
+        parts: list[list[Part]] = []
+        for rank, region in enumerate(regions):
+            block = own if rank == self._rank else _view(region)
+            if region is None or block is None:
+                parts.append([])
+            else:
+                parts.append(self._parts(index, block, rank))
+        self._factored[index].rebuild(parts, len(regions), mean)
 
     def _memory_for(self, index: int) -> Tensor:
         """Return memory for a mean: last step's, unless somebody still has it."""
@@ -160,12 +232,14 @@ def _end_parts(taker: Taker, index: int, *gradients: Any) -> None:
     taker.end_parts(index)
 
 
-def _view(region: tuple[int, int] | None) -> Tensor | None:
-    """Return memory of the core as bytes, without a copy."""
+def _view(region: tuple[int, int] | None, blocks: Blocks | None = None) -> Tensor | None:
+    """Return memory of the core as bytes, without a copy; `blocks` live as long as it."""
     if region is None:
         return None
     address, nbytes = region
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    # Tensors keep their buffer, and this object keeps whom the memory belongs to.
+    memory.owner = blocks  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)

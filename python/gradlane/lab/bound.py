@@ -6,16 +6,20 @@ step waits for its own gradients: no strategy that is exact and synchronous can 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gradlane.lab.workloads.contract import TensorTiming
 
-SCHEMES = ("ps", "ring", "sfb", "hierarchical")
+Float64Array = npt.NDArray[np.float64]
+
+SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical")
 """Schemes whose traffic is known here: sharded parameter server, ring all-reduce, factors from
-every rank to every other, sums of nodes on sharded servers."""
+every rank to every other or to one that sends the whole back, sums of nodes on sharded servers."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ def port_bytes(
     scheme: str = "ps",
     local_ranks: int = 1,
     servers: int | None = None,
+    answer_bytes: float = 0.0,
 ) -> float:
     """Bytes that one tensor sends through the busiest port, in each direction.
 
@@ -51,6 +56,8 @@ def port_bytes(
     times 2 (N-L)/N of the tensor is left, and of a ring over neighbours as much as before. Where
     they add up first, the nodes are the N. Where S ranks alone are servers, each of them gives
     its 1/S of the averages to N-1 others and sends (S-1)/S of its own gradients: (N+S-2)/S.
+    Where one rank answers for all (`adam`), ports are not equal, and this is their mean, of what
+    they send: `port_loads` has each.
 
     Args:
         size_bytes: bytes of the tensor, or of one rank's factors, as they travel.
@@ -58,6 +65,7 @@ def port_bytes(
         scheme: one of `SCHEMES`.
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers, of scheme `ps` with a rank a node; None: all.
+        answer_bytes: bytes of the tensor, of scheme `adam`, where `size_bytes` is a rank's factors.
 
     Raises:
         ValueError: for an unknown scheme, fewer than one worker, or servers that are no ranks.
@@ -73,11 +81,81 @@ def port_bytes(
         return 2.0 * (nodes - 1) / nodes * size_bytes
     if scheme == "sfb":
         return local_ranks * (workers - local_ranks) * size_bytes
+    if scheme == "adam":
+        return local_ranks * (workers - local_ranks) / workers * (size_bytes + answer_bytes)
     if scheme == "ps" and servers is not None:
         return (workers + servers - 2.0) / servers * size_bytes
     if scheme == "ps":
         return 2.0 * local_ranks * (workers - local_ranks) / workers * size_bytes
     return 2.0 * (workers - 1) / workers * size_bytes
+
+
+def answer_owners(size_bytes: Sequence[float], servers: int) -> list[int]:
+    """Return which rank answers for each of the tensors of scheme `adam`, as the engine deals them.
+
+    Each goes to whoever has fewest bytes of them so far, of equals to the first, and counts with a
+    block's header and padding to 16 bytes (`gradlane.factors.block`).
+
+    Args:
+        size_bytes: of the tensors, in their order in the model.
+        servers: the first so many ranks own any.
+    """
+    loads = [(0, rank) for rank in range(servers)]
+    owners = []
+    for size in size_bytes:
+        load, rank = heapq.heappop(loads)
+        owners.append(rank)
+        heapq.heappush(loads, (load + 16 + -(-int(size) // 16) * 16, rank))
+    return owners
+
+
+def port_loads(
+    timings: Sequence[TensorTiming],
+    wire_bytes: Sequence[float],
+    schemes: Sequence[str],
+    *,
+    workers: int,
+    local_ranks: int = 1,
+    servers: int | None = None,
+) -> Float64Array:
+    """Return the bytes of each tensor through ports that may be the busiest, one way each.
+
+    Where all ports are alike that is one; with tensors of scheme `adam` it is what each node sends
+    and what each node receives.
+
+    Args:
+        timings: of the tensors, for their sizes.
+        wire_bytes: what travels for each, as in `bound_step_s`.
+        schemes: of each.
+        workers: number of ranks.
+        local_ranks: ranks of a node, which share its port.
+        servers: so many ranks are servers; None: all.
+
+    Returns:
+        A row for each port and direction, a column for each tensor.
+    """
+    ports = 2 * (workers // local_ranks) if "adam" in schemes else 1
+    loads = np.zeros((ports, len(timings)))
+    answered = [index for index, scheme in enumerate(schemes) if scheme == "adam"]
+    sizes = [timings[index].size_bytes for index in answered]
+    owners = dict(zip(answered, answer_owners(sizes, servers or workers), strict=True))
+    for index, scheme in enumerate(schemes):
+        if scheme != "adam":
+            loads[:, index] = port_bytes(
+                wire_bytes[index],
+                workers=workers,
+                scheme=scheme,
+                local_ranks=local_ranks,
+                servers=servers,
+            )
+            continue
+        block, whole = wire_bytes[index], float(timings[index].size_bytes)
+        outside, home = workers - local_ranks, owners[index] // local_ranks
+        for node in range(workers // local_ranks):
+            owns = node == home
+            loads[2 * node, index] = outside * whole if owns else local_ranks * block
+            loads[2 * node + 1, index] = outside * block if owns else local_ranks * whole
+    return loads
 
 
 def bound_step_s(
@@ -127,15 +205,21 @@ def bound_step_s(
         wire_bytes = [timing.size_bytes / codec_ratio for timing in timings]
     if len(wire_bytes) != len(timings):
         raise ValueError(f"wire bytes of {len(wire_bytes)} tensors for {len(timings)}")
-    on_port = [
-        port_bytes(
-            size_bytes, workers=workers, scheme=one, local_ranks=local_ranks, servers=servers
-        )
-        for size_bytes, one in zip(wire_bytes, schemes or [scheme] * len(timings), strict=True)
-    ]
-    travel_s = 8.0 * np.array(on_port, dtype=np.float64) / goodput_bps
-    port_s = float(travel_s.sum())
-    pair_s, pair = _pair_limit(timings, travel_s) if port_s > 0.0 else (0.0, "")
+    of_each = schemes or [scheme] * len(timings)
+    if len(of_each) != len(timings):
+        raise ValueError(f"schemes of {len(of_each)} tensors for {len(timings)}")
+    loads = port_loads(
+        timings,
+        wire_bytes,
+        of_each,
+        workers=workers,
+        local_ranks=local_ranks,
+        servers=servers,
+    )
+    travel_s = 8.0 * loads / goodput_bps
+    port_s = float(travel_s.sum(axis=1).max())
+    pairs = [_pair_limit(timings, port) for port in travel_s if port.sum() > 0.0]
+    pair_s, pair = max(pairs, default=(0.0, ""))
     step_s = max(compute_s, port_s, pair_s)
     if step_s == compute_s:
         binding = "compute"
@@ -146,9 +230,7 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
-def _pair_limit(
-    timings: Sequence[TensorTiming], travel_s: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> tuple[float, str]:
+def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tuple[float, str]:
     """Largest pair term and its pair, in O(n^2): sums over a quadrant of (ready, need)."""
     ready_s, ready_at = np.unique([timing.ready_s for timing in timings], return_inverse=True)
     need_s, need_at = np.unique([timing.need_s for timing in timings], return_inverse=True)

@@ -70,6 +70,13 @@ class Communication(Protocol):
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
 
+    def owner_counters(self) -> dict[str, int]:
+        """Return what this rank has done as an owner of gradients; empty: nobody owns any.
+
+        `owned_bytes` are those of gradients that it adds up or makes for all ranks, `rx_bytes` and
+        `tx_bytes` payloads that it got and sent for these so far.
+        """
+
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
 
@@ -100,6 +107,10 @@ class Silence:
 
     def metrics(self) -> dict[str, Any]:
         """Return nothing."""
+        return {}
+
+    def owner_counters(self) -> dict[str, int]:
+        """Nobody owns anything."""
         return {}
 
     def codecs(self) -> list[tuple[str, int | None]]:
@@ -172,6 +183,10 @@ class DistributedDataParallel:
         """Return nothing: DDP counts no bytes."""
         return {}
 
+    def owner_counters(self) -> dict[str, int]:
+        """Nobody owns anything."""
+        return {}
+
     def codecs(self) -> list[tuple[str, int | None]]:
         """Nothing is encoded."""
         return []
@@ -195,12 +210,13 @@ class Gradlane:
         import gradlane
 
         self._plan = "auto" if strategy.is_planned else place.plan
-        own = strategy.is_planned or strategy.is_hybrid
+        own = strategy.is_planned or strategy.sends_factors
         self._session: Any = gradlane.init(
             store=_prefixed(place, store),
             rank=place.rank,
             world_size=place.world_size,
             strategy=Options.strategy if own else strategy.setting,
+            scheme=strategy.scheme,
             slice_elems=place.slice_elems,
             codec=place.codec,
             local=strategy.local,
@@ -243,6 +259,15 @@ class Gradlane:
             del plan["tensors"]
             counters["plan"] = plan
         return counters
+
+    def owner_counters(self) -> dict[str, int]:
+        """Return the session's own counters, of all its models."""
+        counters = self._session.metrics()
+        return {
+            "owned_bytes": counters["peers"][self._session.rank].get("owned_bytes", 0),
+            "rx_bytes": counters["served_rx_bytes"],
+            "tx_bytes": counters["served_tx_bytes"],
+        }
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return what the session has chosen."""

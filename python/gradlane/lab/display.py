@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from gradlane.lab.balance import balance_notes
 from gradlane.lab.cells import CellsProgress
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
@@ -221,7 +222,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     """
     shows_loss = any(any(row.loss) for row in rows)
     cpu_bound = any(row.cpu_bound for row in rows)
-    notes = factor_notes(vars(row) for row in rows)
+    notes = [note for find in (factor_notes, balance_notes) for note in find(map(vars, rows))]
     table = Table(
         title=title,
         caption="\n".join(

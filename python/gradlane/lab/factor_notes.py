@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gradlane.options import FACTOR_SCHEMES
+
 REPLAYED = (
     "Replayed factors: only the elements that are checked are rebuilt, and the time of the whole "
     "product is slept, at the speed of the step's own arithmetic. Digests are other ones than "
@@ -22,7 +24,8 @@ def factor_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     plain = last.get("p3", {})
     notes = []
     for strategy, row in last.items():
-        tensors = (row.get("metrics") or {}).get("tensors_by_scheme", {}).get("sfb", 0)
+        by_scheme = (row.get("metrics") or {}).get("tensors_by_scheme", {})
+        tensors = sum(by_scheme.get(scheme, 0) for scheme in FACTOR_SCHEMES)
         expected_bytes, sent_bytes = row.get("expected_tx_bytes"), row.get("tx_bytes_per_step")
         if not tensors or not expected_bytes or not sent_bytes:
             continue

@@ -92,9 +92,10 @@ class LabOptions:
         self._check_nodes()
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
-        if self.workload not in REPLAY_NAMES and any(one.is_hybrid for one in self.strategies):
+        factored = next((one.text for one in self.strategies if one.sends_factors), None)
+        if self.workload not in REPLAY_NAMES and factored is not None:
             raise ValueError(
-                f"strategy poseidon is for replayed models, and {self.workload} computes: its "
+                f"strategy {factored} is for replayed models, and {self.workload} computes: its "
                 "layers have forwards of their own, from which no factors can be taken"
             )
         if codec_rules(self.codec) != RAW:

@@ -93,6 +93,8 @@ class Row:
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
         step_over_bound: step time over the bound.
         over_repeats: medians over the repeats.
+        balance: how evenly bytes are spread over nodes and owners, as
+            `gradlane.lab.balance.balance_of` says; empty in older results.
         versions: of what was run.
         machine: where it was run.
     """
@@ -139,6 +141,7 @@ class Row:
     expected_tx_bytes: float | None = None
     ranks_per_node: int = 1
     over_repeats: OverRepeats | None = None
+    balance: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW
+from gradlane.lab.balance import balance_of
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError
@@ -296,6 +297,11 @@ class _Runner:
             verified_tensors=sum(r["verified_tensors"] for r in results),
             evaluation=results[0]["evaluation"],
             metrics=results[0]["metrics"],
+            balance=balance_of(
+                record.bytes_between(start_s, end_s),
+                [owner for result in results if (owner := result["owner"])],
+                options.steps,
+            ),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
             servers=options.servers if strategy.family == "gradlane" else None,
@@ -321,8 +327,11 @@ class _Runner:
                         workers=row.workers,
                         scheme=scheme,
                         local_ranks=row.ranks_per_node,
+                        answer_bytes=timing.size_bytes,
                     )
-                    for size_bytes, scheme in zip(wire_bytes, schemes, strict=True)
+                    for timing, size_bytes, scheme in zip(
+                        self._timings, wire_bytes, schemes, strict=True
+                    )
                 )
             # What a hook of DDP's sends is not known here: the bound is that of full precision.
             if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gradlane.options import ASGD, RING, SLICE_ELEMS, STRATEGIES, Options
+from gradlane.options import ASGD, FACTOR_SCHEMES, RING, SLICE_ELEMS, STRATEGIES, Options
 from gradlane.planner.settings import LEARNING_STEPS
 from gradlane.stragglers import WAIT, parse_stragglers
 
@@ -35,8 +35,8 @@ class Strategy:
     Attributes:
         text: as it was written; it names the strategy in results.
         family: what implements it.
-        setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`;
-            empty in the other families.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`, or
+            one of `FACTOR_SCHEMES`; empty in the other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
             name, as in `p3/backup=1`.
@@ -83,7 +83,7 @@ class Strategy:
         Args:
             wanted: what was asked for, or None for the strategy's own.
         """
-        setting = Options.strategy if self.is_hybrid else self.setting
+        setting = Options.strategy if self.sends_factors else self.setting
         if setting not in SLICE_ELEMS:
             return None
         return SLICE_ELEMS[setting] if wanted is None else wanted
@@ -97,6 +97,16 @@ class Strategy:
     def is_hybrid(self) -> bool:
         """Whether each layer goes by the scheme that Poseidon's rule says."""
         return self.setting == POSEIDON
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme of all layers that have factors, with p3; None: there is none for all."""
+        return self.setting if self.setting in FACTOR_SCHEMES else None
+
+    @property
+    def sends_factors(self) -> bool:
+        """Whether layers that have factors may send those."""
+        return self.is_hybrid or self.scheme is not None
 
     @property
     def learning_steps(self) -> int:
@@ -139,7 +149,7 @@ def parse_strategy(text: str) -> Strategy:
         )
     if name == "none" and not colon:
         return Strategy(text="none", family="none")
-    if name in (*STRATEGIES, AUTO, POSEIDON) and not colon:
+    if name in (*STRATEGIES, AUTO, POSEIDON, *FACTOR_SCHEMES) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
     if name in HIERARCHICAL and not colon:
         local = HIERARCHICAL[name]
@@ -158,7 +168,7 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *HIERARCHICAL)
+    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *HIERARCHICAL)
     known = ", ".join(("none", *ddp, *STRATEGIES, *further))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 

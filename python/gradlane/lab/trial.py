@@ -30,7 +30,7 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.options import SFB, ring_ranks
+from gradlane.options import FACTOR_SCHEMES, ring_ranks
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.settings import ClusterFacts, Settings
@@ -117,7 +117,8 @@ def run_trial(
         `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
         `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
         `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
-        `schemes` (a tensor; empty: of one kind), `evaluation`.
+        `schemes` (a tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of
+        the measured steps), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -185,7 +186,7 @@ def _run_connected(
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    result = _train(request, workload, model, optimizer, report_step, _pace_of(communication))
+    result = _train(request, workload, model, optimizer, report_step, communication)
     communication.settle()
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
@@ -198,7 +199,7 @@ def _run_connected(
     factor_bytes = workload.factor_bytes() if isinstance(workload, ReplayWorkload) else {}
     result["wire_bytes"] = [
         factor_bytes[timing.name]
-        if scheme == SFB
+        if scheme in FACTOR_SCHEMES
         else timing.size_bytes
         if wire_bytes is None
         else wire_bytes
@@ -247,9 +248,11 @@ def _train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     report_step: Callable[[int], None],
-    pace: Pace,
+    communication: Communication,
 ) -> dict[str, Any]:
-    """Train all steps; returns losses, boundaries, processor time and bytes sent."""
+    """Train all steps; returns losses, boundaries, processor time, bytes sent, and as an owner."""
+    pace = _pace_of(communication)
+    owner_start: dict[str, int] = {}
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
     cpu_start_s, sent_start_bytes = 0.0, 0
@@ -261,6 +264,7 @@ def _train(
     for step in pace(range(request.warmup + request.steps), passed):
         if step <= request.warmup:
             cpu_start_s, sent_start_bytes = _cpu_s(), _sent_bytes()
+            owner_start = communication.owner_counters()
         boundaries_s.append(time.monotonic())
         workload.begin_step(step)
         loss = workload.loss(model, workload.batch(step))
@@ -274,6 +278,10 @@ def _train(
         "boundaries_s": boundaries_s,
         "cpu_s": _cpu_s() - cpu_start_s,
         "sent_bytes": _sent_bytes() - sent_start_bytes,
+        "owner": {
+            name: count - (0 if name == "owned_bytes" else owner_start[name])
+            for name, count in communication.owner_counters().items()
+        },
         "losses": [None if loss is None else float(loss) for loss in losses],
     }
 

@@ -116,7 +116,7 @@ def _refusal(options: Options) -> str:
     if options.servers is not None:
         return f"servers={options.servers}: single ranks of a node are no servers"
     if options.factors:
-        return 'scheme="sfb": factors are each rank\'s own and are not added up'
+        return f'scheme="{options.factors}": factors are each rank\'s own and are not added up'
     if options.strategy in ("kvstore", "deferred-pull"):
         return f"strategy {options.strategy!r}: each rank pulls from servers by itself there"
     if options.local in (SHARED, AUTO) and options.codec != RAW:

@@ -34,6 +34,14 @@ class RankCalls:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
+    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")

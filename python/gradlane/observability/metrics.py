@@ -19,6 +19,8 @@ class PeerMetrics(TypedDict):
 
     `tx_bytes` and `rx_bytes` are payloads and gradlane's own headers, without those of TCP and IP;
     a payload's bytes count when its frame is whole. A message is a slice, or word of one.
+    `owned_bytes`, also of this rank itself, are those of gradients that the rank adds up, or makes
+    of factors for all.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class PeerMetrics(TypedDict):
     queued_messages: int
     queued_bytes: int
     in_flight_bytes: int
+    owned_bytes: int
 
 
 class TensorWait(TypedDict):
@@ -113,9 +116,10 @@ class Metrics(TypedDict):
 
     `step` is the number of the current training step, of the model with the most. `codec_ratio`
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
-    codec. `gathered_slices` is how many of this rank's slices all ranks have contributed to, and
-    `together_slices` those of them that nobody was late for. `left_out` is empty where steps wait
-    for all ranks. There are no reconnections: a lost
+    codec. `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
+    the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
+    slices all ranks have contributed to, and `together_slices` those of them that nobody was late
+    for. `left_out` is empty where steps wait for all ranks. There are no reconnections: a lost
     connection ends the session. `channels` has the core's own counters, one of each model.
     """
 
@@ -130,6 +134,8 @@ class Metrics(TypedDict):
     rx_frames: int
     raw_bytes: int
     encoded_bytes: int
+    served_tx_bytes: int
+    served_rx_bytes: int
     codec_ratio: float
     queued_messages: int
     queued_bytes: int
@@ -166,6 +172,8 @@ _SUMS = (
     "rx_frames",
     "raw_bytes",
     "encoded_bytes",
+    "served_tx_bytes",
+    "served_rx_bytes",
     "gathered_slices",
     "together_slices",
     "decided_steps",
@@ -184,7 +192,9 @@ _STATES = (
     "outgoing_frames",
     "scratch_bytes",
     "in_flight_bytes",
+    "owned_bytes",
 )
+_OF_PEERS = ("in_flight_bytes", "owned_bytes")
 _MAXIMA = ("plan_version",)
 _PEAKS = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
 """Largest values, and the step that each was in."""
@@ -230,7 +240,7 @@ def metrics_of(
     decided = total("decided_steps")
     left_out = _summed(reading.get("left_out", ()) for reading in readings)
     encoded = total("encoded_bytes")
-    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name != "in_flight_bytes"}
+    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name not in _OF_PEERS}
     metrics.update(
         rank=rank,
         world_size=world_size,

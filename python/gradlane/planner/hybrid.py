@@ -1,9 +1,10 @@
 """The time of a step whose layers are aggregated by different schemes, from bytes alone.
 
-A small model beside the engine's simulator, for schemes that the engine does not run (Poseidon,
-Zhang et al. 2017). Every node is worker and server, with one full-duplex port. What a layer sends
-and receives is table 1's count of numbers; a port carries it in the order in which gradients are
-ready, as wait-free backpropagation does, and the next step begins when everything is there.
+A small model beside the engine's simulator, for whole layers on one server, which the engine does
+not run, and for what nodes carry by count (Poseidon, Zhang et al. 2017). Every node is worker and
+server, with one full-duplex port. What a layer sends and receives is table 1's count of numbers; a
+port carries it in the order in which gradients are ready, as wait-free backpropagation does, and
+the next step begins when everything is there.
 
 Left out, so that it is a lower limit of the time: latency, hosts, sums, frames, and that one
 node's sending waits for another's receiving (except for whole layers on one server, whose answers

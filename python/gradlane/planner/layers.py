@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.options import RING
+from gradlane.options import ADAM, FACTOR_SCHEMES, RING, SFB
 from gradlane.planner.schemes import RULES, Counts, Layer, costs_of
 from gradlane.profiler.contents import DTYPE_BYTES, Profile, ProfileTensor
 
 Schemes = tuple[tuple[str, str], ...]
 """Layers, each with its scheme, where that is not the strategy's."""
-SCHEME_RULES = ("poseidon", "sfb")
+SCHEME_RULES = ("poseidon", *FACTOR_SCHEMES)
 """Rules that say which layers travel as factors: those where Poseidon's formula says so, or all
-that have any."""
+that have any, to every rank or to one."""
 _HEADER_BYTES = 16
 """Of a part of a block (`gradlane.factors.block`)."""
 
@@ -116,7 +116,8 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int) -> Schemes:
 
     if workers == 1:
         return ()
-    return tuple((layer.name, "sfb") for layer in layers_of(profile) if is_factored(layer))
+    scheme = ADAM if rule == ADAM else SFB
+    return tuple((layer.name, scheme) for layer in layers_of(profile) if is_factored(layer))
 
 
 def operations_per_s(profile: Profile) -> float:
@@ -146,7 +147,7 @@ def simulated_schemes(
 
     Args:
         profile: what a step computes.
-        schemes: layers, each with `ps`, `ring` or `sfb`.
+        schemes: layers, each with `ps`, `ring`, `sfb` or `adam`.
         workers: ranks.
         speed: operations a second at which gradients are made of factors; None: as fast as the
             profile's own arithmetic, or else as its layer's forward.
@@ -162,12 +163,13 @@ def simulated_schemes(
         if scheme in ("ps", RING):
             found |= {tensor: {"scheme": scheme} for tensor in layers[name].parameters}
             continue
-        if scheme != "sfb":
-            raise ValueError(f"the simulator has no scheme {scheme!r}: use ps, {RING} or sfb")
+        if scheme not in FACTOR_SCHEMES:
+            known = f"ps, {RING}, {' or '.join(FACTOR_SCHEMES)}"
+            raise ValueError(f"the simulator has no scheme {scheme!r}: use {known}")
         layer = layers[name]
         factors = factors_of(layer, profile)
         if factors is None:
-            raise ValueError(f"layer {name!r} has no factors: its scheme cannot be 'sfb'")
+            raise ValueError(f"layer {name!r} has no factors: its scheme cannot be {scheme!r}")
         found[factors.tensor] = {
             "scheme": scheme,
             "block_bytes": factors.block_bytes,

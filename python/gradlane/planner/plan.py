@@ -17,7 +17,7 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.options import RING, ring_refusal
-from gradlane.planner.schemes import ENGINE_SCHEMES, PLAN_SCHEMES
+from gradlane.planner.schemes import PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whole_files import replace_text
 
@@ -136,23 +136,6 @@ class Plan:
             raise ValueError(
                 f"{where} is for another model ({self.model}): it has no tensor {extra!r}; make a "
                 "plan from a profile of this model"
-            )
-
-    def check_runs(self, where: str) -> None:
-        """Check that a session can run the plan's schemes.
-
-        Args:
-            where: the plan's name in messages.
-
-        Raises:
-            PlanError: it cannot; the message names the first tensor and its scheme.
-        """
-        others = [one for one in self.tensors if one.scheme not in ENGINE_SCHEMES]
-        if others:
-            raise PlanError(
-                f"{where} aggregates {others[0].name!r} by scheme {others[0].scheme!r} "
-                f"({len(others)} of {len(self.tensors)} tensors), which sessions cannot run yet: "
-                f"they run {', '.join(ENGINE_SCHEMES)}; make one with `gradlane plan --plan auto`"
             )
 
 

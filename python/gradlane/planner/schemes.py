@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradlane.options import RING, SFB
+from gradlane.options import RING
 
-ENGINE_SCHEMES = ("ps", RING, SFB)
-"""Schemes that the engine runs: a session takes a plan that names no other."""
 FULLY_CONNECTED = ("Linear",)
 """Modules whose gradient is a product of two factors: output gradients and inputs."""
 

@@ -111,7 +111,6 @@ def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
     if first.plan is not None:
         try:
             first.plan.check_fits(sizes, first.label)
-            first.plan.check_runs(first.label)
         except ValueError as error:
             return str(error)
     return ""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.balance import balance_notes
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.report.page import (
@@ -188,7 +189,8 @@ def _overview(rows: Sequence[Row]) -> Table:
     if any(row.get("cpu_bound") for row in rows):
         caption += " * the machine's processors were busy for over 80%: no evidence."
     for rate in _distinct(rows, "rate_bps"):
-        caption = " ".join([caption, *factor_notes(_at(rows, rate_bps=rate))])
+        at_rate = _at(rows, rate_bps=rate)
+        caption = " ".join([caption, *factor_notes(at_rate), *balance_notes(at_rate)])
     used = [
         index
         for index in range(len(columns))

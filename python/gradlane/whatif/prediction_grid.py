@@ -266,7 +266,7 @@ def is_beside(one: Mapping[str, Any], row: Mapping[str, Any], strategy: Strategy
     """
     keys = ("workload", "rate_bps", "workers", "dilation")
     fixed = parse_strategy(str(one["strategy"]))
-    same_bits = fixed.sums_in_rank_order and not fixed.is_hybrid
+    same_bits = fixed.sums_in_rank_order and not fixed.sends_factors
     comparable = same_bits or strategy.any_rounding
     is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
     return is_fixed and comparable and all(one.get(key) == row.get(key) for key in keys)

@@ -154,7 +154,8 @@ def scenario_of(
         scenario["codecs"] = {
             choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
             for choice, tensor in zip(choices, profile.tensors, strict=True)
-            if choice.codec != RAW and schemes.get(choice.tensor, {}).get("scheme") != "sfb"
+            if choice.codec != RAW
+            and schemes.get(choice.tensor, {}).get("scheme") not in options.FACTOR_SCHEMES
         }
         measured = {text: CodecCost(*cost) for text, cost in cluster.costs.codecs.items()}
         cost = mean_cost(profile, choices, measured)

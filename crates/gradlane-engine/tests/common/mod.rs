@@ -36,6 +36,8 @@ pub struct Node {
     pub left_out: Vec<(Step, bool)>,
     /// Blocks that were gathered, by rank.
     pub blocks: BTreeMap<(TensorId, Step), Vec<Option<Block>>>,
+    /// Tensors whose blocks are all here and that this rank owes an answer.
+    pub questions: Vec<(TensorId, Step)>,
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
@@ -238,6 +240,7 @@ impl Cluster {
                 decided: Vec::new(),
                 left_out: Vec::new(),
                 blocks: BTreeMap::new(),
+                questions: Vec::new(),
                 failure: None,
                 closed: false,
                 dead: false,
@@ -475,6 +478,11 @@ impl Node {
         self.take_events();
     }
 
+    fn keep(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
+        let blocks = blocks.iter().map(|it| it.map(|region| (region, self.read(region))));
+        self.blocks.insert((tensor, step), blocks.collect());
+    }
+
     fn bytes_of(&self, memory: Memory) -> Vec<u8> {
         let floats = |values: &Vec<f32>| values.iter().flat_map(|it| it.to_le_bytes()).collect();
         match memory {
@@ -656,10 +664,10 @@ impl Node {
                 Event::TensorReady { tensor, step, absent } => {
                     self.ready.push((tensor, step, absent));
                 }
-                Event::BlocksReady { tensor, step, blocks } => {
-                    let blocks =
-                        blocks.iter().map(|it| it.map(|region| (region, self.read(region))));
-                    self.blocks.insert((tensor, step), blocks.collect());
+                Event::BlocksReady { tensor, step, blocks } => self.keep(tensor, step, &blocks),
+                Event::BlocksCollected { tensor, step, blocks } => {
+                    self.keep(tensor, step, &blocks);
+                    self.questions.push((tensor, step));
                 }
                 Event::StepComplete { step } => self.completed.push(step),
                 Event::Applied { slice, rank, step, version, staleness } => {

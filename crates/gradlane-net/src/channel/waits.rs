@@ -160,4 +160,34 @@ impl Channel {
             self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
         }
     }
+
+    /// Waits for tensors whose blocks are all here, and which this rank owes an answer, each once, in
+    /// the order in which they came. Their blocks are to be had from [`Channel::take_blocks`].
+    ///
+    /// # Errors
+    /// When the session is over, or the wait was interrupted.
+    pub fn next_questions(
+        &self,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<(TensorId, Step)>, ChannelError> {
+        loop {
+            let questions = self.take_questions()?;
+            if !questions.is_empty() {
+                return Ok(questions);
+            }
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+            self.shared.ready.wait(Awaited::Question, INTERRUPT_EVERY);
+        }
+    }
+
+    /// The same without a wait, which may be none.
+    ///
+    /// # Errors
+    /// When the session is over.
+    pub fn take_questions(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
+        self.shared.error_of_end().map_or(Ok(()), Err)?;
+        Ok(self.shared.ready.take_questions())
+    }
 }

@@ -36,6 +36,11 @@ impl Driver {
                     self.engine.block_ready(tensor, step, memory.bytes() as u64)
                 }
                 Command::BlockAbsent(tensor, step) => self.engine.tensor_absent(tensor, step),
+                Command::AnswerReady(tensor, step, memory) => {
+                    // The owner's own block goes nowhere: the answer takes its place.
+                    self.memory.set_gradient(tensor, memory);
+                    self.engine.answer_ready(tensor, step, memory.bytes() as u64)
+                }
                 Command::ReleaseBlocks(tensor, step, scratch) => {
                     scratch.into_iter().for_each(|block| self.memory.give_back(block));
                     self.engine.release_blocks(tensor, step)

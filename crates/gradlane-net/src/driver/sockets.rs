@@ -22,7 +22,7 @@ impl Driver {
         let (engine, shared) = (&mut self.engine, &self.shared);
         let counters = &shared.metrics.peers[rank.index()];
         let result = link.connection.flush(|header, transmit| {
-            counters.sent(header);
+            shared.metrics.sent(rank, header);
             shared.metrics.sent_message(engine.plan(), header);
             shared.trace.sent(rank, header);
             if let Some(transmit) = transmit {

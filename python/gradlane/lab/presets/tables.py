@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradlane.lab.balance import EVEN_BELOW
 from gradlane.lab.cells import CEILING
 from gradlane.lab.display import format_time
 from gradlane.lab.presets import findings
@@ -106,6 +107,32 @@ def print_utilization(console: Console, rows: Sequence[Row]) -> None:
             "communication" if is_communication_bound(row) else "compute",
         )
     console.print(table)
+    _print_ports(console, rows)
+
+
+def _print_ports(console: Console, rows: Sequence[Row]) -> None:
+    """Print what went through each port, of clusters in which some run's ports differ."""
+    shown = [row for row in findings.measured(rows) if (row.get("balance") or {}).get("nodes")]
+    shown = [row for row in shown if row["strategy"] != CEILING]
+    uneven = [row for row in shown if float(row["balance"]["port_imbalance"]) >= EVEN_BELOW]
+    clusters = {findings.cluster_of(row) for row in uneven}
+    for cluster in sorted(clusters, key=str):
+        here = [row for row in shown if findings.cluster_of(row) == cluster]
+        count = max(len(row["balance"]["nodes"]) for row in here)
+        table = plain_table(
+            f"{cluster[0]} at {format_rate(cluster[2])}: MB a step out of and into each node",
+            "strategy",
+            *(f"node {node}" for node in range(count)),
+            "largest / mean",
+        )
+        for row in here:
+            cells = [
+                f"{node['tx_bytes_per_step'] / 1e6:.0f} / {node['rx_bytes_per_step'] / 1e6:.0f}"
+                for node in row["balance"]["nodes"]
+            ]
+            most = f"{float(row['balance']['port_imbalance']):.2f}"
+            table.add_row(str(row["strategy"]), *cells, *[""] * (count - len(cells)), most)
+        console.print(table)
 
 
 def print_slices(console: Console, rows: Sequence[Row]) -> None:

@@ -56,6 +56,10 @@ class PacingClock:
         self._deadline_s = 0.0
         self._work_limit_s = 0.0
 
+    def beside(self) -> PacingClock:
+        """Return another clock of the same pace, for operations of another thread."""
+        return PacingClock(self.dilation, enabled=self.enabled, now=self._now, sleep=self._sleep)
+
     def begin(self, duration_s: float) -> None:
         """Start an operation of `duration_s` nominal seconds."""
         now_s = self._now()

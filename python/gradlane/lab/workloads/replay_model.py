@@ -226,12 +226,22 @@ class SleepingLayer(nn.Module):
         outputs, inputs = self.weight_shape
         return self._rows * (outputs if number else inputs)
 
-    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
+    def rebuild(
+        self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor, *, aside: bool
+    ) -> None:
         """Write the elements of the mean that are looked at, and sleep for the whole product.
 
         The own factors are multiplied in backward, whose time holds that product already.
+
+        Args:
+            contributions: the parts of each rank, in rank order.
+            divisor: number of ranks.
+            out: where the mean goes.
+            aside: on a thread of its own, beside the operations of the model: whoever answers for
+                all ranks computes on something else than the model's accelerator.
         """
         accelerator = self._accelerator
+        clock = accelerator.clock.beside() if aside else accelerator.clock
         rows = [
             part.inputs.shape[0]
             for parts in contributions
@@ -239,7 +249,7 @@ class SleepingLayer(nn.Module):
             if isinstance(part, LinearFactors)
         ]
         others = max(sum(rows) - self._rows, 0)
-        accelerator.clock.begin(2.0 * others * out.numel() / accelerator.operations_per_s)
+        clock.begin(2.0 * others * out.numel() / accelerator.operations_per_s)
         elements = updated_elements(out.numel())
         total = np.zeros(len(elements), dtype=np.float32)
         for part in (one for parts in contributions for one in parts):
@@ -250,7 +260,7 @@ class SleepingLayer(nn.Module):
                 total = np.add(total, part.values.reshape(-1).numpy()[elements])
         mean = torch.from_numpy(np.divide(total, np.float32(divisor)))
         out.view(-1)[torch.from_numpy(elements)] = mean
-        accelerator.clock.finish()
+        clock.finish()
 
     def fills(self) -> list[GradientFill]:
         """What is to be written for the pending backward."""
