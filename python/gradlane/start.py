@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from gradlane.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import find_place
-from gradlane.local.layout import with_local
+from gradlane.local.rules import with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.observability.summary import is_wanted
 from gradlane.options import SFB, Options, strategy_of
