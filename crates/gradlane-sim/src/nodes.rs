@@ -36,7 +36,7 @@ impl Nodes {
     pub(crate) fn validate(&self, scenario: &Scenario) -> Result<(), SimError> {
         let refuse = |text: &str| Err(SimError::Argument(format!("nodes{text}")));
         let workers = scenario.workers;
-        if self.ranks == 0 || workers % self.ranks != 0 {
+        if self.ranks == 0 || !workers.is_multiple_of(self.ranks) {
             return refuse(&format!(
                 ".ranks is {}, which {workers} workers do not fill",
                 self.ranks

@@ -170,8 +170,8 @@ def _print(
     table = Table()
     several = any(row.ranks_per_node > 1 for row in rows)
     names = (
-        "workers",
-        *(("on nodes of", "MB a port") if several else ()),
+        "nodes x ranks" if several else "workers",
+        *(("MB a port",) if several else ()),
         "rate",
         "strategy",
         "compression",
@@ -181,14 +181,14 @@ def _print(
         "samples/s",
     )
     for name in names:
-        table.add_column(name, justify="left" if name == "strategy" else "right")
+        is_text = name == "strategy"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
         if row.codec != RAW:
             strategy += f" {row.codec}"
         table.add_row(
-            str(row.workers),
-            *(_node_cells(row) if several else ()),
+            *(_node_cells(row) if several else (str(row.workers),)),
             format_rate(row.rate_bps),
             strategy,
             f"{row.compression:g}",
@@ -212,8 +212,8 @@ def _print(
 
 
 def _node_cells(row: Row) -> tuple[str, str]:
-    bytes_ = row.tx_bytes_per_step
-    return str(row.ranks_per_node), "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
+    bytes_, each = row.tx_bytes_per_step, row.ranks_per_node
+    return f"{row.workers // each} x {each}", "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
