@@ -14,8 +14,9 @@ from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.environment import Place
 from gradlane.errors import RendezvousError
-from gradlane.local.layout import OFF, agree_on_layout
+from gradlane.local.layout import agree_on_layout
 from gradlane.local.opening import open_node_channel
+from gradlane.local.rules import OFF
 from gradlane.observability.observer import ModelWatch, Observer
 from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting

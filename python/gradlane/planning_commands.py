@@ -24,8 +24,9 @@ def whatif(
         typer.Option(
             help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
             "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
-            "there are any), adam (factors to one rank, the whole back), ring-fused (a model of "
-            "fused buffers and rings)."
+            "there are any), adam (factors to one rank, the whole back), hierarchical and "
+            "hierarchical-shared (p3 between nodes whose ranks add up first; --ranks-per-node), "
+            "ring-fused (a model of fused buffers and rings)."
         ),
     ] = "wfbp,p3",
     codec: Annotated[
@@ -44,10 +45,23 @@ def whatif(
     servers: Annotated[
         int | None, typer.Option(help="The first so many workers own slices; all if absent.")
     ] = None,
-    workers_per_node: Annotated[int, typer.Option(help="Of the hierarchical ring.")] = 8,
+    ranks_per_node: Annotated[
+        str,
+        typer.Option(
+            help="Workers on each node, which share its port; such as 2,4,8. What does not fill "
+            "two nodes is left out."
+        ),
+    ] = "1",
+    workers_per_node: Annotated[
+        int, typer.Option(help="Of the hierarchical ring, without --ranks-per-node.")
+    ] = 8,
     local_rate: Annotated[
-        str, typer.Option(help="Rate between the workers of a node, of the hierarchical ring.")
-    ] = "1000gbit",
+        str | None,
+        typer.Option(
+            help="Rate between the workers of a node, such as NCCL's; shared memory, as measured, "
+            "if absent (1000gbit for ring-fused)."
+        ),
+    ] = None,
     additions: Annotated[
         Path | None,
         typer.Option(help="CSV of measured additions (elements,seconds), of ring-fused."),
@@ -101,11 +115,12 @@ def whatif(
             free_host=free_host,
             costs=MachineCosts() if costs is None else read_costs(costs),
             workers_per_node=workers_per_node,
-            local_rate_bps=parse_rate(local_rate),
+            local_rate_bps=None if local_rate is None else parse_rate(local_rate),
             additions=() if additions is None else lists.read_additions(additions),
         ),
         console=wide_console(),
         codecs=codecs,
+        ranks_per_node=lists.parse_node_sizes(ranks_per_node),
         trace_path=trace,
         html_path=html_path,
     )
@@ -166,6 +181,9 @@ def plan(
         int | None,
         typer.Option(help="The first so many ranks own slices; all if absent."),
     ] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Ranks on each node, which share its port.")
+    ] = 1,
     latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
     update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
         "worker"
@@ -214,7 +232,7 @@ def plan(
     require_writable(json_path)
     made = run_plan(
         find_profile(profile, batch_time_s),
-        ClusterFacts(workers, parse_rate(rate), latency_s, update, servers),
+        ClusterFacts(workers, parse_rate(rate), latency_s, update, servers, ranks_per_node),
         budget_s=budget_s,
         console=wide_console(),
         rule=rule,

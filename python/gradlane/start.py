@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from gradlane.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import find_place, is_wanted
-from gradlane.local.layout import with_local
+from gradlane.local.rules import with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.options import FACTOR_SCHEMES, Options, strategy_of
 from gradlane.rendezvous import open_store

@@ -11,6 +11,9 @@ from gradlane.lab.options import LabOptions
 from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies
+from gradlane.whatif.grid import evaluate
+from gradlane.whatif.profiles import read_profile
+from gradlane.whatif.simulation import Cluster
 from tests.lab.test_run import small_profile
 
 REASON = why_no_namespaces()
@@ -47,7 +50,7 @@ def test_nodes_that_cannot_be(workers: int, each: int, strategies: str, words: s
 def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> None:
     options = LabOptions(
         workload="resnet50",
-        strategies=parse_strategies("p3,hierarchical"),
+        strategies=parse_strategies("p3,hierarchical,hierarchical-shared"),
         workers=4,
         ranks_per_node=2,
         rates_bps=[200_000_000],
@@ -55,10 +58,18 @@ def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> No
         warmup=3,
         profile_path=str(small_profile(tmp_path)),
     )
-    flat, led = run_lab(options)
+    flat, led, shared = run_lab(options)
     assert flat.params_equal and led.params_equal
     assert led.verified_tensors > 0
     assert flat.expected_tx_bytes is not None and led.expected_tx_bytes is not None
     assert led.expected_tx_bytes == pytest.approx(flat.expected_tx_bytes / 2)
     assert led.tx_bytes_per_step == pytest.approx(flat.tx_bytes_per_step / 2, rel=0.2)
     assert led.ranks_per_node == 2
+    assert options.profile_path is not None
+    profile = read_profile(Path(options.profile_path))
+    for row in (flat, led, shared):
+        cluster = Cluster(4, 2e8, row.strategy, ranks_per_node=2, slice_elems=row.slice_elems)
+        (simulated,) = evaluate(profile, [cluster])
+        # What ports really carried, beside what the same engines send in virtual time.
+        assert simulated.tx_bytes_per_step is not None
+        assert row.tx_bytes_per_step == pytest.approx(simulated.tx_bytes_per_step, rel=0.05)

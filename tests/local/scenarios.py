@@ -13,12 +13,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.planner import learning
+from gradlane.planner.plan import Plan
+from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 
 LOCAL_SIZE = 2
 
@@ -268,3 +272,44 @@ def uneven(store: Any, rank: int, world_size: int, job: str, **options: Any) -> 
                 optimizer.step()
                 optimizer.zero_grad()
     return digest(model)
+
+
+def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
+    """Train under `plan="auto"`, whose decision is to add up on nodes from then on."""
+    seen: list[ClusterFacts] = []
+
+    class Decided:
+        """In place of the coordinator: what is simulated is tested elsewhere."""
+
+        def __init__(self, profile: Any, facts: ClusterFacts, **arguments: Any) -> None:
+            seen.append(facts)
+            assert arguments["any_rounding"]
+
+        def plan(self, *, budget_s: float) -> Plan:
+            return Plan("decided", seen[0], "probed", Settings(local="leader"))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 200), nn.ReLU(), nn.Linear(200, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent = []
+    with (
+        mock.patch.object(learning, "Coordinator", Decided),
+        opened(store, rank, world_size, job, exact_order=False) as session,
+    ):
+        session.prepare(model, optimizer, plan="auto")
+        for step in range(LEARNING_STEPS + 3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            loss = model(torch.randn(8, 30, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(session.metrics()["channels"][-1]["tx_bytes"])
+        session.synchronize()
+        local = None if session.plan is None else session.plan.settings.local
+        weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    return {
+        "local": local,
+        "nodes_of": [facts.ranks_per_node for facts in seen],
+        "sent": sent,
+        "digest": hashlib.sha256(weights).hexdigest(),
+    }

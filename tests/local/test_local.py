@@ -156,3 +156,13 @@ def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, local: str) -> No
             assert words[3] < 15
     finally:
         ranks.kill()
+
+
+def test_a_plan_that_is_found_knows_the_nodes_and_may_add_up_on_them(pool: RankPool) -> None:
+    ranks = pool.run(f"{HERE}:planned")
+    assert [rank["nodes_of"] for rank in ranks] == [[LOCAL_SIZE], [], [], []]
+    assert {rank["local"] for rank in ranks} == {"leader"}
+    assert len({rank["digest"] for rank in ranks}) == 1
+    for number, rank in enumerate(ranks):
+        assert rank["sent"][0] > 0
+        assert (rank["sent"][-1] > rank["sent"][-2]) == (number % LOCAL_SIZE == 0)

@@ -77,7 +77,12 @@ def row(**changes: Any) -> dict[str, Any]:
 def test_the_page_holds_the_grid_and_nothing_from_elsewhere() -> None:
     text = page_text()
     data = data_of(text)
-    assert data["values"] == {"workers": WORKERS, "rate_bps": RATES, "compression": COMPRESSIONS}
+    assert data["values"] == {
+        "workers": WORKERS,
+        "ranks_per_node": [1],
+        "rate_bps": RATES,
+        "compression": COMPRESSIONS,
+    }
     assert len(data["rows"]) == 2 * 3 * 3 * 2
     assert data["series"] == STRATEGIES and data["baseline"] == "wfbp"
     # One step of every cluster of the engine; a formula has none.
@@ -98,6 +103,7 @@ def test_the_page_begins_where_another_order_brings_most(tmp_path: Path) -> None
     report_from_whatif({"rows": rows}, path)
     assert data_of(path.read_text(encoding="utf-8"))["start"] == {
         "workers": 0,
+        "ranks_per_node": 0,
         "rate_bps": 1,
         "compression": 0,
     }

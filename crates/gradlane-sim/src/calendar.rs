@@ -4,12 +4,12 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// What happens to which rank.
+/// What happens to which rank, or to which port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
-    /// Its port may send the next piece.
+    /// The port may send the next piece.
     Depart,
-    /// The first piece queued at its port for it is whole.
+    /// The first piece that is on its way to the port is whole.
     Arrive,
     /// Its I/O thread is free and has something to hear.
     Listen,
@@ -21,6 +21,8 @@ pub(crate) enum Kind {
     Answer,
     /// Other traffic leaves its port.
     Background,
+    /// It does something on its node (see `sums`).
+    Local,
 }
 
 /// An entry: time, order of making, kind, rank.

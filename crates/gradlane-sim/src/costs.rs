@@ -66,6 +66,13 @@ pub struct Costs {
     pub wake_s: f64,
     /// Between the end of a step's backward and the next forward.
     pub between_steps_s: f64,
+    /// Copying a byte to where another rank of the node reads it, or from there.
+    pub local_copy_byte_s: f64,
+    /// Reading a byte of one rank's contribution, where those of a node are added up, and its share
+    /// of writing the result.
+    pub local_sum_byte_s: f64,
+    /// A word to another rank of the node, to its being heard.
+    pub local_word_s: f64,
 }
 
 impl Default for Costs {
@@ -88,6 +95,9 @@ impl Costs {
         command_s: 0.0,
         wake_s: 0.0,
         between_steps_s: 0.0,
+        local_copy_byte_s: 0.0,
+        local_sum_byte_s: 0.0,
+        local_word_s: 0.0,
     };
 
     /// As measured: see the top of this file. `between_steps_s` is the training loop's own, and is in
@@ -105,6 +115,11 @@ impl Costs {
         command_s: 81e-6,
         wake_s: 13e-6,
         between_steps_s: 0.0,
+        // Of the next day, while others used the machine: `lab/calibrate_local.py`, processor time of
+        // copies and sums of 4 MiB out of 64 MiB, half of a word's way there and back.
+        local_copy_byte_s: 0.18e-9,
+        local_sum_byte_s: 0.26e-9,
+        local_word_s: 4.7e-6,
     };
 
     /// Checks every value.
@@ -124,6 +139,9 @@ impl Costs {
             ("command_s", self.command_s),
             ("wake_s", self.wake_s),
             ("between_steps_s", self.between_steps_s),
+            ("local_copy_byte_s", self.local_copy_byte_s),
+            ("local_sum_byte_s", self.local_sum_byte_s),
+            ("local_word_s", self.local_word_s),
         ] {
             if !(0.0..=1.0).contains(&value) {
                 return Err(SimError::Argument(format!("costs.{name} is {value}: use 0 to 1 s")));

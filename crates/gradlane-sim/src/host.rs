@@ -76,7 +76,7 @@ impl Run {
             Input::Begin(step) => engine.step_begin(step).map_err(|it| it.to_string()),
             Input::Gradient(tensor, step) => {
                 time += charges.command;
-                let planned = self.plan.tensor(tensor);
+                let planned = self.channels.plan(rank).tensor(tensor);
                 let given = match planned.scheme {
                     // A profile knows no sizes of single steps: blocks are as large as they may be.
                     Scheme::Gather => {
@@ -100,7 +100,7 @@ impl Run {
             }
             Input::Answer(tensor, step) => {
                 time += charges.command;
-                let planned = &self.plan.tensor(tensor).spec;
+                let planned = &self.channels.plan(rank).tensor(tensor).spec;
                 let bytes = self.answered[tensor.index()]
                     .map_or(planned.numel * planned.dtype.bytes(), |it| it.answer_bytes);
                 engine.answer_ready(tensor, step, bytes).map_err(|it| it.to_string())
@@ -144,12 +144,12 @@ impl Run {
 
     fn on_event(&mut self, rank: u32, event: Event, time: u64) {
         match event {
+            Event::TensorReady { tensor, step, .. } if self.sums.is_some() => {
+                self.pass_on(rank, tensor, step, time);
+            }
             Event::TensorReady { tensor, step, .. } => {
                 let time = time + self.charges.wake;
-                let accelerator = &mut self.nodes[rank as usize].accelerator;
-                if accelerator.result(tensor, step.0, time) {
-                    self.calendar.at(time, Kind::Compute, rank);
-                }
+                self.tensor_is_here(rank, tensor, step, time);
             }
             Event::BlocksReady { tensor, step, .. } => {
                 let engine = &mut self.nodes[rank as usize].engine;
@@ -190,7 +190,7 @@ impl Run {
 
     fn start_work(&mut self, rank: u32, work: &Work, time: u64) {
         let copies = f64::from(self.workers) / self.nodes.len() as f64;
-        let cost = self.work_ns(work, copies) as u64;
+        let cost = self.work_ns(rank, work, copies) as u64;
         let node = &mut self.nodes[rank as usize];
         let thread = node.work_until.iter_mut().min().expect("there is a work thread");
         let begin = time.max(*thread);
@@ -199,17 +199,19 @@ impl Run {
         node.works.push(Reverse((end, work.id)));
         self.meters.work_ns += cost;
         self.calendar.at(end, Kind::Worked, rank);
-        let bytes = self.plan.slice_bytes(work.slice) as u32;
+        let plan = self.channels.plan(rank);
+        let bytes = plan.slice_bytes(work.slice) as u32;
+        let tensor = self.channels.tensor(rank, plan.slice(work.slice).tensor);
         let (slice, priority) = (work.slice, Priority(0));
-        let subject = Subject::Slice { kind: None, slice, peer: rank, bytes, priority };
+        let subject = Subject::Slice { kind: None, tensor, slice, peer: rank, bytes, priority };
         self.span(rank, Lane::Reduce, work.step, subject, begin, end);
     }
 
     /// How long a work takes, where so many ranks stand for one.
-    fn work_ns(&self, work: &Work, copies: f64) -> f64 {
+    fn work_ns(&self, rank: u32, work: &Work, copies: f64) -> f64 {
         let charges = &self.charges;
         // Codecs cost by the values' bytes, whatever the encoding's length.
-        let raw = self.plan.slice_bytes(work.slice) as f64;
+        let raw = self.channels.plan(rank).slice_bytes(work.slice) as f64;
         let (encode, decode) = (charges.encode_byte * raw, charges.decode_byte * raw);
         let ns = match &work.operation {
             Operation::Copy { from, .. } => charges.reduce_byte * from.length as f64,

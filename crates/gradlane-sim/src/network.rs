@@ -69,7 +69,11 @@ impl Run {
         let time = time + (cost * f64::from(weight)) as u64;
         self.meters.frames += 1;
         self.meters.sent_bytes += u64::from(bytes);
-        self.meters.port_bytes[rank as usize] += u64::from(bytes) * u64::from(weight);
+        let to = self.channels.topology.peer(rank, peer);
+        let (port, _) = self.channels.topology.ports(rank, to);
+        if let Some(passed) = self.meters.port_bytes.get_mut(port as usize) {
+            *passed += u64::from(bytes) * u64::from(weight);
+        }
         let number = self.frames.insert(transmit.header);
         self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, time);
         time
@@ -79,6 +83,7 @@ impl Run {
     /// room, and ends it even where that is over.
     fn push(&mut self, rank: u32, peer: u32, mut partial: Partial, time: u64) {
         let overhead = PACKET_OVERHEAD_BYTES;
+        let to = self.channels.topology.peer(rank, peer);
         while partial.rest > 0 {
             let connection = &mut self.nodes[rank as usize].connections[peer as usize];
             if connection.held_bytes >= connection.window_bytes {
@@ -92,7 +97,7 @@ impl Run {
             let first = partial.rest == partial.bytes;
             partial.rest -= bytes;
             let content = Content::Frame { number: partial.number, first, last: partial.rest == 0 };
-            self.queue(time, Piece { content, from: rank, to: peer, bytes });
+            self.queue(time, Piece { content, from: rank, to, bytes });
         }
         // Said in this order, the engine need not find the next head for a peer that is busy.
         if !self.is_below_low_water(rank, peer) {
@@ -103,87 +108,103 @@ impl Run {
 
     fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
         let waiting = self.nodes[rank as usize].connections[peer as usize].waiting_bytes;
-        self.ports[rank as usize].outgoing_bytes <= self.queue_bytes
+        let topology = self.channels.topology;
+        let (port, _) = topology.ports(rank, topology.peer(rank, peer));
+        self.ports[port as usize].outgoing_bytes <= self.queue_bytes
             || u64::from(waiting) < self.low_water_bytes
     }
 
     fn queue(&mut self, time: u64, piece: Piece) {
-        if let Some(at) = self.ports[piece.from as usize].queue(time, piece) {
-            self.calendar.at(at.max(self.now), Kind::Depart, piece.from);
+        let (port, _) = self.channels.topology.ports(piece.from, piece.to);
+        if let Some(at) = self.ports[port as usize].queue(time, piece) {
+            self.calendar.at(at.max(self.now), Kind::Depart, port);
         }
     }
 
     /// What is at the head of the queue leaves: acknowledgements, and one piece behind them.
-    pub(crate) fn depart(&mut self, rank: u32) {
-        while let Some(piece) = self.ports[rank as usize].depart() {
-            self.carry(rank, piece);
-            let port = &self.ports[rank as usize];
-            let Some(at) = port.next_departure() else {
+    pub(crate) fn depart(&mut self, port: u32) {
+        while let Some(piece) = self.ports[port as usize].depart() {
+            self.carry(piece);
+            let Some(at) = self.ports[port as usize].next_departure() else {
                 return;
             };
             let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;
             if !may_follow {
-                return self.calendar.at(at, Kind::Depart, rank);
+                return self.calendar.at(at, Kind::Depart, port);
             }
         }
     }
 
     /// A piece leaves its port now, and so begins to arrive.
-    fn carry(&mut self, rank: u32, piece: Piece) {
-        let weights = &self.fold.weights;
-        let occupies = |weight: u32| {
-            (f64::from(piece.bytes) * self.ns_per_byte * f64::from(weight)).ceil() as u64
+    fn carry(&mut self, piece: Piece) {
+        let rank = piece.from;
+        let topology = self.channels.topology;
+        let (out, into) = topology.ports(piece.from, piece.to);
+        // Between ranks of one node there is neither a wire nor what shapes it.
+        let outside = topology.is_outside(out);
+        let (ns_per_byte, latency, burst) = if outside {
+            (self.ns_per_byte, self.latency, self.burst_ns)
+        } else {
+            (self.local_ns_per_byte, 0, 0)
         };
+        let weights = &self.fold.weights;
+        let occupies =
+            |weight: u32| (f64::from(piece.bytes) * ns_per_byte * f64::from(weight)).ceil() as u64;
         let out_ns = occupies(weights[piece.to as usize]);
         let in_ns = occupies(weights[piece.from as usize]);
-        let (now, burst) = (self.now, self.burst_ns);
-        self.ports[rank as usize].out_line.occupy(now, out_ns, burst);
+        let now = self.now;
+        self.ports[out as usize].out_line.occupy(now, out_ns, burst);
         let left_at = now + out_ns;
-        let target = &mut self.ports[piece.to as usize];
-        let begins_at = target.in_line.free_at.max(now + self.latency);
+        let target = &mut self.ports[into as usize];
+        let begins_at = target.in_line.free_at.max(now + latency);
         let whole_at = if burst > 0 {
             target.in_line.occupy(begins_at, in_ns, burst);
             begins_at
         } else {
-            target.in_line.free_at = (begins_at + in_ns).max(left_at + self.latency);
+            target.in_line.free_at = (begins_at + in_ns).max(left_at + latency);
             target.in_line.free_at
         };
         target.incoming.push_back((whole_at, piece));
         if target.incoming.len() == 1 {
-            self.calendar.at(whole_at, Kind::Arrive, piece.to);
+            self.calendar.at(whole_at, Kind::Arrive, into);
         }
-        self.meters.tx.add(now, left_at);
-        self.meters.rx.add(whole_at.saturating_sub(in_ns), whole_at);
+        if outside {
+            self.meters.tx.add(now, left_at);
+            self.meters.rx.add(whole_at.saturating_sub(in_ns), whole_at);
+        }
         let Content::Frame { number, .. } = piece.content else {
             return;
         };
         if self.trace.is_some() {
             let header = self.frames.get(number);
             let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
-            let subject = |peer| Subject::Slice { kind, slice, peer, bytes: piece.bytes, priority };
+            let tensor = self.channels.tensor(rank, self.channels.plan(rank).slice(slice).tensor);
+            let bytes = piece.bytes;
+            let subject = |peer| Subject::Slice { kind, tensor, slice, peer, bytes, priority };
             let lane = Lane::of(header.kind);
             self.span(rank, lane, header.step, subject(piece.to), now, left_at);
             let (subject, begin) = (subject(rank), whole_at.saturating_sub(in_ns));
             self.span(piece.to, Lane::Receive, header.step, subject, begin, whole_at);
         }
-        let connection = &mut self.nodes[rank as usize].connections[piece.to as usize];
+        let peer = topology.member(piece.to);
+        let connection = &mut self.nodes[rank as usize].connections[peer as usize];
         connection.waiting_bytes -= piece.bytes;
-        self.wake_if_writable(rank, piece.to);
+        self.wake_if_writable(rank, peer);
     }
 
     /// Pieces are whole at their receiver.
-    pub(crate) fn arrive(&mut self, rank: u32) {
+    pub(crate) fn arrive(&mut self, port: u32) {
         loop {
-            let port = &mut self.ports[rank as usize];
-            match port.incoming.front() {
+            let incoming = &mut self.ports[port as usize].incoming;
+            match incoming.front() {
                 None => return,
                 Some(&(time, _)) if time > self.now => {
-                    return self.calendar.at(time, Kind::Arrive, rank);
+                    return self.calendar.at(time, Kind::Arrive, port);
                 }
                 Some(_) => {}
             }
-            if let Some((_, piece)) = port.incoming.pop_front() {
-                self.take(rank, piece);
+            if let Some((_, piece)) = incoming.pop_front() {
+                self.take(piece.to, piece);
             }
         }
     }
@@ -192,8 +213,9 @@ impl Run {
         match piece.content {
             Content::Other => {}
             Content::Acknowledgement { held_bytes } => {
-                self.nodes[rank as usize].connections[piece.from as usize].held_bytes -= held_bytes;
-                self.wake_if_writable(rank, piece.from);
+                let peer = self.channels.topology.member(piece.from);
+                self.nodes[rank as usize].connections[peer as usize].held_bytes -= held_bytes;
+                self.wake_if_writable(rank, peer);
             }
             Content::Frame { number, first, last } => {
                 self.meters.received_bytes += u64::from(piece.bytes);
@@ -212,9 +234,10 @@ impl Run {
     fn acknowledge(&mut self, rank: u32, piece: &Piece) {
         let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
         if piece.bytes <= SMALL_PIECE_BYTES {
-            let connection = &mut self.nodes[piece.from as usize].connections[rank as usize];
+            let peer = self.channels.topology.member(rank);
+            let connection = &mut self.nodes[piece.from as usize].connections[peer as usize];
             connection.held_bytes -= held_bytes;
-            return self.wake_if_writable(piece.from, rank);
+            return self.wake_if_writable(piece.from, peer);
         }
         let content = Content::Acknowledgement { held_bytes };
         let bytes = ACKNOWLEDGEMENT_BYTES;
@@ -240,11 +263,13 @@ impl Run {
     }
 
     pub(crate) fn burst(&mut self, rank: u32) {
-        let ranks = self.nodes.len() as u32;
-        let Some(background) = self.background.filter(|_| self.finished < ranks) else {
+        let topology = self.channels.topology;
+        let Some(background) = self.background.filter(|_| self.finished < topology.ranks) else {
             return;
         };
-        let to = (rank + 1 + self.rng.below(ranks - 1)) % ranks;
+        let nodes = topology.nodes();
+        let node = (topology.node(rank) + 1 + self.rng.below(nodes - 1)) % nodes;
+        let to = node * topology.per_node;
         let bytes = background.bytes;
         self.queue(self.now, Piece { content: Content::Other, from: rank, to, bytes });
         self.schedule_background(rank);

@@ -4,45 +4,57 @@ use crate::node::Node;
 use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
-use gradlane_engine::Scheme;
+use gradlane_engine::{Plan, Scheme};
 use gradlane_units::{SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
+use std::sync::Arc;
 
 impl Run {
     /// Bytes through the busiest port in a step, one way, without frame headers.
-    fn port_bytes(&self, workers: f64) -> f64 {
-        let slices = (0..self.plan.slices.len() as u32).map(SliceId);
-        let taking_part =
-            slices.filter(|&it| self.plan.takes_part(self.plan.slice(it).tensor, Step(1)));
+    fn port_bytes(&self, workers: u32) -> f64 {
+        self.channels.plans().iter().map(|plan| self.port_bytes_of(plan, workers)).sum::<f64>()
+            + self.answer_bytes()
+    }
+
+    fn port_bytes_of(&self, plan: &Plan, workers: u32) -> f64 {
+        let slices = (0..plan.slices.len() as u32).map(SliceId);
+        let taking_part = slices.filter(|&it| plan.takes_part(plan.slice(it).tensor, Step(1)));
         let bytes = taking_part.map(|slice| {
-            match self.plan.tensor(self.plan.slice(slice).tensor).scheme {
-                Scheme::Gather => return (workers - 1.0) * self.plan.slice_bytes(slice) as f64,
-                Scheme::Answer => return 0.0,
-                Scheme::Ps | Scheme::Ring => {}
+            let scheme = plan.tensor(plan.slice(slice).tensor).scheme;
+            if scheme == Scheme::Answer {
+                return 0.0;
+            }
+            let share = self.channels.port_share(scheme, workers);
+            if scheme == Scheme::Gather {
+                return share * plan.slice_bytes(slice) as f64;
             }
             let travels = |kind| {
-                let encoded = self.plan.may_be_encoded(kind, slice, Step(1));
-                self.plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
+                let encoded = plan.may_be_encoded(kind, slice, Step(1));
+                plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
             };
             let round_trip = travels(FrameKind::Push) + travels(FrameKind::Broadcast);
-            (workers - 1.0) / workers * round_trip as f64
+            share * round_trip as f64
         });
-        bytes.sum::<f64>() + self.answer_bytes()
+        bytes.sum()
     }
 
     /// Of those, what goes to the owners of whole tensors and back; other traffic is even.
     fn answer_bytes(&self) -> f64 {
-        let ranks = self.nodes.len();
-        let others = ranks as f64 - 1.0;
-        let (mut sent, mut received) = (vec![0.0; ranks], vec![0.0; ranks]);
+        let topology = self.channels.topology;
+        let others = f64::from(topology.ranks - topology.per_node);
+        let mut sent = vec![0.0; topology.nodes() as usize];
+        let mut received = sent.clone();
+        let plan = self.channels.plan(0);
         for (index, answered) in self.answered.iter().enumerate() {
-            let owner = self.plan.answerer(TensorId(index as u32));
+            let owner = plan.answerer(TensorId(index as u32));
             let (Some(answered), Some(owner)) = (answered, owner) else { continue };
             let (block, answer) = (answered.block_bytes as f64, answered.answer_bytes as f64);
-            for rank in 0..ranks {
-                let owns = rank == owner.index();
-                sent[rank] += if owns { others * answer } else { block };
-                received[rank] += if owns { others * block } else { answer };
+            let home = topology.node(owner.0) as usize;
+            let local = f64::from(topology.per_node);
+            for node in 0..sent.len() {
+                let owns = node == home;
+                sent[node] += if owns { others * answer } else { local * block };
+                received[node] += if owns { others * block } else { local * answer };
             }
         }
         sent.into_iter().chain(received).fold(0.0, f64::max)
@@ -82,27 +94,33 @@ impl Run {
             TensorWait { name: tensor.name.clone(), wait_s }
         });
         let step_s = median(&steps_s);
-        let workers = f64::from(scenario.workers);
         let goodput_bps = scenario.network.goodput_bps();
-        let port_bytes = self.port_bytes(workers);
+        let port_bytes = self.port_bytes(scenario.workers);
         let compute_s = scenario.profile.compute_s;
         let rebuilds: u64 = self.script.rebuild_ns.iter().sum();
         let rebuild_s = rebuilds as f64 / 1e9;
         let all: f64 = steps_s.iter().sum();
         let per_step = |bytes: &u64| *bytes as f64 / steps as f64;
-        let weighted = |rank: usize| f64::from(self.fold.weights[rank]);
+        let topology = self.channels.topology;
+        // Folded ranks have a port each.
+        let weighted =
+            |port: usize| f64::from(self.fold.weights[port * topology.per_node as usize]);
+        let real_ports = f64::from(scenario.workers / topology.per_node);
+        let speakers = f64::from(self.channels.speakers());
         let sent_weighted: f64 =
             self.meters.port_bytes.iter().enumerate().map(|(r, &b)| b as f64 * weighted(r)).sum();
         let interval_s = scenario.outputs.utilization_interval_s;
         let utilization = (interval_s > 0.0).then(|| Utilization {
             interval_s,
-            tx: self.meters.tx.shares(ranks),
-            rx: self.meters.rx.shares(ranks),
+            tx: self.meters.tx.shares(f64::from(topology.nodes())),
+            rx: self.meters.rx.shares(f64::from(topology.nodes())),
         });
-        let tx_mean = sent_weighted / workers / steps as f64;
+        let tx_mean = sent_weighted / real_ports / steps as f64;
+        let plan = Arc::clone(self.channels.plan(0));
         let report = Report {
-            strategy: self.plan.strategy.name.clone(),
+            strategy: plan.strategy.name.clone(),
             workers: scenario.workers,
+            ranks_per_node: topology.per_node,
             rate_bps: scenario.network.rate_bps,
             step_s,
             scaling_factor: compute_s / step_s,
@@ -113,8 +131,8 @@ impl Run {
             tx_bytes_per_step_mean: tx_mean,
             tx_bytes_per_step_max: self.meters.port_bytes.iter().map(per_step).fold(0.0, f64::max),
             tx_utilization: tx_mean * self.ns_per_byte * steps as f64 / (all * 1e9),
-            io_utilization: self.meters.io_ns as f64 / ranks / (all * 1e9),
-            work_utilization: self.meters.work_ns as f64 / ranks / (all * 1e9),
+            io_utilization: self.meters.io_ns as f64 / speakers / (all * 1e9),
+            work_utilization: self.meters.work_ns as f64 / speakers / (all * 1e9),
             steps_s,
             utilization,
             staleness: self.staleness_figures(),
@@ -124,6 +142,6 @@ impl Run {
             simulated_ranks: self.nodes.len() as u32,
             end_s: self.now as f64 / 1e9,
         };
-        Outcome { report, plan: self.plan, trace: self.trace }
+        Outcome { report, plan, trace: self.trace }
     }
 }

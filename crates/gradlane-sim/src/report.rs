@@ -9,6 +9,8 @@ pub struct Report {
     pub strategy: String,
     /// Number of ranks.
     pub workers: u32,
+    /// Of them on a node, which share its port.
+    pub ranks_per_node: u32,
     /// Rate of every port.
     pub rate_bps: f64,
     /// Median step: from the end of one forward to the end of the next, mean over the ranks.
@@ -26,13 +28,13 @@ pub struct Report {
     pub port_bound_s: f64,
     /// Waiting of forward for each tensor a step, mean over ranks and steps.
     pub waits: Vec<TensorWait>,
-    /// Bytes that left a port a step, headers included: mean and largest over the ranks.
+    /// Bytes that left a port a step, headers included: mean and largest over the nodes.
     pub tx_bytes_per_step_mean: f64,
-    /// The largest over the ranks.
+    /// The largest over the nodes.
     pub tx_bytes_per_step_max: f64,
-    /// Share of the time of a port that it sent, mean over the ranks.
+    /// Share of the time of a port that it sent, mean over the nodes.
     pub tx_utilization: f64,
-    /// Share of the time of the I/O thread that it worked, mean over the ranks.
+    /// Share of the time of the I/O thread that it worked, mean over the ranks that have one.
     pub io_utilization: f64,
     /// The same for the work thread.
     pub work_utilization: f64,

@@ -31,7 +31,7 @@ pub fn answer(json: &str) -> Result<String, SimError> {
             let outcome = simulate(&scenario)?;
             let mut answer = json!({ "report": value(&outcome.report)? });
             if let Some(trace) = &outcome.trace {
-                answer["trace"] = trace.to_json(&outcome.plan);
+                answer["trace"] = trace.to_json(&scenario.profile);
             }
             answer
         }

@@ -4,9 +4,10 @@
 use crate::codecs::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
+use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
-use gradlane_engine::{Plan, Strategy, Update};
+use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -198,6 +199,9 @@ pub struct Scenario {
     /// The first so many ranks are servers, too; none: all.
     #[serde(default)]
     pub servers: Option<u32>,
+    /// Which of them share nodes; none: each has a node and a port of its own.
+    #[serde(default)]
+    pub nodes: Option<Nodes>,
     /// How they synchronize.
     pub strategy: StrategyChoice,
     /// Slice size of a strategy that is named; none is its own.
@@ -274,6 +278,7 @@ impl Scenario {
             profile,
             workers,
             servers: None,
+            nodes: None,
             strategy: StrategyChoice::Named(strategy.to_string()),
             slice_elems: None,
             update: Update::Worker,
@@ -318,6 +323,9 @@ impl Scenario {
         if self.workers == 0 || self.workers > WORKERS_MAX {
             return refuse(format!("workers is {}: use 1 to {WORKERS_MAX}", self.workers));
         }
+        if let Some(nodes) = &self.nodes {
+            nodes.validate(self)?;
+        }
         if self.work_threads == 0 || self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));
         }
@@ -360,12 +368,11 @@ impl Scenario {
         Ok(())
     }
 
-    /// The plan for so many ranks.
+    /// The plan for so many ranks and tensors: the profile's, or parts of them.
     ///
     /// # Errors
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
-    pub(crate) fn plan(&self, workers: u32) -> Result<Plan, SimError> {
-        let specs = self.profile.specs();
+    pub(crate) fn plan(&self, workers: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
             let rows = codecs::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();

@@ -9,12 +9,14 @@ use crate::error::SimError;
 use crate::fold::Fold;
 use crate::frames::FrameTable;
 use crate::node::{Connection, Input, Node};
+use crate::nodes::Channels;
 use crate::port::Port;
-use crate::profile::{nanos, Act, Script};
+use crate::profile::{nanos, Act, Profile, Script};
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::schemes::{answered, Answered};
 use crate::shares::Shares;
+use crate::sums::{LocalCharges, Sums};
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
@@ -26,7 +28,7 @@ use std::sync::Arc;
 pub struct Outcome {
     /// The figures.
     pub report: Report,
-    /// The plan that was simulated.
+    /// The plan that was simulated; where several ranks of a node carry, that of the first.
     pub plan: Arc<Plan>,
     /// All spans, where asked for.
     pub trace: Option<Trace>,
@@ -40,7 +42,7 @@ pub struct Outcome {
 pub fn simulate(scenario: &Scenario) -> Result<Outcome, SimError> {
     scenario.validate()?;
     let mut run = Run::new(scenario)?;
-    run.go()?;
+    run.go(&scenario.profile)?;
     Ok(run.outcome(scenario))
 }
 
@@ -62,7 +64,9 @@ pub(crate) struct Charges {
 
 #[derive(Debug)]
 pub(crate) struct Run {
-    pub(crate) plan: Arc<Plan>,
+    pub(crate) channels: Channels,
+    /// What happens on nodes whose ranks add up.
+    pub(crate) sums: Option<Sums>,
     pub(crate) script: Script,
     /// By tensor number, of those that one rank answers for.
     pub(crate) answered: Vec<Option<Answered>>,
@@ -70,6 +74,8 @@ pub(crate) struct Run {
     pub(crate) fold: Fold,
     pub(crate) workers: u32,
     pub(crate) ns_per_byte: f64,
+    /// Between two ranks of a node.
+    pub(crate) local_ns_per_byte: f64,
     pub(crate) latency: u64,
     pub(crate) shares: Shares,
     pub(crate) queue_bytes: u64,
@@ -83,6 +89,7 @@ pub(crate) struct Run {
     pub(crate) now: u64,
     pub(crate) calendar: Calendar,
     pub(crate) nodes: Vec<Node>,
+    /// Of nodes; then, where these have several ranks, of every rank within its node.
     pub(crate) ports: Vec<Port>,
     pub(crate) frames: FrameTable,
     pub(crate) finished: u32,
@@ -115,41 +122,40 @@ pub(crate) struct Meters {
 
 impl Run {
     fn new(scenario: &Scenario) -> Result<Run, SimError> {
-        let mut plan = scenario.plan(scenario.workers)?;
-        let peers = plan.peers_sent_to();
+        let mut channels = Channels::of(scenario, scenario.workers)?;
+        let peers = channels.plan(0).peers_sent_to();
         let fold = match scenario.representatives {
             0 => Fold::none(scenario.workers),
-            count => Fold::of(&plan, count)?,
+            count => Fold::of(channels.plan(0), count)?,
         };
         if fold.weights.len() < scenario.workers as usize {
-            plan = scenario.plan(fold.weights.len() as u32)?;
+            channels = Channels::of(scenario, fold.weights.len() as u32)?;
         }
-        let plan = Arc::new(plan);
         let mut rng = Rng::new(scenario.seed);
         let positions = scenario.profile.forward_positions();
-        let priorities: Vec<Priority> =
-            positions.iter().map(|&position| Priority(-(position as i32))).collect();
+        let priority = |tensor: &TensorId| Priority(-(positions[tensor.index()] as i32));
         let spread: Vec<f64> = fold
             .weights
             .iter()
             .map(|_| 1.0 + scenario.compute_spread * fraction(&mut rng))
             .collect();
-        let nodes = spread
-            .iter()
-            .enumerate()
-            .map(|(rank, &slowness)| new_node(scenario, &plan, &priorities, rank as u32, slowness));
+        let nodes = (0..).zip(&spread).map(|(rank, &slowness)| {
+            let priorities = channels.tensors(rank).iter().map(priority).collect();
+            new_node(scenario, &channels, priorities, rank, slowness)
+        });
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
         let mut shares = Shares::new(network, peers);
         nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
         let ns_per_byte = 8e9 / network.goodput_bps();
-        let background = (network.background_share > 0.0 && nodes.len() > 1).then(|| {
+        let topology = channels.topology;
+        let background = (network.background_share > 0.0 && topology.nodes() > 1).then(|| {
             let bytes = network.background_burst_bytes as f64;
             let interval_ns = bytes * ns_per_byte / network.background_share;
             Background { bytes: bytes as u32, interval_ns }
         });
         let interval = nanos(scenario.outputs.utilization_interval_s);
-        let ranks = nodes.len();
+        let ranks = nodes.len() as u32;
         let piece_bytes = match network.piece_bytes {
             0 => PACKET_BYTES,
             bytes => u32::try_from(bytes).unwrap_or(u32::MAX),
@@ -160,6 +166,7 @@ impl Run {
             charges: Charges::new(scenario),
             workers: scenario.workers,
             ns_per_byte,
+            local_ns_per_byte: LocalCharges::new(scenario).ns_per_byte(),
             latency: nanos(network.latency_s),
             shares,
             queue_bytes: network.queue_bytes,
@@ -171,30 +178,31 @@ impl Run {
             rng,
             now: 0,
             calendar: Calendar::default(),
-            ports: (0..ranks).map(|_| Port::default()).collect(),
+            ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
             nodes,
             frames: FrameTable::default(),
             finished: 0,
             meters: Meters {
-                port_bytes: vec![0; ranks],
+                port_bytes: vec![0; topology.nodes() as usize],
                 tx: Histogram::new(interval),
                 rx: Histogram::new(interval),
                 ..Meters::default()
             },
-            staleness: Staleness::new(ranks as u32),
+            staleness: Staleness::new(ranks),
             trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
-            plan,
+            sums: Sums::of(scenario, &channels),
+            channels,
             fold,
         })
     }
 
-    fn go(&mut self) -> Result<(), SimError> {
+    fn go(&mut self, profile: &Profile) -> Result<(), SimError> {
         for rank in 0..self.nodes.len() as u32 {
             let slowness = self.draw_slowness(rank);
             self.nodes[rank as usize].accelerator.slowness = slowness;
             self.calendar.at(0, Kind::Compute, rank);
-            if self.background.is_some() {
+            if self.background.is_some() && self.channels.topology.local(rank) == 0 {
                 self.schedule_background(rank);
             }
         }
@@ -208,22 +216,23 @@ impl Run {
                 Kind::Compute => self.compute(rank),
                 Kind::Answer => self.answer(rank),
                 Kind::Background => self.burst(rank),
+                Kind::Local => self.act_on_node(rank),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
             }
         }
-        self.check_finished()
+        self.check_finished(profile)
     }
 
-    fn check_finished(&self) -> Result<(), SimError> {
+    fn check_finished(&self, profile: &Profile) -> Result<(), SimError> {
         let Some((rank, node)) =
             self.nodes.iter().enumerate().find(|(_, node)| !node.accelerator.finished)
         else {
             return Ok(());
         };
         let waits_for = match node.accelerator.blocked {
-            Some(tensor) => format!("tensor {:?}", self.plan.tensor(tensor).spec.name),
+            Some(tensor) => format!("tensor {:?}", profile.tensors[tensor.index()].name),
             None => "nothing".to_string(),
         };
         let step = node.accelerator.step;
@@ -243,7 +252,10 @@ impl Run {
                 Turn::Until(time) => return self.calendar.at(time, Kind::Compute, rank),
                 Turn::Waits(tensor) => {
                     let step = Step(self.nodes[index].accelerator.step - 1);
-                    return self.hear(rank, Input::Needed(tensor, step));
+                    if self.sums.is_none() {
+                        self.hear(rank, Input::Needed(tensor, step));
+                    }
+                    return;
                 }
                 Turn::Rebuilds(tensor, waited, until) => {
                     self.ends_wait(rank, tensor, waited);
@@ -277,19 +289,34 @@ impl Run {
             Act::ForwardEnd => {
                 let since = std::mem::replace(&mut node.computes_since, now);
                 self.span(rank, Lane::Forward, step, Subject::Step, since, now);
-                self.hear(rank, Input::Begin(step));
+                if self.channels.carries(rank) {
+                    self.hear(rank, Input::Begin(step));
+                }
             }
+            Act::Ready(tensor) if self.sums.is_some() => self.give_to_node(rank, tensor, step),
             Act::Ready(tensor) => self.hear(rank, Input::Gradient(tensor, step)),
             Act::StepEnd => {
                 let since = node.computes_since;
                 self.span(rank, Lane::Backward, step, Subject::Step, since, now);
-                self.hear(rank, Input::End(step));
+                if self.sums.is_some() {
+                    self.end_on_node(rank, step);
+                } else {
+                    self.hear(rank, Input::End(step));
+                }
                 let slowness = self.draw_slowness(rank);
                 let begin = now + self.charges.between_steps;
                 let node = &mut self.nodes[rank as usize];
                 node.computes_since = begin;
                 node.accelerator.next_step(begin, slowness);
             }
+        }
+    }
+
+    /// A rank has the result of a tensor from a time on.
+    pub(crate) fn tensor_is_here(&mut self, rank: u32, tensor: TensorId, step: Step, time: u64) {
+        let accelerator = &mut self.nodes[rank as usize].accelerator;
+        if accelerator.result(tensor, step.0, time) {
+            self.calendar.at(time, Kind::Compute, rank);
         }
     }
 
@@ -348,11 +375,12 @@ impl Charges {
 
 fn new_node(
     scenario: &Scenario,
-    plan: &Arc<Plan>,
-    priorities: &[Priority],
+    channels: &Channels,
+    priorities: Vec<Priority>,
     rank: u32,
     slowness: f64,
 ) -> Node {
+    let (plan, member) = (channels.plan(rank), channels.topology.member(rank));
     let credit_bytes = match scenario.credit_bytes {
         0 => u64::from(scenario.frame_bytes),
         bytes => bytes,
@@ -361,15 +389,15 @@ fn new_node(
         frame_bytes: scenario.frame_bytes,
         credit_bytes,
         work_depth: scenario.work_depth,
-        ..EngineOptions::new(Rank(rank))
+        ..EngineOptions::new(Rank(member))
     };
-    let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities.to_vec());
-    for peer in (0..plan.world_size).filter(|&peer| peer != rank) {
+    let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities);
+    for peer in (0..plan.world_size).filter(|&peer| peer != member) {
         engine.handle_writable(Rank(peer), true);
     }
     Node {
         engine,
-        accelerator: Accelerator::new(plan.tensors.len(), u64::from(scenario.steps)),
+        accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
         connections: vec![Connection::default(); plan.world_size as usize],
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),

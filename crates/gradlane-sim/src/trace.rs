@@ -3,8 +3,8 @@
 //! What is kept is bounded: spans of ranks that nobody asked for are not kept, and those beyond the
 //! limit are counted.
 
+use crate::profile::Profile;
 use crate::scenario::Outputs;
-use gradlane_engine::Plan;
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use gradlane_wire::FrameKind;
 use serde::Serialize;
@@ -86,7 +86,9 @@ pub enum Subject {
     Slice {
         /// What the frame is for; none for work.
         kind: Option<FrameKind>,
-        /// The slice.
+        /// The profile's tensor that it is of.
+        tensor: TensorId,
+        /// The slice, in the plan of the rank's channel.
         slice: SliceId,
         /// The other rank, or this one.
         peer: u32,
@@ -147,10 +149,10 @@ impl Trace {
     /// The trace as numbers: `spans` holds a row for each, in the order of `columns`; lanes and
     /// tensors are numbers of `lanes` and `tensors`, and what a span does not have is null.
     #[must_use]
-    pub fn to_json(&self, plan: &Plan) -> Value {
+    pub fn to_json(&self, profile: &Profile) -> Value {
         let lanes: Vec<&str> = Lane::ALL.into_iter().map(Lane::name).collect();
-        let tensors: Vec<&str> = plan.tensors.iter().map(|it| it.spec.name.as_str()).collect();
-        let spans: Vec<Value> = self.spans.iter().map(|span| row(span, plan)).collect();
+        let tensors: Vec<&str> = profile.tensors.iter().map(|it| it.name.as_str()).collect();
+        let spans: Vec<Value> = self.spans.iter().map(row).collect();
         json!({"columns": COLUMNS, "lanes": lanes, "tensors": tensors, "spans": spans,
             "dropped": self.dropped})
     }
@@ -161,7 +163,7 @@ const COLUMNS: [&str; 11] = [
     "priority",
 ];
 
-fn row(span: &Span, plan: &Plan) -> Value {
+fn row(span: &Span) -> Value {
     let lane = Lane::ALL.iter().position(|&lane| lane == span.lane).unwrap_or_default();
     let Span { rank, begin_ns, end_ns, step: Step(step), subject, .. } = span;
     match *subject {
@@ -171,11 +173,11 @@ fn row(span: &Span, plan: &Plan) -> Value {
         Subject::Tensor(TensorId(tensor)) => {
             json!([rank, lane, begin_ns, end_ns, step, tensor, null, null, null, null, null])
         }
-        Subject::Slice { kind, slice, peer, bytes, priority } => {
-            let tensor = plan.slice(slice).tensor.0;
+        Subject::Slice { kind, tensor, slice, peer, bytes, priority } => {
             let kind = kind.map(FrameKind::name);
             json!([
-                rank, lane, begin_ns, end_ns, step, tensor, slice.0, kind, peer, bytes, priority.0
+                rank, lane, begin_ns, end_ns, step, tensor.0, slice.0, kind, peer, bytes,
+                priority.0
             ])
         }
     }

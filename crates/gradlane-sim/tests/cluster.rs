@@ -274,7 +274,7 @@ fn a_trace_has_every_frame_once_and_no_port_sends_two_at_once() {
             assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0), "rank {rank} {lanes:?}");
         }
     }
-    let json = trace.to_json(&outcome.plan).to_string();
+    let json = trace.to_json(&scenario.profile).to_string();
     assert!(json.contains(r#""layer2""#) && json.contains(r#""broadcast""#), "{json}");
     let utilization = outcome.report.utilization.expect("it was asked for");
     assert!(utilization.tx.iter().chain(&utilization.rx).all(|&share| share <= 1.0 + 1e-9));

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from gradlane.lab import calibrate_local
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.option_fields import check_options, on_command_line, option
@@ -175,6 +176,8 @@ def run_calibration(
     start_s = time.monotonic()
     on_phase("encoding and decoding")
     codecs = {codec: asdict(measured_cost(codec)) for codec in CALIBRATED_CODECS}
+    on_phase("copies and sums on a node")
+    local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
         Cluster(WORKERS, options.rate_bps) as cluster,
@@ -186,6 +189,7 @@ def run_calibration(
             **calibration.thread_costs(),
             **calibration.latencies(),
             "send_buffer_floor_bytes": calibration.send_buffer(),
+            **local,
         }
     return {
         "format": FORMAT,
@@ -367,6 +371,25 @@ class _Calibration:
             f"SO_SNDBUF of a connection that asked for {ASKED_BUFFER_BYTES}; cut off from its "
             f"peer it took {filled['taken_bytes']}",
         )
+
+
+def local_costs(repeat: int, trials: int) -> dict[str, Constant]:
+    """What adding up in shared memory costs the ranks of a node."""
+    size = f"{calibrate_local.PART_BYTES >> 20} of {calibrate_local.REGION_BYTES >> 20} MiB"
+    return {
+        "local_copy_byte_s": _constant(
+            calibrate_local.copy_byte_s(repeat), f"processor time of copying {size}, a byte"
+        ),
+        "local_sum_byte_s": _constant(
+            calibrate_local.sum_byte_s(repeat),
+            f"processor time of adding up {size} of each of {calibrate_local.RANKS} ranks, a byte "
+            "of one of them",
+        ),
+        "local_word_s": _constant(
+            calibrate_local.middle_word_s(trials, repeat),
+            "half of a word's way to another process and back, median",
+        ),
+    }
 
 
 def _constant(values: Sequence[float], how: str) -> Constant:

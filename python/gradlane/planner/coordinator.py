@@ -147,18 +147,23 @@ class Coordinator:
         """
         return self._scheme_of(self._layer(layer))
 
-    def bound(self, codec: str | None = None, schemes: Schemes = ()) -> Bound:
+    def bound(
+        self, codec: str | None = None, schemes: Schemes = (), *, adds_up_on_nodes: bool = False
+    ) -> Bound:
         """Return the step time that no strategy can beat, with the bytes of a codec.
 
         Args:
             codec: as in `Settings`.
             schemes: layers whose scheme is not the strategy's.
+            adds_up_on_nodes: whether ranks of a node add up before anything goes to the network.
         """
         profile, workers = self._profile, self._facts.workers
         speed = None if self._costs is None else self._costs.operations_per_s
         by_tensor = simulated_schemes(profile, schemes, workers, speed)
         encoded = wire_bytes(profile, self._codecs_in(codec))
-        travelling, kinds = traffic(profile, encoded, by_tensor)
+        travelling, kinds = traffic(
+            profile, encoded, by_tensor, "hierarchical" if adds_up_on_nodes else "ps"
+        )
         return bound_step_s(
             timings_in(profile),
             workers=workers,
@@ -167,6 +172,7 @@ class Coordinator:
             wire_bytes=travelling,
             schemes=kinds,
             servers=self._facts.servers,
+            local_ranks=self._facts.ranks_per_node,
         )
 
     def plan(
@@ -199,7 +205,7 @@ class Coordinator:
             )
         settings = found.settings if found else self._base
         schemes = found.schemes if found else ()
-        bound = self.bound(settings.codec, schemes)
+        bound = self.bound(settings.codec, schemes, adds_up_on_nodes=settings.adds_up_on_nodes)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
@@ -357,7 +363,8 @@ def _slices_of(
             settings.slice_elems,
             0,
             facts.update,
-            facts.workers,
+            # Where nodes add up, they are the ranks.
+            facts.nodes if settings.adds_up_on_nodes else facts.workers,
             servers=facts.servers,
         )
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from torch import nn
 from gradlane.errors import GradlaneError
 from gradlane.factors.choice import layers_by_weight
 from gradlane.lab.rates import format_rate
+from gradlane.local.layout import agree_on_layout
+from gradlane.local.rules import AUTO, with_local
 from gradlane.options import Options
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.links import LinkReport
@@ -116,13 +119,14 @@ class Learning:
         meeting = self._meet()
         place = meeting.place
         profile = self._profile()
+        each = _ranks_per_node(self._options, meeting)
         meeting.put(f"compute/{place.rank}", json.dumps(profile.compute_s if profile else None))
         if place.rank != 0:
             return parse_plan(meeting.get("decided", 0).decode(), "rank 0's plan")
         times_s = [
             json.loads(meeting.get(f"compute/{rank}", rank)) for rank in range(place.world_size)
         ]
-        plan = self._plan(profile, max((one for one in times_s if one), default=0.0))
+        plan = self._plan(profile, max((one for one in times_s if one), default=0.0), each)
         meeting.put("decided", json.dumps(plan.to_json()))
         log_plan(plan)
         return plan
@@ -136,7 +140,7 @@ class Learning:
             self._why_not = str(error)
             return None
 
-    def _plan(self, profile: Profile | None, slowest_s: float) -> Plan:
+    def _plan(self, profile: Profile | None, slowest_s: float, each: int) -> Plan:
         """Make the plan, on rank 0; the settings stay as they are where that cannot be done."""
         base = Settings.of(self._options)
         try:
@@ -146,6 +150,7 @@ class Learning:
                 latency_s=self._links.latency_s,
                 update=self._options.update,
                 servers=self._options.servers,
+                ranks_per_node=each,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
@@ -195,6 +200,17 @@ class Learning:
             for tensor in plan.tensors
         )
         return replace(plan, tensors=kept)
+
+
+def _ranks_per_node(options: Options, meeting: Meeting) -> int:
+    """Return how many ranks share each of several nodes; a collective call.
+
+    One where nodes differ, there is one alone, or the options do not go with sums on nodes: each
+    rank is planned for as if it had a port of its own there.
+    """
+    wanted = with_local(replace(options, local=AUTO))
+    layout = agree_on_layout(wanted, meeting, os.environ) if wanted.local == AUTO else None
+    return 1 if layout is None else layout.local_size
 
 
 def log_plan(plan: Plan) -> None:

@@ -186,6 +186,9 @@ def parse_plan(text: str, where: str) -> Plan:
                 servers=cluster.optional_integer("servers")
                 if "servers" in cluster.source
                 else None,
+                ranks_per_node=cluster.integer("ranks_per_node", least=1)
+                if "ranks_per_node" in cluster.source
+                else 1,
             )
         ),
         source=cluster.text("source"),
@@ -196,6 +199,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 frame_bytes=settings.integer("frame_bytes", least=1),
                 send_buffer_bytes=settings.integer("send_buffer_bytes", least=0),
                 codec=settings.text("codec") if "codec" in settings.source else None,
+                local=settings.text("local") if "local" in settings.source else None,
             )
         ),
         tensors=tuple(_tensor(row) for row in rows),

@@ -22,6 +22,11 @@ _WHAT = {
         "deferred-pull": "whole tensors, pulled when the next step begins",
         "ring": "slices round a ring, the most urgent first",
     },
+    "local": {
+        "off": "each rank talks to the network for itself",
+        "leader": "aggregate in the node first, its first rank sends for all",
+        "shared": "aggregate in the node first, each rank sends its share",
+    },
     "schemes": {
         "sfb": "factors of every layer",
         "ps+sfb": "factors of some layers, servers for the rest",

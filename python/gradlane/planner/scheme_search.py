@@ -32,7 +32,7 @@ SINGLE_LAYERS = 8
 _NO_LONGER = 0.001
 """Share of a step by which factors of one layer must shorten it to be worth their rebuilding."""
 
-_OTHER_ORDER = (
+OTHER_ORDER = (
     "it adds up in another order, with other roundings; allow that with `gradlane plan "
     "--any-rounding`, or `gradlane.init(exact_order=False)`"
 )
@@ -59,7 +59,7 @@ class Allowed:
             any_rounding: whether gradients may be added up in another order.
             codec: one that is asked for, or None.
         """
-        ring = factors = "" if any_rounding else _OTHER_ORDER
+        ring = factors = "" if any_rounding else OTHER_ORDER
         if facts.workers <= 2:
             # Of two addends there is one order.
             ring = ""

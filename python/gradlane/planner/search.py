@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradlane.codec_choice import RAW
+from gradlane.local.rules import LEADER, OFF, SHARED
 from gradlane.options import EXACT_STRATEGIES, RING, SLICE_ELEMS, ring_refusal
 from gradlane.planner.candidates import TIE, Candidate, Simulated
 from gradlane.planner.layers import Schemes
-from gradlane.planner.scheme_search import Allowed, SchemeSearch, choose_schemes
+from gradlane.planner.scheme_search import OTHER_ORDER, Allowed, SchemeSearch, choose_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
@@ -28,6 +29,9 @@ knows no queue that overflows, and finds longer ones better than they are (docs/
 
 _RING_SLICES = (4_096, 8_192)
 """Slices of a ring are smaller."""
+
+NODE_RULES = ("p3", "slicing", "wfbp", RING)
+"""Strategies under which the ranks of a node can add up."""
 
 Value = str | int | None
 
@@ -103,7 +107,7 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most, but for those of single layers."""
-    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 8
+    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 11
 
 
 def search(
@@ -139,6 +143,8 @@ def search(
     if asked is not None:
         # Nothing is encoded that is not faster for it.
         base = replace(base, codec=RAW)
+    if facts.ranks_per_node > 1 and base.local is None:
+        base = replace(base, local=OFF)
     simulated.run([Candidate(base)])
     base_step_s = simulated.step_s(Candidate(base))
     if base_step_s is None:
@@ -147,9 +153,15 @@ def search(
     best = Candidate(base)
     strategy = _choose(simulated, best, "strategy", _strategies(base, facts, allowed))
     best = _with(best, "strategy", strategy.value)
-    schemes = choose_schemes(simulated, profile, facts, best, allowed)
-    choices = [strategy, *_scheme_choice(schemes)]
-    best = schemes.best
+    choices = [strategy]
+    reasons: Mapping[str, str] = {}
+    if not best.settings.adds_up_on_nodes:
+        schemes = choose_schemes(simulated, profile, facts, best, allowed)
+        choices += _scheme_choice(schemes)
+        best, reasons = schemes.best, schemes.reasons
+        for local in choose_local(simulated, facts, best, any_rounding, asked):
+            choices.append(local)
+            best = _with(best, "local", local.value)
     for setting, values in _candidates(best.settings, base, asked):
         if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
             continue
@@ -158,17 +170,61 @@ def search(
         best = _with(best, setting, choice.value)
     step_s = simulated.step_s(best)
     assert step_s is not None
-    reasons = schemes.reasons
+    if best.settings.adds_up_on_nodes:
+        # What was said of factors was said of ranks that talk for themselves.
+        reasons = {}
     return Found(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
 
 def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+    if base.adds_up_on_nodes:
+        # Whoever pulls from servers does so rank by rank.
+        return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)
     if base.strategy == RING and allowed.why_no_ring:
         # Between a ring and servers results differ in the last bits.
         return (RING,)
     if allowed.why_no_ring or ring_refusal(Settings.strategy, facts.update):
         return EXACT_STRATEGIES
     return (*EXACT_STRATEGIES, RING)
+
+
+def choose_local(
+    simulated: Simulated,
+    facts: ClusterFacts,
+    best: Candidate,
+    any_rounding: bool,
+    codec: str | None,
+) -> list[Choice]:
+    """Choose what the ranks of a node do before anything goes to the network.
+
+    Args:
+        simulated: where candidates are simulated; `best` has been.
+        facts: the cluster.
+        best: what was chosen so far, each rank talking for itself; factors are given up where
+            nodes add up.
+        any_rounding: whether gradients may be added up in another order.
+        codec: one that is asked for, or None.
+
+    Returns:
+        The choice; none where there is nothing to choose.
+    """
+    unable = facts.update == "server" or codec not in (None, RAW)
+    if facts.ranks_per_node == 1 or facts.nodes == 1 or unable:
+        return []
+    if best.settings.strategy not in NODE_RULES:
+        return []
+    choice = _choose(simulated, best, "local", (OFF, LEADER, SHARED))
+    if any_rounding or choice.value == OFF:
+        return [choice]
+    kept = next(one for one in choice.tried if one.value == OFF)
+    faster = sorted(
+        (one for one in choice.tried if one.step_s < kept.step_s * (1.0 - TIE)),
+        key=lambda one: one.step_s,
+    )
+    declined = tuple(Declined(one.value, one.step_s, OTHER_ORDER) for one in faster)
+    return [
+        replace(choice, value=OFF, step_s=kept.step_s, tried=(kept,), declined=declined),
+    ]
 
 
 def _scheme_choice(found: SchemeSearch) -> list[Choice]:
@@ -213,6 +269,8 @@ def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
     if setting == "strategy" and value != candidate.settings.strategy:
         # Each strategy has a slice size of its own.
         changes["slice_elems"] = None
+    if setting == "local" and value != OFF:
+        candidate = candidate._replace(schemes=())
     return candidate._replace(settings=replace(candidate.settings, **changes))
 
 
@@ -248,5 +306,5 @@ def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
     # What adds up in another order comes last.
-    order = (*EXACT_STRATEGIES, RING)
+    order = (*EXACT_STRATEGIES, RING, OFF, LEADER, SHARED)
     return float(order.index(str(value))) if value in order else 0.0

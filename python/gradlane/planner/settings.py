@@ -7,6 +7,7 @@ from typing import Any
 
 from gradlane.codec_choice import RAW, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
+from gradlane.local.rules import OFF, with_local
 from gradlane.options import SLICE_ELEMS, UPDATES, Options
 
 LEARNING_STEPS = 7
@@ -18,8 +19,8 @@ _WORKERS_MOST = 100_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan decides. All settings give the same results, bit by bit, but for the codec, and
-    between `ring` and other strategies.
+    """What a plan decides. All settings give the same results, bit by bit, but for the codec,
+    between `ring` and other strategies, and between sums on nodes and none.
 
     Attributes:
         strategy: one of `gradlane.options.STRATEGIES`.
@@ -28,6 +29,8 @@ class Settings:
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
         codec: how gradients travel, in one text as `gradlane.codec_choice.rules_text` writes it;
             None: as the session says.
+        local: what the ranks of a node do before anything goes to the network, as in
+            `gradlane.init`; None: as the session says.
     """
 
     strategy: str = Options.strategy
@@ -35,6 +38,7 @@ class Settings:
     frame_bytes: int = Options.frame_bytes
     send_buffer_bytes: int = Options.send_buffer_bytes
     codec: str | None = None
+    local: str | None = None
 
     def __post_init__(self) -> None:
         """Check every setting, and write a strategy's own slice size as None.
@@ -53,17 +57,22 @@ class Settings:
     @classmethod
     def of(cls, options: Options) -> Settings:
         """Return those of a session."""
-        names = [name for name in cls.__dataclass_fields__ if name != "codec"]
+        names = [name for name in cls.__dataclass_fields__ if name not in ("codec", "local")]
         codec = None if options.codec == RAW else rules_text(options.codec)
-        return cls(**{name: getattr(options, name) for name in names}, codec=codec)
+        local = None if options.local == OFF else options.local
+        return cls(**{name: getattr(options, name) for name in names}, codec=codec, local=local)
 
     def applied_to(self, options: Options) -> Options:
-        """Return a session's options with these in place of its own."""
-        changes = asdict(self)
-        codec = changes.pop("codec")
-        if codec is not None:
-            changes["codec"] = codec_rules(codec)
-        return replace(options, **changes)
+        """Return a session's options with these in place of its own.
+
+        Raises:
+            ValueError: a setting does not go with one of them.
+        """
+        changes = {name: value for name, value in asdict(self).items() if value is not None}
+        changes["slice_elems"] = self.slice_elems
+        if self.codec is not None:
+            changes["codec"] = codec_rules(self.codec)
+        return with_local(replace(options, **changes))
 
     @property
     def slice_elems_in_force(self) -> int | None:
@@ -73,9 +82,15 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings with the units in their names."""
         values = asdict(self)
-        if self.codec is None:
-            del values["codec"]
+        for name in ("codec", "local"):
+            if values[name] is None:
+                del values[name]
         return values
+
+    @property
+    def adds_up_on_nodes(self) -> bool:
+        """Whether the ranks of a node add up before anything goes to the network."""
+        return self.local not in (None, OFF)
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,7 @@ class ClusterFacts:
         latency_s: one-way time between two ports without queues.
         update: where the optimizer runs, `"worker"` or `"server"`.
         servers: the first so many ranks own slices; None: all.
+        ranks_per_node: ranks on each node, which share its port.
     """
 
     workers: int
@@ -95,6 +111,7 @@ class ClusterFacts:
     latency_s: float = 0.0
     update: str = "worker"
     servers: int | None = None
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -110,18 +127,38 @@ class ClusterFacts:
             raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
         if self.servers is not None and not 1 <= self.servers <= self.workers:
             raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
+        if self.ranks_per_node < 1 or self.workers % self.ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node}, and {self.workers} workers do not fill "
+                "such nodes"
+            )
+        if self.ranks_per_node > 1 and self.servers is not None:
+            raise ValueError(
+                f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
+                "share a node"
+            )
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.workers // self.ranks_per_node
 
     @property
     def where(self) -> str:
         """The cluster in words."""
         owners = "" if self.servers is None else f", {self.servers} of them servers,"
+        if self.ranks_per_node > 1:
+            owners = f" on {self.nodes} nodes of {self.ranks_per_node}"
         return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts by name; `servers` only where not all ranks are."""
+        """Return the facts by name; `servers` only where not all ranks are, and
+        `ranks_per_node` only where nodes have several."""
         facts = asdict(self)
+        if self.ranks_per_node == 1:
+            del facts["ranks_per_node"]
         if self.servers is None:
             del facts["servers"]
         return facts

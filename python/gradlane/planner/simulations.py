@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from gradlane.codec_choice import RAW
+from gradlane.local.rules import AUTO, LEADER, OFF
 from gradlane.planner.layers import Schemes, simulated_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.costs import MachineCosts
@@ -43,6 +44,9 @@ def predict_step_s(
         slice_elems=settings.slice_elems,
         codec=settings.codec or RAW,
         schemes=schemes,
+        ranks_per_node=facts.ranks_per_node,
+        # What a session makes of it where nodes have several ranks.
+        local=LEADER if settings.local == AUTO else settings.local or OFF,
         costs=costs or MachineCosts(),
     )
     scenario = scenario_of(profile, cluster)

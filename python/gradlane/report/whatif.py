@@ -33,6 +33,7 @@ RING_FUSED = "ring-fused"
 REQUIRED = (
     "strategy",
     "workers",
+    "ranks_per_node",
     "rate_bps",
     "compression",
     "scaling_factor",
@@ -42,8 +43,20 @@ REQUIRED = (
     "samples_per_s",
 )
 """What a row must have."""
-ANSWER_FIELDS = ("workers", "rate_bps", "bottleneck", "text", "baseline_scaling_factor")
-DIMENSIONS = (("workers", "Workers"), ("rate_bps", "Link"), ("compression", "Compression"))
+ANSWER_FIELDS = (
+    "workers",
+    "ranks_per_node",
+    "rate_bps",
+    "bottleneck",
+    "text",
+    "baseline_scaling_factor",
+)
+DIMENSIONS = (
+    ("workers", "Workers"),
+    ("ranks_per_node", "Workers on a node"),
+    ("rate_bps", "Link"),
+    ("compression", "Compression"),
+)
 
 
 def report_from_whatif(
@@ -61,7 +74,8 @@ def report_from_whatif(
         ValueError: there are no rows, or a row lacks a field or has it twice.
         OSError: the file cannot be written.
     """
-    rows = _checked(content.get("rows"))
+    rows = _checked(_with_nodes(content.get("rows")))
+    content = {**content, "answers": _with_nodes(content.get("answers") or [])}
     profile = content.get("profile") or {}
     model = str(profile.get("model") or rows[0].get("model") or "a model")
     sections = [Section("", [_explorer(content, rows)])]
@@ -76,6 +90,13 @@ def report_from_whatif(
     )
 
 
+def _with_nodes(rows: Any) -> Any:
+    """Files of before knew no nodes of several ranks."""
+    if not isinstance(rows, Sequence):
+        return rows
+    return [{"ranks_per_node": 1, **row} if isinstance(row, Mapping) else row for row in rows]
+
+
 def _checked(rows: Any) -> Sequence[Row]:
     if not isinstance(rows, Sequence) or not rows:
         raise ValueError("there are no rows of a what-if to report")
@@ -84,7 +105,7 @@ def _checked(rows: Any) -> Sequence[Row]:
         for key in REQUIRED:
             if not isinstance(row, Mapping) or row.get(key) is None:
                 raise ValueError(f"what-if row {number} has no '{key}'")
-        place = (_series(row), row["workers"], row["rate_bps"], row["compression"])
+        place = (_series(row), *(row[key] for key, _ in DIMENSIONS))
         if place in seen:
             raise ValueError(f"what-if row {number} is there twice: {', '.join(map(str, place))}")
         seen.add(place)
@@ -116,6 +137,7 @@ def _explorer(content: Mapping[str, Any], rows: Sequence[Row]) -> Widget:
     names = list(dict.fromkeys(_series(row) for row in rows))
     texts = {
         "workers": [f"{count}" for count in values["workers"]],
+        "ranks_per_node": [f"{count}" for count in values["ranks_per_node"]],
         "rate_bps": [format_rate(rate) for rate in values["rate_bps"]],
         "compression": [
             "none" if ratio == 1 else f"{ratio:g}\N{MULTIPLICATION SIGN}"
@@ -146,13 +168,14 @@ def _start(
 ) -> dict[str, int]:
     """Where the page begins: the rate at which other strategies gain most without compression."""
     workers = values["workers"][len(values["workers"]) // 2]
+    each = values["ranks_per_node"][0]
     least = values["compression"][0]
     gains: dict[Any, float] = {}
     for rate in values["rate_bps"]:
         here = {
             _series(row): float(row["scaling_factor"])
             for row in rows
-            if (row["workers"], row["rate_bps"], row["compression"]) == (workers, rate, least)
+            if tuple(row[key] for key, _ in DIMENSIONS) == (workers, each, rate, least)
             # A formula that charges hosts nothing promises more than an order of sending brings.
             and (row["strategy"] != RING_FUSED or baseline == RING_FUSED)
         }
@@ -161,6 +184,7 @@ def _start(
     best = max(gains, key=lambda rate: gains[rate], default=values["rate_bps"][0])
     return {
         "workers": values["workers"].index(workers),
+        "ranks_per_node": 0,
         "rate_bps": values["rate_bps"].index(best),
         "compression": 0,
     }
@@ -176,7 +200,7 @@ def _markup(values: Mapping[str, Sequence[Any]], texts: Mapping[str, Sequence[st
                 f'<input type="range" id="control-{key}" data-control="{key}" min="0" '
                 f'max="{len(values[key]) - 1}" step="1"></div>'
             )
-        else:
+        elif key != "ranks_per_node" or values[key] != [1]:
             fixed.append(f"{label.lower()}: {html.escape(texts[key][0])}")
     fixed_text = f'<p class="fixed">Computed for {", ".join(fixed)}.</p>' if fixed else ""
     plots = "".join(
@@ -185,6 +209,7 @@ def _markup(values: Mapping[str, Sequence[Any]], texts: Mapping[str, Sequence[st
         for key, what in (
             ("rate_bps", "bandwidth"),
             ("workers", "workers"),
+            ("ranks_per_node", "workers on a node"),
             ("compression", "compression"),
         )
         if len(values[key]) > 1
@@ -213,13 +238,16 @@ def _markup(values: Mapping[str, Sequence[Any]], texts: Mapping[str, Sequence[st
 def _needs(needs: Sequence[Mapping[str, Any]]) -> list[Block]:
     columns = list(dict.fromkeys((_series(need), need["compression"]) for need in needs))
     body: list[list[Cell]] = []
-    for workers in dict.fromkeys(need["workers"] for need in needs):
+    needs = _with_nodes(needs)
+    for place in dict.fromkeys((need["workers"], need["ranks_per_node"]) for need in needs):
         cells = {
             (_series(need), need["compression"]): _need(need)
             for need in needs
-            if need["workers"] == workers
+            if (need["workers"], need["ranks_per_node"]) == place
         }
-        body.append([workers, *(cells.get(column) for column in columns)])
+        workers, each = place
+        named: Cell = workers if each == 1 else f"{workers}, {each} on a node"
+        body.append([named, *(cells.get(column) for column in columns)])
     several = len({compression for _, compression in columns}) > 1
     headings = [
         f"{name}, {compression:g}\N{MULTIPLICATION SIGN}" if several and compression > 1 else name
@@ -248,6 +276,7 @@ def _all_rows(rows: Sequence[Row]) -> Table:
     columns = (
         "strategy",
         "workers",
+        "on nodes of",
         "rate",
         "compression",
         "scaling, %",
@@ -259,6 +288,7 @@ def _all_rows(rows: Sequence[Row]) -> Table:
         [
             _series(row),
             row["workers"],
+            row["ranks_per_node"],
             float(row["rate_bps"]) / 1e9,
             float(row["compression"]),
             round(100.0 * float(row["scaling_factor"]), 1),

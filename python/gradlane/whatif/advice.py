@@ -13,7 +13,7 @@ from typing import Any
 from gradlane.lab.rates import format_rate
 from gradlane.options import ASGD, RING
 from gradlane.whatif.grid import Row
-from gradlane.whatif.simulation import RING_FUSED, SCHEME_STRATEGIES
+from gradlane.whatif.simulation import NODE_STRATEGIES, RING_FUSED, SCHEME_STRATEGIES
 
 GOAL = 0.95
 """The scaling factor that is good enough."""
@@ -23,7 +23,7 @@ BUSY = 0.9
 """A rank's I/O thread that works this share of the time is what limits."""
 BUSIER = 0.5
 """So is one that works this share of the time, and more of it than the port sends."""
-OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES)
+OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
 """Strategies whose sums are those of servers but for the last bits."""
 BASELINES = (
     *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
@@ -51,6 +51,7 @@ class Answer:
     """What follows for one cluster."""
 
     workers: int
+    ranks_per_node: int
     rate_bps: float
     bottleneck: str
     """`none`, `network` or `host`."""
@@ -76,6 +77,7 @@ class Need:
     """The slowest simulated link on which a strategy reaches the goal."""
 
     workers: int
+    ranks_per_node: int
     strategy: str
     topology: str
     compression: float
@@ -91,9 +93,9 @@ class Need:
 
 def needs_of(rows: Sequence[Row]) -> list[Need]:
     """Return what each strategy needs for the goal, for each number of workers and compression."""
-    groups: dict[tuple[int, str, str, float], list[Row]] = {}
+    groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
     for row in rows:
-        key = (row.workers, row.strategy, row.topology, row.compression)
+        key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
         groups.setdefault(key, []).append(row)
     needs = []
     for key, group in groups.items():
@@ -111,12 +113,19 @@ def needs_of(rows: Sequence[Row]) -> list[Need]:
 def text_of_needs(needs: Sequence[Need]) -> list[str]:
     """Say what each strategy needs, in a sentence for each number of workers."""
     sentences = []
-    for workers in dict.fromkeys(need.workers for need in needs):
-        here = [need for need in needs if need.workers == workers]
+    for place in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
+        here = [need for need in needs if (need.workers, need.ranks_per_node) == place]
         least = min(need.compression for need in here)
         parts = [_need_text(need) for need in here if need.compression == least]
-        sentences.append(f"{workers} workers: {_percent(GOAL)} takes {', '.join(parts)}.")
+        sentences.append(f"{workers_on_nodes(*place)}: {_percent(GOAL)} takes {', '.join(parts)}.")
     return sentences
+
+
+def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
+    """Say how many workers there are, and on which nodes where these have several."""
+    if ranks_per_node == 1:
+        return f"{workers} workers"
+    return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
 
 
 def _need_text(need: Need) -> str:
@@ -129,15 +138,15 @@ def _need_text(need: Need) -> str:
 
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
     """Return an answer for each number of workers and rate, in the order of the rows."""
-    cells = dict.fromkeys((row.workers, row.rate_bps) for row in rows)
+    cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
     return [
-        _answer([row for row in rows if row.workers == workers], rate_bps)
-        for workers, rate_bps in cells
+        _answer([row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)], rate)
+        for workers, each, rate in cells
     ]
 
 
 def _answer(rows: list[Row], rate_bps: float) -> Answer:
-    """Answer for one rate; `rows` are all that have the same number of workers."""
+    """Answer for one rate; `rows` are all that have the same workers on the same nodes."""
     # What changes the results is no advice; where nothing else was simulated, it is described.
     rows = [row for row in rows if row.strategy != ASGD] or rows
     here = [row for row in rows if row.rate_bps == rate_bps]
@@ -150,6 +159,7 @@ def _answer(rows: list[Row], rate_bps: float) -> Answer:
     not_worth = _not_worth(rows, plain, baseline)
     return Answer(
         workers=baseline.workers,
+        ranks_per_node=baseline.ranks_per_node,
         rate_bps=rate_bps,
         bottleneck=bottleneck,
         baseline=baseline.strategy,
@@ -243,7 +253,8 @@ def _text(
     enough: list[Change],
     not_worth: list[str],
 ) -> str:
-    where = f"{baseline.workers} workers at {format_rate(baseline.rate_bps)}"
+    nodes = workers_on_nodes(baseline.workers, baseline.ranks_per_node)
+    where = f"{nodes} at {format_rate(baseline.rate_bps)}"
     reached = _percent(baseline.scaling_factor)
     if bottleneck == "none":
         sentences = [
@@ -279,6 +290,10 @@ def _described(change: Change) -> str:
         return f"nothing, {change.strategy} {reaches}"
     if change.kind == "strategy" and change.strategy == RING_FUSED:
         return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
+    if change.kind == "strategy" and change.strategy in NODE_STRATEGIES:
+        return (
+            f"aggregate in the node first ({change.strategy}), free, with other roundings {reaches}"
+        )
     if change.kind == "strategy" and change.strategy in OTHER_ROUNDINGS:
         return f"{change.strategy}, free, with other roundings {reaches}"
     if change.kind == "strategy":

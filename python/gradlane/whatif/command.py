@@ -34,6 +34,7 @@ def run_whatif(
     base: Cluster,
     console: Console,
     codecs: Sequence[str] = (RAW,),
+    ranks_per_node: Sequence[int] = (1,),
     trace_path: Path | None = None,
     html_path: Path | None = None,
 ) -> dict[str, Any]:
@@ -49,6 +50,8 @@ def run_whatif(
         base: everything else about the cluster.
         console: where to print.
         codecs: how gradients of the engine's strategies travel.
+        ranks_per_node: how many share a node and its port; numbers that do not go with one of
+            `workers` are left out there.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
 
@@ -66,6 +69,8 @@ def run_whatif(
         topologies=topologies,
         base=base,
         codecs=codecs,
+        ranks_per_node=ranks_per_node,
+        on_left_out=lambda why: console.print(f"left out: {why}", highlight=False),
     )
     if trace_path is not None:
         _write_trace(trace_path, profile, clusters)
@@ -137,6 +142,7 @@ def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> N
         "codec": cluster.codec,
         "workers": cluster.workers,
         "compression": cluster.compression,
+        "ranks_per_node": cluster.ranks_per_node,
         "step_s": answer["report"]["step_s"],
     }
     timeline = simulated_timeline(
@@ -162,8 +168,10 @@ def _print(
         highlight=False,
     )
     table = Table()
+    several = any(row.ranks_per_node > 1 for row in rows)
     names = (
-        "workers",
+        "nodes x ranks" if several else "workers",
+        *(("MB a port",) if several else ()),
         "rate",
         "strategy",
         "compression",
@@ -173,13 +181,14 @@ def _print(
         "samples/s",
     )
     for name in names:
-        table.add_column(name, justify="left" if name == "strategy" else "right")
+        is_text = name == "strategy"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
         if row.codec != RAW:
             strategy += f" {row.codec}"
         table.add_row(
-            str(row.workers),
+            *(_node_cells(row) if several else (str(row.workers),)),
             format_rate(row.rate_bps),
             strategy,
             f"{row.compression:g}",
@@ -200,6 +209,11 @@ def _print(
         console.print(answer.text, highlight=False)
     for sentence in text_of_needs(needs):
         console.print(sentence, highlight=False)
+
+
+def _node_cells(row: Row) -> tuple[str, str]:
+    bytes_, each = row.tx_bytes_per_step, row.ranks_per_node
+    return f"{row.workers // each} x {each}", "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ HOST_CONSTANTS = (
     "command_s",
     "wake_s",
     "between_steps_s",
+    "local_copy_byte_s",
+    "local_sum_byte_s",
+    "local_word_s",
 )
 """Seconds of a host; see `costs.rs`."""
 NETWORK_CONSTANTS = ("goodput_share", "send_buffer_floor_bytes", "share_spread")

@@ -14,6 +14,9 @@ from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (
     RING_FUSED,
     Cluster,
+    local_sums,
+    nodes_refusal,
+    ring_node_size,
     run_scenario,
     scenario_of,
     tensor_schemes,
@@ -57,6 +60,10 @@ class Row:
     applied alone; None: all ranks' are applied together."""
     staleness_max: int | None = None
     """The most of them."""
+    ranks_per_node: int = 1
+    """Workers on each node, which share its port."""
+    tx_bytes_per_step: float | None = None
+    """Through the port of a node, mean over nodes, headers of frames included; None: a formula."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -72,9 +79,18 @@ def clusters_of(
     topologies: Sequence[str],
     base: Cluster,
     codecs: Sequence[str] = (RAW,),
+    ranks_per_node: Sequence[int] = (1,),
+    on_left_out: Callable[[str], None] = lambda why: None,
 ) -> list[Cluster]:
-    """Return every combination; only `ring-fused` has a topology other than flat."""
-    return [
+    """Return every combination; only `ring-fused` has a topology other than flat.
+
+    Numbers of workers that do not fill two nodes, and sums on nodes of one rank, are left out, and
+    `on_left_out` is told why, once for each reason.
+
+    Raises:
+        ValueError: no combination is left; the text says why of the first.
+    """
+    found = [
         replace(
             base,
             workers=count,
@@ -83,14 +99,26 @@ def clusters_of(
             compression=compression,
             topology=topology,
             codec=codec,
+            ranks_per_node=each,
         )
         for count in workers
+        for each in ranks_per_node
         for rate_bps in rates_bps
         for compression in compressions
         for codec in codecs
         for strategy in strategies
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
     ]
+    able = [one for one in found if not nodes_refusal(one)]
+    reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
+    if not able:
+        raise ValueError(
+            f"{next(iter(reasons))}: give --ranks-per-node 2, for example, and workers for two "
+            "nodes or more"
+        )
+    for why in reasons:
+        on_left_out(why)
+    return able
 
 
 def evaluate(
@@ -136,6 +164,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         topology=cluster.topology,
         workers=cluster.workers,
         servers=cluster.servers,
+        ranks_per_node=cluster.ranks_per_node,
         rate_bps=cluster.rate_bps,
         compression=_ratio(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
@@ -146,6 +175,10 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         samples_per_s=cluster.workers * profile.batch_size / step_s,
         tx_utilization=float(report.get("tx_utilization", 0.0)),
         io_utilization=float(report.get("io_utilization", 0.0)),
+        # Where bytes are compressed the simulator has the same over a faster link.
+        tx_bytes_per_step=report["tx_bytes_per_step_mean"] / cluster.compression
+        if "tx_bytes_per_step_mean" in report
+        else None,
         staleness_mean=staleness.get("mean"),
         staleness_max=staleness.get("max"),
     )
@@ -169,6 +202,8 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
     everywhere = RING if cluster.strategy == RING else "ps"
+    if local_sums(cluster) != "off":
+        everywhere = "hierarchical"
     travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, everywhere)
     return bound_step_s(
         timings_in(profile),
@@ -178,6 +213,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         wire_bytes=[bytes_ / cluster.compression for bytes_ in travelling],
         schemes=kinds,
         servers=cluster.servers,
+        local_ranks=cluster.ranks_per_node,
     ).step_s
 
 
@@ -212,7 +248,7 @@ def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
     """The model's network is fully used, and workers of a node share a port."""
     nodes = cluster.workers
     if cluster.topology == "hierarchical":
-        nodes //= cluster.workers_per_node
+        nodes //= ring_node_size(cluster)
     return bound_step_s(
         timings_in(profile),
         workers=nodes,

@@ -32,6 +32,20 @@ def parse_workers(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
+def parse_node_sizes(text: str) -> list[int]:
+    """Return numbers of ranks on a node.
+
+    Raises:
+        ValueError: a part is no positive integer.
+    """
+    sizes = []
+    for part in _parts(text, "ranks per node"):
+        if not part.isdigit() or not 1 <= int(part) <= 1024:
+            raise ValueError(f"{part!r} is no number of ranks per node: write 2,4,8")
+        sizes.append(int(part))
+    return list(dict.fromkeys(sizes))
+
+
 def parse_rates(text: str) -> list[int]:
     """Return rates in bits a second; a range `A..B` stands for the usual rates in it and its ends.
 

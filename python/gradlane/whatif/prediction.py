@@ -100,11 +100,14 @@ def reports_of(
         The simulator's report of each draw; its times are real, not nominal.
     """
     dilation = float(row["dilation"])
+    strategy = parse_strategy(str(row["strategy"]))
     profile = replayed_profile(str(row["workload"]), dilation, float(row["compute_s"]))
     cluster = Cluster(
         workers=int(row["workers"]),
         rate_bps=float(row["rate_bps"]) / dilation,
-        strategy=parse_strategy(str(row["strategy"])).setting,
+        strategy=strategy.setting,
+        ranks_per_node=int(row.get("ranks_per_node", 1)),
+        local=strategy.local,
         slice_elems=row["slice_elems"],
         steps=steps,
         port_burst_bytes=PortShape(round(float(row["rate_bps"]) / dilation)).burst_bytes,

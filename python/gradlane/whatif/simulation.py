@@ -12,6 +12,7 @@ from typing import Any
 
 from gradlane import options
 from gradlane.codec_choice import RAW, codec_rules
+from gradlane.local.shares import cut
 from gradlane.planner.layers import (
     SCHEME_RULES,
     Schemes,
@@ -28,8 +29,12 @@ RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
 SCHEME_STRATEGIES = SCHEME_RULES
 """`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
-STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, RING_FUSED)
+NODE_STRATEGIES = {"hierarchical": "leader", "hierarchical-shared": "shared"}
+"""`p3` between nodes whose ranks add up first, by what those do (`gradlane.init(local=...)`)."""
+STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
+LOCAL_RATE_BPS = 1e12
+"""Between the workers of a node of the hierarchical ring, where nothing is said."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
 """Costs of a host that takes no time for anything."""
 REPRESENTATIVES = 8
@@ -51,6 +56,11 @@ class Cluster:
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
     servers: int | None = None
     """The first so many workers are servers; None: all."""
+    ranks_per_node: int = 1
+    """Workers on each node, which share its port."""
+    local: str = "off"
+    """What they do before anything goes to the network, as in `gradlane.init`; that of
+    `NODE_STRATEGIES` follows from the strategy."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
@@ -69,9 +79,10 @@ class Cluster:
     topology: str = "flat"
     """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
     workers_per_node: int = 8
-    """Of the hierarchical ring."""
-    local_rate_bps: float = 1e12
-    """Rate between the workers of a node, of the hierarchical ring."""
+    """Of the hierarchical ring, where `ranks_per_node` does not say."""
+    local_rate_bps: float | None = None
+    """Rate between the workers of a node, of a collective that adds up on its way. None: shared
+    memory at the host's costs, and `LOCAL_RATE_BPS` for the hierarchical ring."""
     additions: Sequence[tuple[float, float]] = field(default=())
     """Measured additions of vectors, (elements, seconds), of `ring-fused`."""
     seed: int = 0
@@ -79,7 +90,61 @@ class Cluster:
 
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
-    return options.Options.strategy if strategy in SCHEME_STRATEGIES else strategy
+    named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
+    return options.Options.strategy if named else strategy
+
+
+def local_sums(cluster: Cluster) -> str:
+    """Return what the ranks of a node do before anything goes to the network."""
+    return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
+
+
+def nodes_refusal(cluster: Cluster) -> str:
+    """Say why a cluster cannot have its nodes; empty if it can."""
+    each, workers = cluster.ranks_per_node, cluster.workers
+    if each < 1 or workers % each:
+        return f"{workers} workers do not fill nodes of {each}"
+    if each > 1 and workers == each:
+        return f"{workers} workers are one node of {each}, which needs no network"
+    if each == 1 and local_sums(cluster) != "off":
+        return f"{cluster.strategy} adds up on nodes, and each has one rank"
+    return ""
+
+
+def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Return the nodes of a scenario: who shares one, and what each of its ranks carries.
+
+    Raises:
+        ValueError: the cluster cannot have them, or something else does not go with them.
+    """
+    why = nodes_refusal(cluster)
+    if why:
+        raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
+    if cluster.servers is not None:
+        raise ValueError(
+            f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
+            "--servers or --ranks-per-node"
+        )
+    carriers = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
+    if carriers > 1 and codec_rules(cluster.codec) != RAW:
+        raise ValueError(
+            f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
+            "simulate hierarchical"
+        )
+    rows = [
+        {"numel": tensor.numel, "dtype": tensor.dtype, "role": "parameter"}
+        for tensor in profile.tensors
+    ]
+    carried: list[list[tuple[int, int]]] = [[] for _ in range(carriers)]
+    for part in cut(rows, carriers) if carriers else ():
+        elems = part.nbytes * profile.tensors[part.tensor].numel
+        whole = profile.tensors[part.tensor].size_bytes
+        carried[part.carrier].append((part.tensor, elems // whole if whole else 0))
+    return {
+        "ranks": cluster.ranks_per_node,
+        "carried": carried,
+        "rate_bps": cluster.local_rate_bps,
+    }
 
 
 def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -145,6 +210,8 @@ def scenario_of(
     if cluster.free_host:
         scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
     cluster.costs.apply_to(scenario)
+    if cluster.ranks_per_node > 1 or local_sums(cluster) != "off":
+        scenario["nodes"] = _nodes(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
     if schemes:
         scenario["schemes"] = schemes
@@ -165,25 +232,32 @@ def scenario_of(
                 "encode_byte_s": cost.encode_byte_s,
                 "decode_byte_s": cost.decode_byte_s,
             }
-    if cluster.workers > 1000 and cluster.strategy in ("p3", "slicing", "wfbp") and not schemes:
+    folds = cluster.strategy in ("p3", "slicing", "wfbp") and cluster.ranks_per_node == 1
+    if cluster.workers > 1000 and folds and not schemes:
         scenario["representatives"] = REPRESENTATIVES
     return scenario
+
+
+def ring_node_size(cluster: Cluster) -> int:
+    """Return how many workers share a node of the hierarchical ring."""
+    return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
 
 
 def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     rings: dict[str, Any] = {"kind": "flat", "workers": cluster.workers}
     if cluster.topology == "hierarchical":
-        nodes, rest = divmod(cluster.workers, cluster.workers_per_node)
+        each = ring_node_size(cluster)
+        nodes, rest = divmod(cluster.workers, each)
         if rest:
             raise ValueError(
-                f"{cluster.workers} workers do not fill nodes of {cluster.workers_per_node}: "
+                f"{cluster.workers} workers do not fill nodes of {each}: "
                 "the hierarchical ring needs a multiple"
             )
         rings = {
             "kind": "hierarchical",
             "nodes": nodes,
-            "workers_per_node": cluster.workers_per_node,
-            "local_rate_bps": cluster.local_rate_bps,
+            "workers_per_node": each,
+            "local_rate_bps": cluster.local_rate_bps or LOCAL_RATE_BPS,
         }
     elif cluster.topology != "flat":
         raise ValueError(f"unknown topology {cluster.topology!r}; choose flat or hierarchical")

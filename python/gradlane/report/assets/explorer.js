@@ -4,8 +4,8 @@
 (() => {
   const root = document.querySelector("[data-explorer]");
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
-  const dimensions = ["workers", "rate_bps", "compression"];
-  const titles = { workers: "workers", rate_bps: "rate of every port, bit/s", compression: "times fewer bytes" };
+  const dimensions = ["workers", "ranks_per_node", "rate_bps", "compression"];
+  const titles = { workers: "workers", ranks_per_node: "workers on a node", rate_bps: "rate of every port, bit/s", compression: "times fewer bytes" };
   const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`;
   const milliseconds = (seconds) => `${(1e3 * seconds).toPrecision(seconds < 0.1 ? 3 : 4)} ms`;
   const state = { ...data.start };
@@ -26,7 +26,9 @@
     const few = data.values.compression[state.compression];
     const fewer = few > 1 ? `, ${few} times fewer bytes` : "";
     const workers = data.values.workers[state.workers];
-    return `${workers} worker${workers === 1 ? "" : "s"} at ${text("rate_bps")}${fewer}`;
+    const each = data.values.ranks_per_node[state.ranks_per_node];
+    const nodes = each > 1 ? ` on nodes of ${each}` : "";
+    return `${workers} worker${workers === 1 ? "" : "s"}${nodes} at ${text("rate_bps")}${fewer}`;
   };
   const element = (name, properties = {}, ...children) => {
     const made = Object.assign(document.createElement(name), properties);
@@ -44,12 +46,12 @@
   };
 
   const showAnswer = () => {
-    const [workers, rate] = place();
-    const answer = data.answers.find((it) => it[0] === workers && it[1] === rate);
+    const [workers, each, rate] = place();
+    const answer = data.answers.find((it) => it[0] === workers && it[1] === each && it[2] === rate);
     const verdict = root.querySelector(".verdict");
     verdict.hidden = !answer;
     if (!answer) return;
-    const [, , bottleneck, words, share] = answer;
+    const [, , , bottleneck, words, share] = answer;
     const lost = `${Math.round(100 * (1 - share))} % of the speed`;
     const states = {
       none: "The network is not the bottleneck here.",
@@ -161,7 +163,7 @@
     for (const row of rows) {
       if (row.series !== series || !pictured.has(row.number)) continue;
       const away = dimensions.map((d) => Math.abs(data.values[d].indexOf(row[d]) - state[d]));
-      const distance = 100 * away[0] + 10 * away[1] + away[2];
+      const distance = away.reduce((sum, steps) => 10 * sum + steps, 0);
       if (!best || distance < best.distance) best = { row, distance };
     }
     return best;

@@ -1,0 +1,251 @@
+//! Nodes of several ranks: who shares a port, and who speaks to whom over it.
+//!
+//! Without sums on nodes every rank has connections to all others; what goes between two ranks of a
+//! node stays inside. With them (`gradlane.init(local=...)`) the ranks of a node that carry each have
+//! a channel to the ranks of the same number on the other nodes, and an engine that knows nodes alone.
+//! `sums` has what happens within a node.
+
+use crate::error::SimError;
+use crate::scenario::Scenario;
+use gradlane_engine::{Plan, Scheme, TensorSpec, Update};
+use gradlane_units::TensorId;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Ranks that share nodes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nodes {
+    /// Ranks on every node, numbered one after the other; they share its port.
+    pub ranks: u32,
+    /// What each of a node's first ranks carries after the node's ranks have added up: (number of a
+    /// tensor, elements of it), ascending. None: they do not add up, each talks to all others.
+    #[serde(default)]
+    pub carried: Vec<Vec<(u32, u64)>>,
+    /// Rate between the ranks of a node, bits a second: of a collective that adds up on its way.
+    /// None: shared memory, at the costs of the host.
+    #[serde(default)]
+    pub rate_bps: Option<f64>,
+}
+
+impl Nodes {
+    /// Checks that a scenario can have these nodes.
+    ///
+    /// # Errors
+    /// [`SimError::Argument`] naming the field and what is allowed.
+    pub(crate) fn validate(&self, scenario: &Scenario) -> Result<(), SimError> {
+        let refuse = |text: &str| Err(SimError::Argument(format!("nodes{text}")));
+        let workers = scenario.workers;
+        if self.ranks == 0 || !workers.is_multiple_of(self.ranks) {
+            return refuse(&format!(
+                ".ranks is {}, which {workers} workers do not fill",
+                self.ranks
+            ));
+        }
+        if self.rate_bps.is_some_and(|rate| !(1e3..=1e18).contains(&rate)) {
+            return refuse(".rate_bps: use 1e3 to 1e18");
+        }
+        if scenario.plan.is_some() || scenario.representatives > 0 || scenario.servers.is_some() {
+            return refuse(" cannot be used with a given plan, representatives or servers");
+        }
+        if self.carried.is_empty() {
+            return Ok(());
+        }
+        if scenario.update == Update::Server || !scenario.schemes.is_empty() {
+            return refuse(".carried: sums on nodes go with no update on servers and no schemes");
+        }
+        if self.carried.len() > 1 && !scenario.codecs.is_empty() {
+            return refuse(".carried: shares of tensors are not encoded");
+        }
+        if self.carried.len() > self.ranks as usize {
+            return refuse(&format!(".carried: there are {} ranks on a node", self.ranks));
+        }
+        let mut left: Vec<u64> = scenario.profile.tensors.iter().map(|it| it.numel).collect();
+        for &(tensor, numel) in self.carried.iter().flatten() {
+            let rest = left.get(tensor as usize).and_then(|left| left.checked_sub(numel));
+            let Some(rest) = rest else {
+                return refuse(&format!(".carried: tensor {tensor} has no such {numel} elements"));
+            };
+            left[tensor as usize] = rest;
+        }
+        match left.iter().position(|&numel| numel > 0) {
+            Some(tensor) => refuse(&format!(".carried: nobody carries all of tensor {tensor}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Which ranks share a port and a channel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Topology {
+    pub(crate) ranks: u32,
+    pub(crate) per_node: u32,
+    /// How many ranks of a node carry for it; 0: every rank talks for itself.
+    carriers: u32,
+}
+
+impl Topology {
+    pub(crate) fn of(scenario: &Scenario, simulated: u32) -> Topology {
+        let nodes = scenario.nodes.as_ref();
+        Topology {
+            ranks: simulated,
+            per_node: nodes.map_or(1, |it| it.ranks),
+            carriers: nodes.map_or(0, |it| it.carried.len() as u32),
+        }
+    }
+
+    /// Whether ranks add up on their nodes.
+    pub(crate) fn adds_up(self) -> bool {
+        self.carriers > 0
+    }
+
+    /// Number of nodes, each with a port.
+    pub(crate) fn nodes(self) -> u32 {
+        self.ranks / self.per_node
+    }
+
+    pub(crate) fn node(self, rank: u32) -> u32 {
+        rank / self.per_node
+    }
+
+    /// The rank's number on its node.
+    pub(crate) fn local(self, rank: u32) -> u32 {
+        rank % self.per_node
+    }
+
+    /// Number of a rank in its channel.
+    pub(crate) fn member(self, rank: u32) -> u32 {
+        if self.adds_up() {
+            self.node(rank)
+        } else {
+            rank
+        }
+    }
+
+    /// The rank that is a member of another rank's channel.
+    pub(crate) fn peer(self, rank: u32, member: u32) -> u32 {
+        if self.adds_up() {
+            member * self.per_node + self.local(rank)
+        } else {
+            member
+        }
+    }
+
+    /// The ports that carry what goes from one rank to another: those of their nodes, or, within a
+    /// node, a line of their own for each rank, which come after those of the nodes.
+    pub(crate) fn ports(self, from: u32, to: u32) -> (u32, u32) {
+        let (here, there) = (self.node(from), self.node(to));
+        if here == there && self.per_node > 1 {
+            (self.nodes() + from, self.nodes() + to)
+        } else {
+            (here, there)
+        }
+    }
+
+    /// Number of ports with those within nodes.
+    pub(crate) fn all_ports(self) -> u32 {
+        self.nodes() + if self.per_node > 1 { self.ranks } else { 0 }
+    }
+
+    /// Whether a port is a node's.
+    pub(crate) fn is_outside(self, port: u32) -> bool {
+        port < self.nodes()
+    }
+
+    /// Bytes through an evenly loaded port over those of what all its rank's gradients are sent and
+    /// come back as, by scheme.
+    fn port_share(self, scheme: Scheme) -> f64 {
+        let (ranks, local) = (f64::from(self.ranks), f64::from(self.per_node));
+        let nodes = ranks / local;
+        match scheme {
+            _ if self.adds_up() => (nodes - 1.0) / nodes,
+            Scheme::Gather | Scheme::Answer => local * (ranks - local),
+            Scheme::Ring => (ranks - 1.0) / ranks,
+            Scheme::Ps => local * (ranks - local) / ranks,
+        }
+    }
+}
+
+/// The channels of a cluster: one between all ranks, or one for each rank of a node that carries.
+#[derive(Clone, Debug)]
+pub(crate) struct Channels {
+    pub(crate) topology: Topology,
+    plans: Vec<Arc<Plan>>,
+    /// The profile's tensor that each of a plan's tensors is, or is a part of; by channel.
+    tensors: Vec<Vec<TensorId>>,
+}
+
+impl Channels {
+    /// The channels of a scenario of which so many ranks are simulated.
+    ///
+    /// # Errors
+    /// As [`Scenario::plan`].
+    pub(crate) fn of(scenario: &Scenario, simulated: u32) -> Result<Channels, SimError> {
+        let topology = Topology::of(scenario, simulated);
+        let whole = scenario.profile.specs();
+        let all = || (0..whole.len() as u32).map(TensorId).collect();
+        let Some(nodes) = scenario.nodes.as_ref().filter(|_| topology.adds_up()) else {
+            let plans = vec![Arc::new(scenario.plan(simulated, whole.clone())?)];
+            return Ok(Channels { topology, plans, tensors: vec![all()] });
+        };
+        let mut channels = Channels { topology, plans: Vec::new(), tensors: Vec::new() };
+        for carried in &nodes.carried {
+            let part = |&(tensor, numel): &(u32, u64)| TensorSpec {
+                numel,
+                ..whole[tensor as usize].clone()
+            };
+            let specs = carried.iter().map(part).collect();
+            channels.plans.push(Arc::new(scenario.plan(topology.nodes(), specs)?));
+            channels.tensors.push(carried.iter().map(|it| TensorId(it.0)).collect());
+        }
+        Ok(channels)
+    }
+
+    /// The plan of a rank's channel; of one that carries nothing that of the first.
+    pub(crate) fn plan(&self, rank: u32) -> &Arc<Plan> {
+        self.plans.get(self.number(rank)).unwrap_or(&self.plans[0])
+    }
+
+    /// The profile's tensor that a tensor of a rank's channel is, or is a part of.
+    pub(crate) fn tensor(&self, rank: u32, part: TensorId) -> TensorId {
+        self.tensors[self.number(rank)][part.index()]
+    }
+
+    /// The profile's tensors that those of [`Channels::plan`] are.
+    pub(crate) fn tensors(&self, rank: u32) -> &[TensorId] {
+        self.tensors.get(self.number(rank)).unwrap_or(&self.tensors[0])
+    }
+
+    /// Whether a rank has anything to do with its channel.
+    pub(crate) fn carries(&self, rank: u32) -> bool {
+        self.tensors.get(self.number(rank)).is_some_and(|it| !it.is_empty())
+    }
+
+    /// All plans.
+    pub(crate) fn plans(&self) -> &[Arc<Plan>] {
+        &self.plans
+    }
+
+    /// Ranks with something to send or hear.
+    pub(crate) fn speakers(&self) -> u32 {
+        if self.topology.adds_up() {
+            self.topology.nodes() * self.plans.len() as u32
+        } else {
+            self.topology.ranks
+        }
+    }
+
+    /// Of what a scheme's round trip is, the share that passes an evenly loaded port. Ranks that are
+    /// folded count.
+    pub(crate) fn port_share(&self, scheme: Scheme, workers: u32) -> f64 {
+        Topology { ranks: workers, ..self.topology }.port_share(scheme)
+    }
+
+    fn number(&self, rank: u32) -> usize {
+        if self.topology.adds_up() {
+            self.topology.local(rank) as usize
+        } else {
+            0
+        }
+    }
+}
