@@ -328,8 +328,9 @@ impl<const KEEP: bool> Bucket<KEEP> {
         codes: &mut [u8],
     ) {
         let Bucket { draws, source, elements, .. } = self;
-        // The next bucket is fetched, for its search of the largest magnitude.
-        let ahead = elements.max(AHEAD);
+        // The next bucket is fetched, for its search of the largest magnitude, which begins at once: what
+        // it reads last has to be asked for before.
+        let ahead = elements + AHEAD;
         // SAFETY: as the caller promises; the blocks are in range of values and codes.
         unsafe {
             let drawn = draw::<R, N, BLOCKS>(draws, at / BLOCK);
