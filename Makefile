@@ -19,7 +19,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python lint bench format clean build
+.PHONY: demo test test-rust test-python test-neon lint bench format clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -31,6 +31,10 @@ test-rust: .cache/tools
 
 test-python: build
 	$(BIN)/python -m pytest
+
+# By emulation on other machines than aarch64; says what to install. CI does not run it.
+test-neon: .cache/tools
+	bash scripts/test-neon
 
 lint: build
 	cargo fmt --all --check

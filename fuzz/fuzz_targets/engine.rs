@@ -4,7 +4,8 @@
 
 use arbitrary::Arbitrary;
 use gradlane_engine::{
-    Engine, EngineOptions, Landing, Plan, Role, Strategy, TensorSpec, Transmit, Update, WorkId,
+    Engine, EngineOptions, Landing, Plan, Role, Scheme, Strategy, TensorSpec, Transmit, Update,
+    WorkId,
 };
 use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
@@ -39,7 +40,11 @@ struct Case {
 fn plan(case: &Case) -> Arc<Plan> {
     let name = Strategy::SYNCHRONOUS[case.strategy as usize % Strategy::SYNCHRONOUS.len()];
     let strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
-    let update = if case.server_update { Update::Server } else { Update::Worker };
+    // A ring has no servers to update on.
+    let update = match case.server_update && strategy.scheme == Scheme::Ps {
+        true => Update::Server,
+        false => Update::Worker,
+    };
     let spec = |(name, numel): (&str, u64)| TensorSpec {
         name: name.into(),
         numel,

@@ -26,6 +26,8 @@ SLICE_ELEMS = {
 }
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
+RING_ENCODED_SLICE_ELEMS = 65_536
+"""The same for encoded slices: a hop costs a host as much for few bytes as for many."""
 UPDATES = ("worker", "server")
 LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
@@ -167,6 +169,18 @@ class Options:
         # To take a checkpoint is a collective call.
         every = self.checkpoint_every if self.checkpoint else 0
         return {**agreed_options(self), "checkpoint_every": every}
+
+
+def own_slice_elems(strategy: str, encoded: bool) -> int | None:
+    """Return the engine's own slice size, in elements; None where slices have no common size.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        encoded: whether gradients travel in a codec.
+    """
+    if strategy == RING and encoded:
+        return RING_ENCODED_SLICE_ELEMS
+    return SLICE_ELEMS.get(strategy)
 
 
 def ring_ranks(strategy: str, world_size: int) -> int | None:

@@ -78,6 +78,7 @@ def test_strategies_are_parsed() -> None:
     assert [strategy.is_baseline for strategy in strategies] == [0, 1, 1, 0, 0, 0, 0]
     own = [strategy.slice_elems(None) for strategy in strategies]
     assert own == [None] * 4 + [50_000, None, 16_384]
+    assert strategies[-1].slice_elems(None, encoded=True) == 65_536
     assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None, 7]
     assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1, 0]
 

@@ -25,7 +25,7 @@ pub(crate) enum Instructions {
     /// 16 f32 lanes (AVX-512F), with POPCNT.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// 4 f32 lanes; f16 is converted lane by lane.
+    /// 4 f32 lanes.
     #[cfg(target_arch = "aarch64")]
     Neon,
 }

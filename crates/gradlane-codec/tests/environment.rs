@@ -4,9 +4,24 @@ use std::process::Command;
 
 use gradlane_codec::Variant;
 
+/// This test binary, to be started as it was: by an emulator, where cargo was told of one.
+fn this_again() -> Command {
+    let architecture = std::env::consts::ARCH.to_uppercase();
+    let runner = format!("CARGO_TARGET_{architecture}_UNKNOWN_LINUX_GNU_RUNNER");
+    let runner = std::env::var(runner).unwrap_or_default();
+    let this = std::env::current_exe().unwrap();
+    let mut words = runner.split_whitespace();
+    let Some(emulator) = words.next() else {
+        return Command::new(this);
+    };
+    let mut command = Command::new(emulator);
+    command.args(words).arg(this);
+    command
+}
+
 /// Starts this test binary again with the variable set, and gives what it reports.
 fn report_with(forced: &str) -> String {
-    let output = Command::new(std::env::current_exe().unwrap())
+    let output = this_again()
         .args(["--exact", "reports_what_is_active", "--ignored", "--nocapture"])
         .env("GRADLANE_SIMD", forced)
         .output()

@@ -2,7 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
-use crate::scheme::{Scheme, RING_BLOCK_ELEMS};
+use crate::scheme::{Scheme, RING_ENCODED_BLOCK_ELEMS};
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -162,7 +162,9 @@ impl Strategy {
     /// `deferred-pull` (R4), `ring`: p3's slices and order round a ring (R7), and `asgd` (R5;
     /// everything but the ready rule is P3's). `slice_elems` replaces the slice size of `p3`,
     /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, 2 MB for `wfbp`, and for `ring` the most
-    /// that it has, [`RING_BLOCK_ELEMS`]); `seed` places whole tensors in the other two.
+    /// that it has: whole blocks, of [`RING_ENCODED_BLOCK_ELEMS`] where slices are encoded and of
+    /// [`RING_BLOCK_ELEMS`](crate::RING_BLOCK_ELEMS) where not); `seed` places whole tensors in the
+    /// other two.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -198,9 +200,11 @@ impl Strategy {
                 ..base
             }),
             "kvstore" => Ok(kvstore),
-            "ring" => {
-                Ok(Strategy { granularity: sliced(RING_BLOCK_ELEMS), scheme: Scheme::Ring, ..base })
-            }
+            "ring" => Ok(Strategy {
+                granularity: sliced(RING_ENCODED_BLOCK_ELEMS),
+                scheme: Scheme::Ring,
+                ..base
+            }),
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
             "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
             _ => Err(PlanError::new(format!(

@@ -259,6 +259,7 @@ class _Runner:
         series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
         batch_size = results[0]["batch_size"]
         nominal_window_s = (end_s - start_s) / dilation
+        codec = str(results[0]["codec"])
         return Row(
             workload=options.workload,
             strategy=strategy.text,
@@ -266,8 +267,8 @@ class _Runner:
             ranks_per_node=options.ranks_per_node,
             rate_bps=rate_bps,
             dilation=dilation,
-            slice_elems=strategy.slice_elems(options.slice_elems),
-            codec=str(results[0]["codec"]),
+            slice_elems=strategy.slice_elems(options.slice_elems, encoded=codec != RAW),
+            codec=codec,
             steps=options.steps,
             warmup=options.warmup_of(strategy),
             repeat=repeat,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gradlane.options import ASGD, FACTOR_SCHEMES, RING, SLICE_ELEMS, STRATEGIES, Options
+from gradlane.options import ASGD, FACTOR_SCHEMES, RING, STRATEGIES, Options, own_slice_elems
 from gradlane.planner.settings import LEARNING_STEPS
 from gradlane.stragglers import WAIT, parse_stragglers
 
@@ -77,16 +77,15 @@ class Strategy:
         """Whether this is stock DDP, which others are compared with."""
         return self.family == "ddp-gloo" and not self.hook
 
-    def slice_elems(self, wanted: int | None) -> int | None:
+    def slice_elems(self, wanted: int | None, encoded: bool = False) -> int | None:
         """Return the slice size in force, in elements; None where slices have no common size.
 
         Args:
             wanted: what was asked for, or None for the strategy's own.
+            encoded: whether gradients travel in a codec.
         """
-        setting = Options.strategy if self.sends_factors else self.setting
-        if setting not in SLICE_ELEMS:
-            return None
-        return SLICE_ELEMS[setting] if wanted is None else wanted
+        own = own_slice_elems(Options.strategy if self.sends_factors else self.setting, encoded)
+        return own if own is None or wanted is None else wanted
 
     @property
     def is_planned(self) -> bool:

@@ -14,7 +14,13 @@ from typing import Any
 
 from gradlane.codec_choice import RAW
 from gradlane.local.rules import LEADER, OFF, SHARED
-from gradlane.options import EXACT_STRATEGIES, RING, SLICE_ELEMS, ring_refusal
+from gradlane.options import (
+    EXACT_STRATEGIES,
+    RING,
+    SLICE_ELEMS,
+    own_slice_elems,
+    ring_refusal,
+)
 from gradlane.planner.candidates import TIE, Candidate, Simulated
 from gradlane.planner.layers import Schemes
 from gradlane.planner.scheme_search import OTHER_ORDER, Allowed, SchemeSearch, choose_schemes
@@ -27,7 +33,7 @@ FRAMES = (32_768, 131_072, 262_144)
 """What is tried beside the base settings. Of send buffers only the transport's own: the simulator
 knows no queue that overflows, and finds longer ones better than they are (docs/simulator.md)."""
 
-_RING_SLICES = (4_096, 8_192)
+_RING_SLICES = (4_096, 8_192, 16_384, 32_768)
 """Slices of a ring are smaller."""
 
 NODE_RULES = ("p3", "slicing", "wfbp", RING)
@@ -107,7 +113,8 @@ class Found:
 
 def number_of_candidates() -> int:
     """How many simulations a whole search takes at most, but for those of single layers."""
-    return len(EXACT_STRATEGIES) + len(SLICES) + len(FRAMES) + 11
+    # Full precision and a codec have sizes of their own.
+    return len(EXACT_STRATEGIES) + 2 * (len(SLICES) + len(FRAMES)) + 11
 
 
 def search(
@@ -162,12 +169,11 @@ def search(
         for local in choose_local(simulated, facts, best, any_rounding, asked):
             choices.append(local)
             best = _with(best, "local", local.value)
-    for setting, values in _candidates(best.settings, base, asked):
-        if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
-            continue
-        choice = _choose(simulated, best, setting, values)
-        choices.append(choice)
-        best = _with(best, setting, choice.value)
+    encoded = _with(best, "codec", asked)
+    best, tuning = _tuned(simulated, best, base)
+    if asked not in (None, RAW):
+        best, tuning = _encoded_or_not(simulated, encoded, base, best, tuning)
+    choices += tuning
     step_s = simulated.step_s(best)
     assert step_s is not None
     if best.settings.adds_up_on_nodes:
@@ -246,21 +252,56 @@ def _scheme_choice(found: SchemeSearch) -> list[Choice]:
     ]
 
 
-def _candidates(
-    settings: Settings, base: Settings, codec: str | None
-) -> list[tuple[str, Sequence[Value]]]:
+def _tuned(simulated: Simulated, best: Candidate, base: Settings) -> tuple[Candidate, list[Choice]]:
+    """Choose the sizes of slices, frames and buffers for a strategy and a codec."""
+    choices = []
+    for setting, values in _sizes(best.settings, base):
+        if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
+            continue
+        choice = _choose(simulated, best, setting, values)
+        choices.append(choice)
+        best = _with(best, setting, choice.value)
+    return best, choices
+
+
+def _encoded_or_not(
+    simulated: Simulated,
+    encoded: Candidate,
+    base: Settings,
+    raw: Candidate,
+    raw_tuning: list[Choice],
+) -> tuple[Candidate, list[Choice]]:
+    """Choose between a codec and full precision, each with the sizes that are best for it.
+
+    Where a port carries less, what a slice or a frame costs a host weighs more.
+    """
+    raw_step_s = simulated.step_s(raw)
+    assert raw_step_s is not None
+    simulated.run([encoded])
+    codec = encoded.settings.codec
+    plain = Tried(RAW, raw_step_s)
+    if simulated.step_s(encoded) is None:
+        choice = Choice("codec", RAW, RAW, raw_step_s, raw_step_s, (plain,), (codec,))
+        return raw, [*raw_tuning, choice]
+    best, tuning = _tuned(simulated, encoded, base)
+    step_s = simulated.step_s(best)
+    assert step_s is not None
+    tried = (plain, Tried(codec, step_s))
+    if step_s < raw_step_s * (1.0 - TIE):
+        return best, [*tuning, Choice("codec", codec, RAW, step_s, raw_step_s, tried)]
+    return raw, [*raw_tuning, Choice("codec", RAW, RAW, raw_step_s, raw_step_s, tried)]
+
+
+def _sizes(settings: Settings, base: Settings) -> list[tuple[str, Sequence[Value]]]:
     slices = [base.slice_elems_in_force, *SLICES]
     if settings.strategy == RING:
-        slices = [None if elems is None else min(elems, SLICE_ELEMS[RING]) for elems in slices]
-        slices += _RING_SLICES
-    encoded: list[tuple[str, Sequence[Value]]] = []
-    if codec is not None and codec != RAW:
-        encoded.append(("codec", (RAW, codec)))
+        most = own_slice_elems(RING, encoded=settings.codec not in (None, RAW))
+        assert most is not None
+        slices = [min(elems, most) for elems in (*_RING_SLICES, *slices) if elems is not None]
     return [
         ("slice_elems", sorted({value for value in slices if value is not None})),
         ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
         ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
-        *encoded,
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from gradlane.codec_choice import RAW, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
 from gradlane.local.rules import OFF, with_local
-from gradlane.options import SLICE_ELEMS, UPDATES, Options
+from gradlane.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -49,9 +49,7 @@ class Settings:
         self.applied_to(Options())
         if not 64 <= self.frame_bytes <= _FRAME_BYTES_MOST:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
-        if self.slice_elems is not None and (
-            self.strategy not in SLICE_ELEMS or self.slice_elems == SLICE_ELEMS[self.strategy]
-        ):
+        if self.slice_elems == self._own_slice_elems or self.strategy not in SLICE_ELEMS:
             object.__setattr__(self, "slice_elems", None)
 
     @classmethod
@@ -77,7 +75,11 @@ class Settings:
     @property
     def slice_elems_in_force(self) -> int | None:
         """The slice size, also where it is the strategy's own; None where it has none."""
-        return self.slice_elems or SLICE_ELEMS.get(self.strategy)
+        return self.slice_elems or self._own_slice_elems
+
+    @property
+    def _own_slice_elems(self) -> int | None:
+        return own_slice_elems(self.strategy, self.codec not in (None, RAW))
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings with the units in their names."""

@@ -75,6 +75,19 @@ pub(super) trait Lanes: Register<Lane = f32> {
     unsafe fn load_bytes(from: *const u8) -> Self::Words;
     /// Writes the lowest byte of every lane.
     unsafe fn store_bytes(words: Self::Words, to: *mut u8);
+    /// Writes the lowest byte of every lane of one and of the other; words are below 256. Both have
+    /// sixteen lanes.
+    unsafe fn store_bytes_of_two<const N: usize>(
+        one: [Self::Words; N],
+        other: [Self::Words; N],
+        to: *mut u8,
+    );
+    /// The same of signed words of 16 bits, each clamped to -127 ... 127 and 127 added.
+    unsafe fn store_clamped_of_two<const N: usize>(
+        one: [Self::Words; N],
+        other: [Self::Words; N],
+        to: *mut u8,
+    );
     /// Reads two bytes for every lane, the lower first.
     unsafe fn load_pairs(from: *const u8) -> Self::Words;
     /// Writes the lower two bytes of every lane, the lowest first.

@@ -32,8 +32,8 @@ pub(super) unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         let wide_least = Wide::<R, N>::splat(least);
         let wide_step = Wide::splat(step);
         let wide_steps = Wide::splat(steps_per_value);
-        // The next bucket, for the search of its ends.
-        let ahead = elements.max(AHEAD);
+        // The next bucket, for the search of its ends, which begins at once.
+        let ahead = elements + AHEAD;
         while elements - at >= WIDTH {
             source.fetch(at + ahead);
             let wanted = source.wanted(at);

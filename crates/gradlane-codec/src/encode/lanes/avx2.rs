@@ -4,6 +4,13 @@ use std::arch::x86_64::*;
 
 use super::{lanes_by, Lanes};
 
+/// The order of four bytes each after two packings by halves of registers.
+macro_rules! in_order {
+    ($bytes:expr) => {
+        _mm256_permutevar8x32_epi32($bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
+    };
+}
+
 impl Lanes for __m256 {
     type Words = __m256i;
     type Mask = __m256i;
@@ -83,5 +90,35 @@ impl Lanes for __m256 {
         };
         select(mask: __m256i, yes: Self, no: Self) -> Self =
             _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask));
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes_of_two<const N: usize>(
+        one: [__m256i; N],
+        other: [__m256i; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables AVX2 and promises 32 writable bytes.
+        unsafe {
+            let pairs = [one, other].map(|it| _mm256_packs_epi32(it[0], it[1]));
+            let bytes = in_order!(_mm256_packus_epi16(pairs[0], pairs[1]));
+            _mm256_storeu_si256(to.cast(), bytes);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_clamped_of_two<const N: usize>(
+        one: [__m256i; N],
+        other: [__m256i; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables AVX2 and promises 32 writable bytes.
+        unsafe {
+            let pairs = [one, other].map(|it| _mm256_packs_epi32(it[0], it[1]));
+            // Packing clamps to -128 ... 127.
+            let bytes = in_order!(_mm256_packs_epi16(pairs[0], pairs[1]));
+            let bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8(-127));
+            _mm256_storeu_si256(to.cast(), _mm256_add_epi8(bytes, _mm256_set1_epi8(127)));
+        }
     }
 }

@@ -54,4 +54,32 @@ impl Lanes for __m512 {
         mask_of_bits(bits: u32) -> __mmask16 = bits as __mmask16;
         select(mask: __mmask16, yes: Self, no: Self) -> Self = _mm512_mask_blend_ps(mask, no, yes);
     }
+
+    #[inline(always)]
+    unsafe fn store_bytes_of_two<const N: usize>(
+        one: [__m512i; N],
+        other: [__m512i; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables AVX-512F and promises 32 writable bytes.
+        unsafe {
+            Self::store_bytes(one[0], to);
+            Self::store_bytes(other[0], to.add(16));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_clamped_of_two<const N: usize>(
+        one: [__m512i; N],
+        other: [__m512i; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables AVX-512F and promises 32 writable bytes.
+        unsafe {
+            // Packing clamps to -128 ... 127.
+            let [one, other] = [one[0], other[0]].map(|it| _mm512_cvtsepi32_epi8(it));
+            let bytes = _mm256_max_epi8(_mm256_set_m128i(other, one), _mm256_set1_epi8(-127));
+            _mm256_storeu_si256(to.cast(), _mm256_add_epi8(bytes, _mm256_set1_epi8(127)));
+        }
+    }
 }

@@ -65,4 +65,40 @@ impl Lanes for float32x4_t {
             vtstq_u32(vdupq_n_u32(bits), vld1q_u32([1, 2, 4, 8].as_ptr()));
         select(mask: uint32x4_t, yes: Self, no: Self) -> Self = vbslq_f32(mask, yes, no);
     }
+
+    #[inline(always)]
+    unsafe fn store_bytes_of_two<const N: usize>(
+        one: [uint32x4_t; N],
+        other: [uint32x4_t; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables NEON and promises 32 writable bytes.
+        unsafe {
+            for (at, words) in [one, other].into_iter().enumerate() {
+                let low = vcombine_u16(vmovn_u32(words[0]), vmovn_u32(words[1]));
+                let high = vcombine_u16(vmovn_u32(words[2]), vmovn_u32(words[3]));
+                vst1q_u8(to.add(16 * at), vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_clamped_of_two<const N: usize>(
+        one: [uint32x4_t; N],
+        other: [uint32x4_t; N],
+        to: *mut u8,
+    ) {
+        // SAFETY: the caller enables NEON and promises 32 writable bytes.
+        unsafe {
+            for (at, words) in [one, other].into_iter().enumerate() {
+                let pairs = words.map(|it| vqmovn_s32(vreinterpretq_s32_u32(it)));
+                let low = vqmovn_s16(vcombine_s16(pairs[0], pairs[1]));
+                let high = vqmovn_s16(vcombine_s16(pairs[2], pairs[3]));
+                // Narrowing clamps to -128 ... 127.
+                let bytes = vmaxq_s8(vcombine_s8(low, high), vdupq_n_s8(-127));
+                let bytes = vaddq_s8(bytes, vdupq_n_s8(127));
+                vst1q_u8(to.add(16 * at), vreinterpretq_u8_s8(bytes));
+            }
+        }
+    }
 }

@@ -223,6 +223,20 @@ impl<R: Lanes, const N: usize> Words<R, N> {
         }
     }
 
+    /// As [`Lanes::store_bytes_of_two`].
+    #[inline(always)]
+    pub(in crate::encode) unsafe fn store_bytes_of_two(one: Self, other: Self, to: *mut u8) {
+        // SAFETY: the caller enables the instructions and promises the memory.
+        unsafe { R::store_bytes_of_two(one.0, other.0, to) };
+    }
+
+    /// As [`Lanes::store_clamped_of_two`].
+    #[inline(always)]
+    pub(in crate::encode) unsafe fn store_clamped_of_two(one: Self, other: Self, to: *mut u8) {
+        // SAFETY: the caller enables the instructions and promises the memory.
+        unsafe { R::store_clamped_of_two(one.0, other.0, to) };
+    }
+
     /// Reads sixteen pairs of bytes.
     #[inline(always)]
     pub(in crate::encode) unsafe fn load_pairs(from: *const u8) -> Self {

@@ -122,11 +122,11 @@ unsafe fn draw<R: Lanes, const N: usize, const BLOCKS: usize>(
     // SAFETY: the caller enables the instructions.
     unsafe {
         let [before, second, third] = draws.key.map(|word| Words::same(word));
-        let mut counter = draws.start.wrapping_add((first * DRAWS) as u32);
+        let counters = Words::count_from(draws.start.wrapping_add((first * DRAWS) as u32));
         let mut all = [before; BLOCKS];
-        for bits in &mut all {
-            *bits = Words::xor(Words::count_from(counter), before);
-            counter = counter.wrapping_add(DRAWS as u32);
+        for (block, bits) in all.iter_mut().enumerate() {
+            let counters = Words::plus(counters, Words::same((block * DRAWS) as u32));
+            *bits = Words::xor(counters, before);
         }
         for bits in &mut all {
             let mixed = Words::xor(*bits, bits.right::<17>());
@@ -163,6 +163,11 @@ unsafe fn uniform<R: Lanes, const N: usize>(bits: Words<R, N>) -> Wide<R, N> {
 /// is less than what the largest random number lacks to 1 (2^-17): a code is never out of range.
 const CLAMPED_ABOVE: u32 = 4;
 
+/// Whether bytes are made of signed codes by packing, which clamps on the way.
+const fn packs_signed(bits: u32, sign: bool) -> bool {
+    bits == 8 && sign
+}
+
 /// What quantizing needs in every lane.
 #[derive(Clone, Copy)]
 struct Constants<R: Lanes, const N: usize> {
@@ -171,7 +176,8 @@ struct Constants<R: Lanes, const N: usize> {
     half: Wide<R, N>,
 }
 
-/// Codes of sixteen values from `at` on, by sixteen numbers between 0 and 1.
+/// Codes of sixteen values from `at` on, by sixteen numbers between 0 and 1; where [`packs_signed`],
+/// signed ones, which only a residual asks to be clamped here.
 #[inline(always)]
 unsafe fn codes_at<
     R: Lanes,
@@ -196,12 +202,16 @@ unsafe fn codes_at<
             let sign = Words::and(Wide::words(levels), Words::same(1 << 31));
             let signed = Wide::of_words(Words::or(Wide::words(uniform), sign));
             let mut code = Wide::truncated(Wide::add(levels, signed));
-            if BITS > CLAMPED_ABOVE {
+            if BITS > CLAMPED_ABOVE && (KEEP || !packs_signed(BITS, SIGN)) {
                 code = Words::smaller(code, Words::same(largest));
                 code = Words::larger(code, Words::same(largest.wrapping_neg()));
             }
             source.keep(at, wanted, Wide::multiply(Wide::of_integers(code), level));
-            Words::plus(code, Words::same(largest))
+            if packs_signed(BITS, SIGN) {
+                code
+            } else {
+                Words::plus(code, Words::same(largest))
+            }
         } else {
             let mut code = Wide::truncated(Wide::add(Wide::add(levels, half), uniform));
             if BITS > CLAMPED_ABOVE {
@@ -318,12 +328,15 @@ impl<const KEEP: bool> Bucket<KEEP> {
         codes: &mut [u8],
     ) {
         let Bucket { draws, source, elements, .. } = self;
-        // The next bucket is fetched, for its search of the largest magnitude.
-        let ahead = elements.max(AHEAD);
+        // The next bucket is fetched, for its search of the largest magnitude, which begins at once: what
+        // it reads last has to be asked for before.
+        let ahead = elements + AHEAD;
         // SAFETY: as the caller promises; the blocks are in range of values and codes.
         unsafe {
             let drawn = draw::<R, N, BLOCKS>(draws, at / BLOCK);
+            // Of two and four bits, two times sixteen bytes are written together.
             let mut packed = Words::same(0);
+            let mut bytes_before = Words::same(0);
             for (block, drawn) in drawn.into_iter().enumerate() {
                 let start = at + block * BLOCK;
                 source.fetch(start + ahead);
@@ -334,22 +347,37 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 let low = codes_of(start, drawn.left::<7>());
                 let high = codes_of(start + WIDTH, drawn.right::<9>());
                 let to = codes.as_mut_ptr().add(start * BITS as usize / 8);
-                match BITS {
-                    2 if block % 2 == 0 => packed = Words::or(low, high.left::<2>()),
+                let (bytes, blocks_before) = match BITS {
+                    2 if block % 2 == 0 => {
+                        packed = Words::or(low, high.left::<2>());
+                        continue;
+                    }
                     2 => {
                         let upper = Words::or(low.left::<4>(), high.left::<6>());
-                        // The bytes begin with the block before.
-                        Words::or(packed, upper).store_bytes(to.sub(WIDTH / 2));
+                        (Words::or(packed, upper), 1)
                     }
-                    4 => Words::or(low, high.left::<4>()).store_bytes(to),
+                    4 => (Words::or(low, high.left::<4>()), 0),
+                    8 if SIGN => {
+                        Words::store_clamped_of_two(low, high, to);
+                        continue;
+                    }
                     8 => {
-                        low.store_bytes(to);
-                        high.store_bytes(to.add(WIDTH));
+                        Words::store_bytes_of_two(low, high, to);
+                        continue;
                     }
                     _ => {
                         low.store_pairs(to);
                         high.store_pairs(to.add(2 * WIDTH));
+                        continue;
                     }
+                };
+                // The bytes begin with the first of the blocks that share them.
+                let to = to.sub(blocks_before * BLOCK * BITS as usize / 8);
+                let number = block / (blocks_before + 1);
+                match BLOCKS / (blocks_before + 1) {
+                    1 => bytes.store_bytes(to),
+                    _ if number % 2 == 0 => bytes_before = bytes,
+                    _ => Words::store_bytes_of_two(bytes_before, bytes, to.sub(WIDTH)),
                 }
             }
         }
