@@ -34,6 +34,7 @@ mod plan;
 mod priority;
 mod queue;
 mod rank_set;
+mod recent;
 mod ring;
 mod ring_encoded;
 mod scheduler;
