@@ -19,6 +19,12 @@ pub(crate) enum Kind {
     Compute,
     /// Other traffic leaves its port.
     Background,
+    /// It is stopped for a moment.
+    Stop,
+    /// It may go on to its next step.
+    Pace,
+    /// It looks at its clock.
+    Clock,
 }
 
 /// An entry: time, order of making, kind, rank.

@@ -28,15 +28,17 @@ mod scenario;
 mod schemes;
 mod shares;
 mod simulation;
+mod straggling;
 mod trace;
 
 pub use codecs::CodedTensor;
 pub use costs::{Costs, GOODPUT_SHARE};
 pub use error::SimError;
 pub use profile::{Profile, ProfiledTensor, TENSORS_MAX};
-pub use report::{Report, TensorWait, Utilization};
+pub use report::{Report, StragglerFigures, TensorWait, Utilization};
 pub use request::answer;
 pub use scenario::{Network, Outputs, Scenario, StrategyChoice};
 pub use schemes::TensorScheme;
 pub use simulation::{simulate, Outcome};
+pub use straggling::Stops;
 pub use trace::{Lane, Span, Subject, Trace};

@@ -70,7 +70,7 @@ impl Run {
         self.meters.frames += 1;
         self.meters.sent_bytes += u64::from(bytes);
         self.meters.port_bytes[rank as usize] += u64::from(bytes) * u64::from(weight);
-        let number = self.frames.insert(transmit.header);
+        let number = self.frames.insert(&transmit);
         self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, time);
         time
     }

@@ -4,6 +4,7 @@
 //! busy waits in its inbox.
 
 use crate::accelerator::Accelerator;
+use crate::straggling::Pace;
 use gradlane_engine::{Engine, Transmit, WorkId};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
@@ -28,6 +29,10 @@ pub(crate) enum Input {
     Needed(TensorId, Step),
     /// The application has ended a step.
     End(Step),
+    /// The application passes a step.
+    Pass(Step),
+    /// A moment has come that the engine wanted to hear of.
+    Clock,
 }
 
 /// The sending side of a connection, as the kernel has it.
@@ -76,6 +81,12 @@ pub(crate) struct Node {
     pub(crate) works: BinaryHeap<Reverse<(u64, WorkId)>>,
     /// When the accelerator's present stretch of computing began.
     pub(crate) computes_since: u64,
+    /// What it knows of who was in.
+    pub(crate) pace: Pace,
+    /// When it runs again.
+    pub(crate) stopped_until: u64,
+    /// When it looks at its clock next.
+    pub(crate) clock_at: u64,
     /// Slowness of this rank: 1 is the profile's time.
     pub(crate) slowness: f64,
 }

@@ -14,6 +14,7 @@ use crate::profile::{nanos, Act, Script};
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::shares::Shares;
+use crate::straggling::{Pace, Stops};
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
@@ -76,6 +77,7 @@ pub(crate) struct Run {
     pub(crate) burst_ns: u64,
     pub(crate) jitter: f64,
     pub(crate) background: Option<Background>,
+    pub(crate) stops: Vec<Stops>,
     pub(crate) rng: Rng,
     pub(crate) now: u64,
     pub(crate) calendar: Calendar,
@@ -164,6 +166,7 @@ impl Run {
             burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
             jitter: scenario.compute_jitter,
             background,
+            stops: scenario.stops.clone(),
             rng,
             now: 0,
             calendar: Calendar::default(),
@@ -193,6 +196,7 @@ impl Run {
             if self.background.is_some() {
                 self.schedule_background(rank);
             }
+            self.schedule_stop(rank);
         }
         while let Some((time, kind, rank)) = self.calendar.next() {
             self.now = time;
@@ -203,6 +207,9 @@ impl Run {
                 Kind::Worked => self.worked(rank),
                 Kind::Compute => self.compute(rank),
                 Kind::Background => self.burst(rank),
+                Kind::Stop => self.stop(rank),
+                Kind::Pace => self.keep_pace(rank),
+                Kind::Clock => self.look_at_clock(rank),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -231,6 +238,9 @@ impl Run {
     }
 
     pub(crate) fn compute(&mut self, rank: u32) {
+        if self.is_stopped(rank, Kind::Compute) {
+            return;
+        }
         loop {
             let index = rank as usize;
             let turn = self.nodes[index].accelerator.turn(&self.script, self.now);
@@ -258,12 +268,17 @@ impl Run {
                     self.span(rank, Lane::Forward, step, Subject::Step, since, self.now);
                     return;
                 }
-                Turn::Did(act, waited) => self.acted(rank, act, waited),
+                Turn::Did(act, waited) => {
+                    if !self.acted(rank, act, waited) {
+                        return;
+                    }
+                }
             }
         }
     }
 
-    fn acted(&mut self, rank: u32, act: Act, waited: u64) {
+    /// The accelerator has done something; whether it goes on at once.
+    fn acted(&mut self, rank: u32, act: Act, waited: u64) -> bool {
         let now = self.now;
         let node = &mut self.nodes[rank as usize];
         let step = Step(node.accelerator.step);
@@ -279,13 +294,22 @@ impl Run {
                 let since = node.computes_since;
                 self.span(rank, Lane::Backward, step, Subject::Step, since, now);
                 self.hear(rank, Input::End(step));
-                let slowness = self.draw_slowness(rank);
-                let begin = now + self.charges.between_steps;
-                let node = &mut self.nodes[rank as usize];
-                node.computes_since = begin;
-                node.accelerator.next_step(begin, slowness);
+                if self.looks_around(rank) {
+                    return false;
+                }
+                self.begin_next(rank);
             }
         }
+        true
+    }
+
+    /// A rank's next step begins.
+    pub(crate) fn begin_next(&mut self, rank: u32) {
+        let slowness = self.draw_slowness(rank);
+        let begin = self.now + self.charges.between_steps;
+        let node = &mut self.nodes[rank as usize];
+        node.computes_since = begin;
+        node.accelerator.next_step(begin, slowness);
     }
 
     /// Forward has a tensor for which it has waited.
@@ -374,6 +398,9 @@ fn new_node(
         work_until: vec![0; scenario.work_threads],
         works: BinaryHeap::new(),
         computes_since: 0,
+        pace: Pace::default(),
+        stopped_until: 0,
+        clock_at: 0,
         slowness,
     }
 }
