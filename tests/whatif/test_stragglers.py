@@ -85,8 +85,9 @@ def test_rules_are_for_strategies_that_can_go_on_without_a_rank() -> None:
 def test_the_command_compares_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.json"
-    command = ["whatif", "resnet50", "--workers", "4", "--servers", "3", "--rate", "8gbit"]
+    path, saved = tmp_path / "rows.json", tmp_path / "six.json"
+    profile().save(saved)
+    command = ["whatif", str(saved), "--workers", "4", "--servers", "3", "--rate", "1gbit"]
     late = ["--stragglers", "wait,backup=1", "--straggler", "rank=3,share=0.1,burst=0.04"]
     given = (*command, "--strategy", "p3", *late, "--json", str(path))
     status, printed, _ = run(monkeypatch, capsys, *given)
