@@ -1,12 +1,22 @@
 # Everything a developer or CI runs. The first target that needs it makes `.venv` and builds the
 # extension into it; nothing has to be installed by hand but git, a C toolchain, make, Rust and
-# Python 3.10+. `PYTHON=/path/to/python make test` reuses that Python's torch when it has one.
+# Python 3.10+. `make test PYTHON=/path/to/python` takes that Python, and its torch when it has one;
+# CONSTRAINTS=constraints-oldest.txt takes the oldest packages (with Python 3.10). What was named
+# last stays so until `make clean`; where it is another one than before, `.venv` is made anew.
 
+CHOICE := .cache/choice
+$(shell mkdir -p .cache; touch -a $(CHOICE))
+ifeq ($(origin PYTHON) $(origin CONSTRAINTS),undefined undefined)
+include $(CHOICE)
+endif
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTENSION := $(VENV)/.extension
+$(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' >$(CHOICE).new; \
+	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
 .PHONY: demo test test-rust test-python lint bench format clean build
@@ -44,8 +54,8 @@ $(EXTENSION): $(STAMP) $(RUST_SOURCES)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --quiet --skip-install
 	@touch $@
 
-$(STAMP): .cache/tools pyproject.toml constraints.txt scripts/make-venv
-	PYTHON="$(PYTHON)" bash scripts/make-venv $(VENV)
+$(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
+	PYTHON="$(PYTHON)" bash scripts/make-venv $(VENV) $(CONSTRAINTS) $(CHOICE)
 	@touch $@
 
 .cache/tools: scripts/check-tools

@@ -8,21 +8,17 @@ jitted apart, and the mean over all ranks is taken in between; the update gives 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from sklearn.datasets import load_digits
 
 import gradlane
 import gradlane.jax
+from digits import batches, report, run
 
-BATCH, EPOCHS, RATE, MOMENTUM = 64, 6, 0.1, 0.9
+RATE, MOMENTUM = 0.1, 0.9
 
 
 def starting_values(seed: int) -> Any:
@@ -58,17 +54,6 @@ def update(params: Any, velocity: Any, gradients: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda p, v: p - RATE * v, params, velocity), velocity
 
 
-def batches(world_size: int) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
-    """Yield each step's batches, one for each rank, of the first 1500 digits."""
-    points, labels = load_digits(return_X_y=True)
-    points = (points[:1500] / 16).astype(np.float32)
-    for epoch in range(EPOCHS):
-        order = np.random.default_rng(epoch).permutation(len(points))
-        for first in range(0, len(order) - BATCH * world_size + 1, BATCH * world_size):
-            chosen = order[first : first + BATCH * world_size].reshape(world_size, BATCH)
-            yield [(jnp.asarray(points[one]), jnp.asarray(labels[one])) for one in chosen]
-
-
 def train(session: gradlane.Session) -> Any:
     """Train on this rank's part of the data."""
     params = starting_values(seed=session.rank)
@@ -95,26 +80,10 @@ def train_alone(world_size: int) -> Any:
     return params
 
 
-def report(params: Any) -> None:
-    """Print how many digits that were not trained on are read right, and a hash of the result."""
-    points, labels = load_digits(return_X_y=True)
-    found = scores(params, jnp.asarray((points[1500:] / 16).astype(np.float32))).argmax(1)
-    right = float((np.asarray(found) == labels[1500:]).mean())
-    leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
-    digest = hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
-    print(f"learned {digest} reads {right:.1%}\n", end="", flush=True)
-
-
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--alone", type=int, metavar="N", help="do the work of N ranks here")
-    alone = parser.parse_args().alone
-    if alone is not None:
-        report(train_alone(alone))
-        return
-    with gradlane.init() as session:
-        report(train(session))
+    params = run(train, train_alone)
+    report(jax.tree.leaves(params), lambda points: scores(params, jnp.asarray(points)))
 
 
 if __name__ == "__main__":

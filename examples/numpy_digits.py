@@ -7,18 +7,16 @@ the first layer's first. `--alone N` does the work of N ranks in one process, to
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import gradlane
+from digits import batches, report, run
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
-BATCH, HIDDEN, EPOCHS, RATE = 64, 48, 6, np.float32(0.5)
+HIDDEN, RATE = 48, np.float32(0.5)
 
 
 def starting_values() -> Arrays:
@@ -45,17 +43,6 @@ def gradients(parameters: Arrays, points: Any, labels: Any) -> Iterator[tuple[st
     slope = (slope @ parameters["head.weight"].T) * (1 - hidden * hidden)
     yield "hidden.bias", slope.sum(0)
     yield "hidden.weight", points.T @ slope
-
-
-def batches(world_size: int) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield each step's batches, one for each rank, of the first 1500 digits."""
-    points, labels = load_digits(return_X_y=True)
-    points = (points[:1500] / 16).astype(np.float32)
-    for epoch in range(EPOCHS):
-        order = np.random.default_rng(epoch).permutation(len(points))
-        for first in range(0, len(order) - BATCH * world_size + 1, BATCH * world_size):
-            chosen = order[first : first + BATCH * world_size].reshape(world_size, BATCH)
-            yield [(points[one], labels[one]) for one in chosen]
 
 
 def train(session: gradlane.Session) -> Arrays:
@@ -85,27 +72,16 @@ def train_alone(world_size: int) -> Arrays:
     return parameters
 
 
-def report(parameters: Arrays) -> None:
-    """Print how many digits that were not trained on are read right, and a hash of the result."""
-    points, labels = load_digits(return_X_y=True)
-    points = (points[1500:] / 16).astype(np.float32)
+def scores(parameters: Arrays, points: Any) -> Any:
+    """Return a score for each digit."""
     hidden = np.tanh(points @ parameters["hidden.weight"] + parameters["hidden.bias"])
-    scores = hidden @ parameters["head.weight"] + parameters["head.bias"]
-    right = float((scores.argmax(1) == labels[1500:]).mean())
-    state = hashlib.sha256(b"".join(value.tobytes() for value in parameters.values()))
-    print(f"learned {state.hexdigest()[:16]} reads {right:.1%}\n", end="", flush=True)
+    return hidden @ parameters["head.weight"] + parameters["head.bias"]
 
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--alone", type=int, metavar="N", help="do the work of N ranks here")
-    alone = parser.parse_args().alone
-    if alone is not None:
-        report(train_alone(alone))
-        return
-    with gradlane.init() as session:
-        report(train(session))
+    parameters = run(train, train_alone)
+    report(parameters.values(), lambda points: scores(parameters, points))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradlane.lab.options import LabOptions
 from gradlane.lab.results import Row
-from gradlane.lab.run import LabOptions, LabProgress
+from gradlane.lab.run import LabProgress
 from gradlane.lab.strategy import parse_strategy
 
 

@@ -13,7 +13,9 @@ times the number of ranks gives it back exactly.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.errors import SessionFailed
+from gradlane.errors import RendezvousError, SessionFailed
+from gradlane.rendezvous import Meeting
 
 
 class Ending(enum.IntEnum):
@@ -70,6 +73,8 @@ class Ballot:
         self._world_size = world_size
         with torch.inference_mode(False):
             self.tensor = torch.zeros(world_size, dtype=torch.float64)
+            # The same memory: torch 2.4 reads no tensor inside torch.func.
+            self._lanes = self.tensor.numpy()
 
     def cast(self, vote: Vote) -> Tensor:
         """Write this rank's lane; returns the tensor to hand over."""
@@ -81,7 +86,7 @@ class Ballot:
 
     def count(self) -> list[Vote]:
         """Read all ranks' lanes from the mean that has arrived."""
-        lanes = [round(mean * self._world_size) for mean in self.tensor.tolist()]
+        lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
         return [
             Vote(Ending(lane % _SHADOW), bool(lane & _SHADOW), lane // _DIGEST_UNIT)
             for lane in lanes
@@ -159,3 +164,33 @@ def _is_numeric(value: object) -> bool:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def tell_ending(meeting: Meeting, step: int, ending: int, digest: int) -> None:
+    """Leave word of how the last step ended here: no step follows whose votes would tell.
+
+    Args:
+        meeting: where the ranks have met.
+        step: number of the last step.
+        ending: how it ended, a number of `Ending`.
+        digest: of the hyper-parameters, as in a vote.
+    """
+    with contextlib.suppress(RendezvousError):
+        meeting.put(f"ending/{meeting.place.rank}", json.dumps([step, ending, digest]))
+
+
+def compare_endings(meeting: Meeting) -> None:
+    """Compare all ranks' last steps, on rank 0, once all have said goodbye.
+
+    Raises:
+        SessionFailed: they ended it differently.
+    """
+    place = meeting.place
+    if place.rank != 0:
+        return
+    told = [meeting.peek(f"ending/{rank}") for rank in range(place.world_size)]
+    lanes = [json.loads(one) for one in told if one is not None]
+    if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
+        return
+    votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
+    check_votes(votes, lanes[0][0])

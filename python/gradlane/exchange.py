@@ -8,46 +8,24 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from gradlane.ballot import Ballot, Vote
-from gradlane.buffers import BufferPack
+from gradlane.ballot import Vote
 from gradlane.carrier import Carrier
 from gradlane.carrying import Carrying
 from gradlane.core import Channel, CoreModule, translate_error
 from gradlane.errors import SessionFailed
 from gradlane.factors.block import BlockError, Dense, Part
-from gradlane.factors.choice import Factored
 from gradlane.factors.sending import FactorLane
 from gradlane.gradients import GradientIntake
+from gradlane.members import Members
 from gradlane.pauses import PAUSE
-from gradlane.table import Entry, in_layout, is_dense
-
-
-@dataclass(frozen=True)
-class Members:
-    """What takes part in the steps of a channel.
-
-    Attributes:
-        trained: table entries of the trained parameters, by tensor number.
-        ballot: how all ranks ended their steps, or None where updates run on the servers.
-        ballot_index: its tensor number.
-        buffers: buffers that are kept alike, or None.
-        buffers_index: their tensor number.
-        factored: trained parameters that travel as factors, by tensor number.
-    """
-
-    trained: Sequence[Entry]
-    ballot: Ballot | None = None
-    ballot_index: int = -1
-    buffers: BufferPack | None = None
-    buffers_index: int = -1
-    factored: Mapping[int, Factored] = field(default_factory=dict)
+from gradlane.table import in_layout, is_dense
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from gradlane.table import Entry, names_of
 
@@ -77,9 +77,17 @@ def _inherits_step(optimizer: Optimizer, names: Sequence[str]) -> bool:
     for base in type(optimizer).__mro__:
         if base in known:
             inherited: Callable[..., Any] = getattr(base, "step")  # noqa: B009
-            # Torch wraps `step` of each class once it is used, and schedulers that of the instance.
-            return inspect.unwrap(optimizer.step) is inspect.unwrap(inherited)
+            return _innermost(optimizer.step) is _innermost(inherited)
     return False
+
+
+def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what torch has wrapped: `step` of each class once used, of an object by schedulers."""
+    step = inspect.unwrap(step)
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        # Schedulers of torch 2.4 do not say what they wrap as others do.
+        step = inspect.unwrap(inspect.getclosurevars(step).nonlocals["func"])
+    return step
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -238,7 +246,7 @@ def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[
     def not_negative(key: str) -> float:
         return take(key, group[key], "a number that is not negative", lambda value: value >= 0.0)
 
-    if isinstance(optimizer, Adam):
+    if isinstance(optimizer, (Adam, AdamW)):
         if group["amsgrad"]:
             raise ValueError(
                 f'group {number} of the optimizer has amsgrad=True: update="server" has no kernel '
@@ -255,7 +263,10 @@ def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[
             "beta2": beta2,
             "eps": not_negative("eps"),
             "weight_decay": not_negative("weight_decay"),
-            "decoupled_weight_decay": bool(group["decoupled_weight_decay"]),
+            # Before torch 2.7, AdamW is no Adam, and the class alone says how weights decay.
+            "decoupled_weight_decay": bool(
+                group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+            ),
             "maximize": bool(group["maximize"]),
         }
     momentum = not_negative("momentum")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradlane.codec_choice import RAW, CodecRules
+from gradlane.option_fields import agreed_options, check_options, option
 from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 
 ASGD = "asgd"
@@ -39,83 +40,51 @@ from factors and all others on servers."""
 
 @dataclass(frozen=True)
 class Options:
-    """What `gradlane.init` was given; its defaults are these.
+    """What `gradlane.init` was given; there stands what each option means, here what it may be.
 
-    Attributes:
-        strategy: one of `STRATEGIES`.
-        slice_elems: elements in a slice at most; None is the strategy's own choice.
-        seed: places whole tensors on servers where the strategy draws them, and decides how codecs
-            round.
-        codec: how gradients travel: one codec, or patterns with theirs; `raw` is none.
-        factors: whether weights of linear layers and embeddings travel as factors.
-        exact_order: whether a plan that is found keeps to sums in rank order: it changes no bit.
-        update: `"worker"`: any per-parameter optimizer on every rank; `"server"`: SGD,
-            Adam or AdamW on the owner.
-        local: one of `LOCALS`.
-        stragglers: `"wait"`, `"drop"`, `"drop=FACTOR"` or `"backup=RANKS"`.
-        late: what becomes of gradients that a step went on without: one of `LATE`.
-        ahead_steps: how many steps may be decided ahead of the slowest rank.
-        servers: the first so many ranks own slices; None: all.
-        interface: network interface to use, or None.
-        advertise: address or name that other ranks reach this one at, or None.
-        ports: lowest and highest port to listen on, or None for any.
-        silence_timeout_s: a rank that sends nothing for so long is lost.
-        progress_timeout_s: how long to wait for ranks that are alive but do not take part.
-        connect_timeout_s: how long to wait for all ranks to appear.
-        frame_bytes: largest payload of a frame; what an urgent slice waits for at most, a peer.
-        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
-        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
-        work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
-        check_every: compare all ranks' parameters every so many steps; 0 is never.
-        trace: keep a trace of frames for `Session.take_trace`.
-        trace_path: write a timeline to this file at the end, each rank its own; or None.
-        prometheus: host and port to answer Prometheus at, this rank's own; or None.
-        checkpoint: folder that checkpoints are written to, shared by all ranks; or None.
-        checkpoint_every: training steps from one checkpoint to the next.
-        checkpoint_keep: complete checkpoints that are kept.
-        summary: whether rank 0 prints a line at the end: what the steps have waited for.
+    Some are kept in another form than they are given in: `codec`, `factors` (given as `scheme`),
+    `prometheus` (as a port), paths.
     """
 
-    strategy: str = "p3"
-    slice_elems: int | None = None
-    seed: int = 0
-    codec: CodecRules = RAW
-    factors: bool = False
-    exact_order: bool = True
-    update: str = "worker"
-    local: str = "off"
-    stragglers: str = WAIT
-    late: str = LATE[0]
-    ahead_steps: int = AHEAD_STEPS
-    servers: int | None = None
+    strategy: str = option("p3", known=STRATEGIES, agreed=True)
+    slice_elems: int | None = option(None, least=1, agreed=True)
+    seed: int = option(0, least=0, agreed=True)
+    codec: CodecRules = option(RAW, agreed=True)
+    factors: bool = option(False, agreed=True)
+    exact_order: bool = option(True, agreed=True)
+    update: str = option("worker", known=UPDATES, agreed=True)
+    local: str = option("off", known=LOCALS, agreed=True)
+    stragglers: str = option(WAIT, agreed=True)
+    late: str = option(LATE[0], known=LATE, agreed=True)
+    ahead_steps: int = option(AHEAD_STEPS, least=1, agreed=True)
+    servers: int | None = option(None, least=1, agreed=True)
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
-    silence_timeout_s: float = 30.0
-    progress_timeout_s: float = 1800.0
-    connect_timeout_s: float = 300.0
-    frame_bytes: int = 65_536
-    low_water_bytes: int = 65_536
-    send_buffer_bytes: int = 0
-    work_threads: int = 1
-    check_every: int = 0
+    silence_timeout_s: float = option(30.0, above=0)
+    progress_timeout_s: float = option(1800.0, above=0)
+    connect_timeout_s: float = option(300.0, above=0)
+    frame_bytes: int = option(65_536, least=1, agreed=True)
+    low_water_bytes: int = option(65_536, least=1)
+    send_buffer_bytes: int = option(0, least=0)
+    work_threads: int = option(1, least=0)
+    check_every: int = option(0, least=0, agreed=True)
     trace: bool = False
     trace_path: Path | None = None
     prometheus: tuple[str, int] | None = None
     checkpoint: Path | None = None
-    checkpoint_every: int = 1000
-    checkpoint_keep: int = 3
+    checkpoint_every: int = option(1000, least=1)
+    checkpoint_keep: int = option(3, least=1)
     summary: bool = True
 
     def __post_init__(self) -> None:
-        """Check every option.
+        """Check every option, and what goes with what.
 
         Raises:
-            ValueError: an option is out of its range; the message names it.
+            ValueError: an option is out of its range, or does not go with another one; the message
+                names it.
         """
-        _one_of("strategy", self.strategy, STRATEGIES)
-        _one_of("update", self.update, UPDATES)
-        _one_of("local", self.local, LOCALS)
+        check_options(self)
         if self.strategy == RING:
             self._check_ring()
         if self.strategy == ASGD:
@@ -126,24 +95,11 @@ class Options:
                 raise ValueError(f"scheme is 'sfb', but {why}")
         names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
         others = {name: getattr(self, name) for name in names}
-        check_stragglers(self.stragglers, self.late, self.ahead_steps, others)
-        if self.servers is not None and self.servers < 1:
-            raise ValueError(f"servers is {self.servers}; at least one rank owns slices")
+        check_stragglers(self.stragglers, self.late, others)
         if self.servers is not None and self.strategy == RING:
             raise ValueError(
                 f"servers is {self.servers} with strategy 'ring', which has no servers"
             )
-        if self.slice_elems is not None and self.slice_elems < 1:
-            raise ValueError(f"slice_elems is {self.slice_elems}; a slice has 1 element or more")
-        for name in ("silence_timeout_s", "progress_timeout_s", "connect_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
-        for name in ("frame_bytes", "low_water_bytes", "checkpoint_every", "checkpoint_keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("send_buffer_bytes", "work_threads", "check_every", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.trace_path is not None and not self.trace_path.absolute().parent.is_dir():
             raise ValueError(f"trace_path is {self.trace_path}, whose folder does not exist")
         if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
@@ -203,25 +159,9 @@ class Options:
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
-        names = (
-            "strategy",
-            "slice_elems",
-            "seed",
-            "codec",
-            "factors",
-            "exact_order",
-            "update",
-            "local",
-            "frame_bytes",
-            "check_every",
-            "stragglers",
-            "late",
-            "ahead_steps",
-            "servers",
-        )
-        own = {name: getattr(self, name) for name in names}
-        # To take one is a collective call.
-        return {**own, "checkpoint_every": self.checkpoint_every if self.checkpoint else 0}
+        # To take a checkpoint is a collective call.
+        every = self.checkpoint_every if self.checkpoint else 0
+        return {**agreed_options(self), "checkpoint_every": every}
 
 
 def ring_ranks(strategy: str, world_size: int) -> int | None:

@@ -14,34 +14,33 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
-from gradlane.ballot import Ballot, Ending, Hyperparameters, Vote, check_votes
-from gradlane.buffers import pack_buffers
+from gradlane.ballot import Hyperparameters, compare_endings, tell_ending
 from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
 from gradlane.core import translate_error
-from gradlane.errors import GradlaneError, RendezvousError, SessionFailed, UsageError
-from gradlane.exchange import Exchange, Members
-from gradlane.factors.choice import choose_factored, without_codecs
+from gradlane.errors import GradlaneError, SessionFailed, UsageError
+from gradlane.exchange import Exchange
+from gradlane.factors.choice import without_codecs
 from gradlane.factors.sending import Taps
 from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
+from gradlane.members import lay_out
 from gradlane.options import FACTOR_SCHEMES, RING, SFB, Options, ring_ranks
-from gradlane.refusals import check_model
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
-from gradlane.server_state import Apart, ServerState, check_taken_over
-from gradlane.shared_storage import Clusters
+from gradlane.served_parameters import ServedParameters
+from gradlane.server_state import Apart, ServerState
 from gradlane.steps import Driver, Phase, Steps
-from gradlane.table import Entry, build_table, extra_entry, names_of
+from gradlane.terms import agree_on_terms
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
 
@@ -83,13 +82,16 @@ class Prepared:
         self._defer = defer
         self._buffers = buffers
         self._serves = around.options.update == "server"
-        self._entries = self._agree(meeting, model)
-        self._trained = [entry for entry in self._entries if entry.trained]
+        terms = agree_on_terms(around, meeting, model, optimizer, buffers)
+        self._entries, self._trained, self._factored = terms.entries, terms.trained, terms.factored
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
-        self._pointers: list[int] = []
-        self._written: list[Tensor] = []
         self.model = model
-        self._extras, self._members = self._make_members()
+        # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
+        # votes and buffers of ranks that are left out of a step would be missing.
+        alone = self._serves or around.options.leaves_out
+        self._extras, self._members = lay_out(
+            model, self._entries, self._factored, around.place, buffers, alone=alone
+        )
         coded = [entry.coded() for entry in self._trained]
         ranks = ring_ranks(around.options.strategy, around.place.world_size)
         factored = self._members.factored
@@ -107,6 +109,7 @@ class Prepared:
             self._recording = around.recorder.record(self.channel, names)
             self.channel = self._recording.channel
         self._carrier = self._make_carrier()
+        self._served = ServedParameters(self.channel, self._trained) if self._serves else None
         try:
             everything = [*self._entries, *self._extras]
             self._carrier.spread(
@@ -114,7 +117,8 @@ class Prepared:
             )
             if self._members.buffers is not None:
                 self._members.buffers.start()
-            self._register_parameters()
+            if self._served is not None:
+                self._served.register()
         except BaseException as error:
             self.channel.abort(f"{type(error).__name__} while spreading the model: {error}")
             self._carrier.close()
@@ -201,32 +205,11 @@ class Prepared:
             self._server.release()
         self.steps.close("the session was closed")
         self._carrier.close()
-        self._tell_ending()
-        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
-            self._compare_endings()
-
-    def _tell_ending(self) -> None:
-        """Leave word of how the last step ended here: no step follows whose votes would tell."""
-        if self._members.ballot is not None:
-            with contextlib.suppress(RendezvousError):
-                lane = [self.steps.step, *self.steps.own_vote()]
-                self._meeting.put(f"ending/{self._around.place.rank}", json.dumps(lane))
-
-    def _compare_endings(self) -> None:
-        """Compare all ranks' last steps, on rank 0, once all have said goodbye.
-
-        Raises:
-            SessionFailed: they ended it differently.
-        """
-        place = self._around.place
-        if place.rank != 0 or self._members.ballot is None:
-            return
-        told = [self._meeting.peek(f"ending/{rank}") for rank in range(place.world_size)]
-        lanes = [json.loads(one) for one in told if one is not None]
-        if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
-            return
-        votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
-        check_votes(votes, lanes[0][0])
+        votes = self._members.ballot is not None
+        if votes:
+            tell_ending(self._meeting, self.steps.step, *self.steps.own_vote())
+        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s) and votes:
+            compare_endings(self._meeting)
 
     def synchronize(self) -> None:
         """Wait until every parameter has its update, and, where ranks train asynchronously, until
@@ -253,22 +236,14 @@ class Prepared:
 
     def _pull(self, call: str) -> None:
         """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
-        if self._gathering is None or self._around.place.world_size == 1:
+        if self._gathering is None or self._served is None or self._around.place.world_size == 1:
             return
         with self._translating(f"waiting for all ranks in {call}"):
-            self._register_parameters()
+            self._served.register()
             self._gathering.all_here(call)
-            self.steps.spend_step(self._pull_in_step)
+            self.steps.spend_step(self._served.pull)
             # Who goes on training changes the servers' parameters: not before all have them.
             self._gathering.all_here(f"{call}, with all parameters")
-
-    def _pull_in_step(self, step: int) -> None:
-        self.channel.step_begin(step)
-        for index, entry in enumerate(self._trained):
-            self.channel.tensor_absent(index, step, entry.tensor.data_ptr(), entry.nbytes)
-        self.channel.step_end(step)
-        self.channel.wait_step(step)
-        self.channel.take_ready(step)
 
     def reconnected(
         self, options: Options, timeout_s: float, schemes: Mapping[str, str] | None = None
@@ -380,59 +355,6 @@ class Prepared:
 
     # ---- inside
 
-    def _agree(self, meeting: Meeting, model: nn.Module) -> list[Entry]:
-        try:
-            check_model(model)
-            entries = build_table(model)
-            optimizers.check_optimizer(self._optimizer, entries)
-            trained = [entry for entry in entries if entry.trained]
-            around = self._around
-            self._factored = choose_factored(model, trained, around.schemes, around.options)
-            if self._serves:
-                optimizers.check_server_optimizer(self._optimizer, entries)
-                _check_apart(entries)
-                state = check_taken_over(self._optimizer, trained)
-        except ValueError as error:
-            meeting.refuse(str(error))
-            raise
-        options = {
-            **self._around.options.agreed(),
-            "world_size": self._around.place.world_size,
-            "buffers": self._buffers,
-        }
-        if self._serves:
-            options["optimizer_state"] = state
-        rows = [
-            {**entry.row(), "scheme": SFB} if index in self._factored else entry.row()
-            for index, entry in enumerate(entries)
-        ]
-        meeting.agree({"options": options, "tensors": rows})
-        return entries
-
-    def _make_members(self) -> tuple[list[Entry], Members]:
-        """Lay out what takes part in each step beside the gradients."""
-        place = self._around.place
-        if self._serves or self._around.options.leaves_out:
-            # Whatever takes part in a step is updated there, so nothing but parameters may; and
-            # votes and buffers of ranks that are left out of a step would be missing.
-            return [], Members(self._trained)
-        ballot = Ballot(place.rank, place.world_size)
-        index = len(self._entries)
-        extras = [extra_entry("gradlane's ballot", ballot.tensor)]
-        pack = pack_buffers(self.model, self._buffers, place.rank, place.world_size)
-        if pack is not None:
-            extras.append(extra_entry("the packed buffers", pack.tensor))
-        # Blocks are of training steps alone: something else carries the weights in step 0.
-        extras += [one.first_values() for one in self._factored.values()]
-        return extras, Members(
-            self._trained,
-            ballot,
-            index,
-            pack,
-            index + 1 if pack is not None else -1,
-            self._factored,
-        )
-
     def _make_carrier(self) -> Carrier:
         carried = dict(enumerate(self._trained))
         carried.update(enumerate(self._extras, len(self._entries)))
@@ -499,9 +421,9 @@ class Prepared:
         self._watch.step_begins(step)
         if self._around.options.check_every:
             self._agreement.after_step(step - 1)
-        if self._server is not None:
+        if self._server is not None and self._served is not None:
             with self._translating(f"beginning step {step}"):
-                self._register_parameters()
+                self._served.register()
             self._server.agree()
 
     @contextlib.contextmanager
@@ -532,46 +454,12 @@ class Prepared:
         Raises:
             UsageError: the core would write into memory that is no parameter's any more.
         """
-        for entry, pointer in zip(self._trained, self._pointers, strict=True):
-            if entry.tensor.data_ptr() != pointer:
-                raise UsageError(
-                    f"the memory of parameter {entry.name!r} was replaced (.data = ..., .to(...)) "
-                    'between backward() and optimizer.step(): with update="server" the update has '
-                    "already begun there; do it after optimizer.step()"
-                )
-        self.installation.check_unchanged()
+        assert self._served is not None
         assert self._server is not None
+        self._served.check_unmoved()
+        self.installation.check_unchanged()
         return self._server.rows()
 
     def _note_update(self, index: int) -> None:
         if self._server is not None:
             self._server.updated(index)
-
-    def _register_parameters(self) -> None:
-        """Tell the core where parameters are that it updates in place."""
-        if not self._serves:
-            return
-        pointers = [entry.tensor.data_ptr() for entry in self._trained]
-        if pointers == self._pointers:
-            return
-        for index, entry in enumerate(self._trained):
-            tensor = entry.tensor
-            if tensor.dtype is not entry.dtype or tensor.stride() != entry.stride:
-                raise UsageError(
-                    f"parameter {entry.name!r} was converted after prepare(): convert the model "
-                    "before prepare()"
-                )
-            self.channel.set_parameter(index, pointers[index], entry.nbytes)
-        self._pointers = pointers
-        # Who swaps a parameter's memory in mid-step must not free what the core writes into.
-        self._written = [entry.tensor.detach() for entry in self._trained]
-
-
-def _check_apart(entries: list[Entry]) -> None:
-    trained = [entry for entry in entries if entry.trained]
-    shared = Clusters([entry.tensor for entry in trained]).members
-    if shared:
-        raise ValueError(
-            f"{names_of(trained[index] for index in shared)} share memory, and with "
-            'update="server" each is updated by itself; use update="worker"'
-        )

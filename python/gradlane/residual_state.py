@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradlane.codec_choice import CodecChoice
 from gradlane.core import Channel
-from gradlane.exchange import Members
+from gradlane.members import Members
 from gradlane.rendezvous import Meeting
 from gradlane.table import Entry, in_layout
 

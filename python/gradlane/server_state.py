@@ -11,8 +11,7 @@ so that neither the world size nor the slices matter to a checkpoint.
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,20 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from gradlane.core import Channel
-from gradlane.errors import RanksDiffer, RendezvousError, UsageError
+from gradlane.errors import RanksDiffer, RendezvousError
 from gradlane.gathering import Gathering
 from gradlane.optimizers import server_rows
 from gradlane.rendezvous import Meeting
+from gradlane.state_checks import (
+    MEANS,
+    MOMENTUM,
+    check_states,
+    digest_of,
+    mark_incomplete,
+    state_names,
+    states_by_parameter,
+)
 from gradlane.table import Entry, in_layout
-
-_MOMENTUM = "momentum_buffer"
-_MEANS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -153,16 +158,16 @@ class ServerState:
             taken = [have + more for have, more in zip(taken, pushes, strict=True)]
             self._buffered |= {index for index in self._buffers if pushes[index] > 0}
         if self._stored(taken):
-            _mark_incomplete(self._optimizer)
+            mark_incomplete(self._optimizer)
 
     # ---- out
 
     def _stored(self, steps: Sequence[int]) -> dict[str, list[int]]:
         """Which tensors have state, by its name, after so many steps; the same on every rank."""
         if isinstance(self._optimizer, SGD):
-            return {_MOMENTUM: sorted(self._buffered)} if self._buffered else {}
+            return {MOMENTUM: sorted(self._buffered)} if self._buffered else {}
         indices = [index for index, taken in enumerate(steps) if taken > 0]
-        return dict.fromkeys(_MEANS, indices) if indices else {}
+        return dict.fromkeys(MEANS, indices) if indices else {}
 
     def _before_save(self, optimizer: Optimizer) -> None:
         if self._apart is not None:
@@ -272,9 +277,9 @@ class ServerState:
     # ---- in
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._loaded = _states_by_parameter(optimizer, state_dict)
+        self._loaded = states_by_parameter(optimizer, state_dict)
         # What cannot be taken over is refused before torch changes anything.
-        _check_states(optimizer, self._trained, self._loaded)
+        check_states(optimizer, self._trained, self._loaded)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, {}
@@ -314,7 +319,7 @@ class ServerState:
             }
             for entry in self._trained
         ]
-        names = _names(self._optimizer)
+        names = state_names(self._optimizer)
         with self._translating("handing the optimizer's state to the servers"):
             self._load(states, names)
         self._unagreed = digest_of(states, names)
@@ -356,101 +361,3 @@ class ServerState:
             said.append((rank, theirs.removeprefix(f"{call} ")))
         self._meeting.drop(f"state/{self._meetings - 1}/{place.rank}")
         return said
-
-
-def check_state(entry: Entry, state: dict[str, Any], names: Iterable[str]) -> None:
-    """Check that the servers can go on from a tensor's optimizer state.
-
-    Raises:
-        ValueError: something is missing or has another shape; the message names the tensor.
-    """
-    names = list(names)
-    present = [name for name in names if isinstance(state.get(name), Tensor)]
-    steps = int(state.get("step", 0))
-    if len(names) > 1 and (len(present) not in (0, len(names)) or bool(steps) != bool(present)):
-        raise ValueError(
-            f"the optimizer's state of {entry.name!r} has {sorted(state)} after {steps} steps; "
-            f"with step, {', '.join(names)} belong together: is it another optimizer's?"
-        )
-    for name in present:
-        if state[name].shape != entry.shape:
-            raise ValueError(
-                f"{name} of {entry.name!r} has shape {tuple(state[name].shape)}, the parameter "
-                f"{tuple(entry.shape)}: is the checkpoint another model's?"
-            )
-
-
-def digest_of(states: Iterable[dict[str, Any]], names: Iterable[str]) -> str:
-    """Return a checksum of optimizer states, by tensor number, for comparison across ranks."""
-    names = list(names)
-    checksum = 0
-    for index, state in enumerate(states):
-        for name in names:
-            value = state.get(name)
-            if isinstance(value, Tensor):
-                where = f"{index} {name} {int(state.get('step', 0))}"
-                values = value.detach().to("cpu", torch.float32).contiguous().view(-1)
-                checksum = zlib.crc32(where.encode(), checksum)
-                checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
-    return f"{checksum:08x}"
-
-
-def check_taken_over(optimizer: Optimizer, trained: Sequence[Entry]) -> str:
-    """Check that the servers can go on from the state that an optimizer has.
-
-    Args:
-        optimizer: the user's, checked by `check_server_optimizer`.
-        trained: table entries of the trained parameters.
-
-    Returns:
-        A checksum of the state, for comparison across ranks.
-
-    Raises:
-        ValueError: something is missing or has another shape; the message names the tensor.
-    """
-    states = {id(entry.tensor): optimizer.state.get(entry.tensor, {}) for entry in trained}
-    _check_states(optimizer, trained, states)
-    return digest_of(states.values(), _names(optimizer))
-
-
-def _check_states(
-    optimizer: Optimizer, trained: Iterable[Entry], states: dict[int, dict[str, Any]]
-) -> None:
-    for entry in trained:
-        check_state(entry, states.get(id(entry.tensor), {}), _names(optimizer))
-
-
-def _names(optimizer: Optimizer) -> tuple[str, ...]:
-    return (_MOMENTUM,) if isinstance(optimizer, SGD) else _MEANS
-
-
-def _states_by_parameter(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Match a state dictionary with parameters; what fits nowhere is torch's to refuse."""
-    found: dict[int, dict[str, Any]] = {}
-    states = loaded.get("state", {})
-    for group, saved in zip(optimizer.param_groups, loaded.get("param_groups", ()), strict=False):
-        for parameter, key in zip(group["params"], saved["params"], strict=False):
-            if key in states:
-                found[id(parameter)] = states[key]
-    return found
-
-
-def _mark_incomplete(optimizer: Optimizer) -> None:
-    """Make an optimizer whose state is lost refuse to be saved or stepped until it is loaded."""
-    handles: list[Any] = []
-
-    def refuse(*_: Any) -> None:
-        raise UsageError(
-            "this optimizer's state was on the servers of a session that is closed: call "
-            "optimizer.state_dict() before the session ends, and load_state_dict() to go on"
-        )
-
-    def complete(_: Optimizer) -> None:
-        for handle in handles:
-            handle.remove()
-
-    handles += [
-        optimizer.register_state_dict_pre_hook(refuse),
-        optimizer.register_step_pre_hook(refuse),
-        optimizer.register_load_state_dict_post_hook(complete),
-    ]

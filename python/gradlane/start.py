@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -126,8 +127,10 @@ def init(
             `gradlane trace merge` joins; see `docs/timelines.md`.
         prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
             `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
-        checkpoint: folder to write checkpoints to, shared by all ranks, every `checkpoint_every`
-            steps; the last `checkpoint_keep` complete ones stay. See `docs/checkpoints.md`.
+        checkpoint: folder to write checkpoints to, shared by all ranks; None: write none. See
+            `docs/checkpoints.md`.
+        checkpoint_every: training steps from one checkpoint to the next.
+        checkpoint_keep: how many complete checkpoints stay; older ones are removed.
         summary: whether rank 0 prints a line to stderr at the end, on what the steps have waited
             for; None: unless `GRADLANE_SUMMARY` is 0.
         core: in place of the compiled core; for tests.
@@ -140,37 +143,20 @@ def init(
         RendezvousError: the store cannot be reached.
         GradlaneError: the compiled core is missing.
     """
+    # Arguments have the names of the options; those that are kept in another form follow below.
+    names = {one.name for one in fields(Options)}
+    given = {name: value for name, value in locals().items() if name in names}
     options = Options(
-        strategy=strategy_of(strategy, scheme),
-        slice_elems=slice_elems,
-        seed=seed,
-        codec=codec_rules(codec),
-        factors=scheme == SFB,
-        exact_order=exact_order,
-        update=update,
-        local=local,
-        stragglers=stragglers,
-        late=late,
-        ahead_steps=ahead_steps,
-        servers=servers,
-        interface=interface,
-        advertise=advertise,
-        ports=ports,
-        silence_timeout_s=silence_timeout_s,
-        progress_timeout_s=progress_timeout_s,
-        connect_timeout_s=connect_timeout_s,
-        frame_bytes=frame_bytes,
-        low_water_bytes=low_water_bytes,
-        send_buffer_bytes=send_buffer_bytes,
-        work_threads=work_threads,
-        check_every=check_every,
-        trace=trace,
-        trace_path=wanted_path(trace_path),
-        prometheus=wanted_address(prometheus_port, os.environ),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        checkpoint_every=checkpoint_every,
-        checkpoint_keep=checkpoint_keep,
-        summary=is_wanted(summary, os.environ),
+        **{
+            **given,
+            "strategy": strategy_of(strategy, scheme),
+            "codec": codec_rules(codec),
+            "factors": scheme == SFB,
+            "trace_path": wanted_path(trace_path),
+            "prometheus": wanted_address(prometheus_port, os.environ),
+            "checkpoint": None if checkpoint is None else Path(checkpoint),
+            "summary": is_wanted(summary, os.environ),
+        }
     )
     options = with_local(options)
     core = core if core is not None else load_core()

@@ -67,22 +67,17 @@ def parse_stragglers(text: str) -> StragglerRule | None:
     )
 
 
-def check_stragglers(text: str, late: str, ahead_steps: int, others: dict[str, object]) -> None:
-    """Check what is given about stragglers, and that everything else goes with it.
+def check_stragglers(text: str, late: str, others: dict[str, object]) -> None:
+    """Check that everything else goes with what is given about stragglers.
 
     Args:
         text: as for `parse_stragglers`.
         late: one of `LATE`.
-        ahead_steps: how many steps may be decided ahead of the slowest rank.
         others: the session's other options, by name.
 
     Raises:
         ValueError: it does not; the message says why, and what to do.
     """
-    if late not in LATE:
-        raise ValueError(f"late is {late!r}; known are {', '.join(LATE)}")
-    if ahead_steps < 1:
-        raise ValueError(f"ahead_steps is {ahead_steps}; it must be 1 or more")
     if parse_stragglers(text) is None:
         if late != LATE[0]:
             raise ValueError(f'late is {late!r} with stragglers="wait": nobody is late there')

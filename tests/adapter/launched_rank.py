@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradlane
 from tests.adapter.scenarios import digest
+from tests.torch_versions import NO_DIST
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
 
@@ -49,7 +50,7 @@ def main(folder: str) -> None:
                 optimizer.zero_grad()
         if folder and session.rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            CHECKPOINTS.save(state, checkpoint_id=folder, no_dist=True)
+            CHECKPOINTS.save(state, checkpoint_id=folder, **NO_DIST)
         line = f"rank {session.rank} of {session.world_size} saw {seen} has {digest(model)}\n"
         # In one write: the ranks share a pipe, and their lines must not mix.
         os.write(1, line.encode())

@@ -9,6 +9,7 @@ import pytest
 
 import gradlane
 from tests.adapter.constructs import PAGE, Construct, all_constructs, page
+from tests.torch_versions import parse_release, torch_release
 
 CONSTRUCTS = all_constructs()
 CASES = [
@@ -22,6 +23,8 @@ CASES = [
 def test_construct(construct: Construct, defer: Any) -> None:
     if construct.needs is not None and importlib.util.find_spec(construct.needs) is None:
         pytest.skip(f"{construct.needs} is not installed")
+    if construct.newer_than and torch_release() <= parse_release(construct.newer_than):
+        pytest.skip(f"it takes a torch newer than {construct.newer_than}")
     if construct.refused is None:
         construct.check(defer)
         return

@@ -18,6 +18,7 @@ from torch import nn
 
 from gradlane.environment import Place, find_place, find_store_address
 from tests.adapter.nursery import ROOT, SOURCES, Nursery, free_port
+from tests.torch_versions import NO_DIST
 
 needs_core = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -146,7 +147,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
     before = model[0].weight.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        CHECKPOINTS.load(state, checkpoint_id=folder, no_dist=True)
+        CHECKPOINTS.load(state, checkpoint_id=folder, **NO_DIST)
     model.load_state_dict(state["model"])
     assert not torch.equal(before, model[0].weight)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.options import LabOptions
+from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads import build
 from gradlane.lab.workloads.replay import ReplayWorkload

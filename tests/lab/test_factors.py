@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.factor_notes import factor_notes
-from gradlane.lab.run import LabOptions
+from gradlane.lab.options import LabOptions
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads.contract import TensorTiming
 from tests.adapter.pool import RankPool

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gradlane.lab.bound import port_bytes
+from gradlane.lab.options import LabOptions
 from gradlane.lab.privilege import why_no_namespaces
-from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies
 from tests.lab.test_run import small_profile
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from gradlane.lab.errors import RankError
+from gradlane.lab.options import LabOptions
 from gradlane.lab.presets.activity import activity_of
 from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
-from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.run import run_lab
 from gradlane.lab.straggler_notes import loss_over_time, loss_table
 from gradlane.lab.straggling import parse_straggler
 from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules

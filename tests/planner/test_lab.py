@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab.run import LabOptions
+from gradlane.lab.options import LabOptions
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.planner.settings import LEARNING_STEPS
 from gradlane.whatif.prediction import can_predict

@@ -68,7 +68,7 @@ def test_numbers_of_ranks_are_checked() -> None:
         Options(stragglers="backup=2").check_world(2)
     with pytest.raises(ValueError, match="there are 2 ranks"):
         Options(servers=3).check_world(2)
-    with pytest.raises(ValueError, match="at least one rank owns"):
+    with pytest.raises(ValueError, match="servers is 0; it must be 1 or more"):
         Options(servers=0)
     with pytest.raises(ValueError, match="nobody is late"):
         Options(late="carry")

@@ -1,69 +1,28 @@
-//! The engine: inputs from the application and the driver, outputs to the driver. What arrives from
-//! peers is checked in `inbound`; how results are made and delivered is in `aggregate`; the end of a
-//! session is in `lifecycle`.
+//! The engine: its parts, the beginning and the end of steps, and what the driver asks for. What a
+//! rank contributes is in `contribution`; what arrives from peers is checked in `inbound`; how results
+//! are made and delivered is in `aggregate`; the end of a session is in `lifecycle`.
 
 use crate::buffers::BufferTable;
 use crate::contributors::Contributors;
 use crate::each::Each;
-use crate::encoding::{EncodeQueue, Waiting};
+use crate::encoding::EncodeQueue;
 use crate::error::UsageError;
 use crate::gather::Gather;
-use crate::io::{Event, Memory, Region, Transmit};
+use crate::io::{Event, Transmit};
 use crate::lifecycle::Lifecycle;
+use crate::options::EngineOptions;
 use crate::plan::{Plan, Update};
 use crate::priority::{PendingSwitch, PriorityTable};
-use crate::rank_set::RankSet;
 use crate::ring::Ring;
-use crate::scheduler::{Body, Key, KeyMaker, Message, Scheduler};
-use crate::scheme::Scheme;
-use crate::server::{Part, Server};
-use crate::strategy::{PullRule, ReadyRule};
+use crate::scheduler::{KeyMaker, Scheduler};
+use crate::server::Server;
 use crate::work::WorkQueue;
-use crate::worker::{Contribution, Phase, Worker};
+use crate::worker::Worker;
 use alloc::collections::VecDeque;
-use alloc::format;
-use alloc::string::ToString;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use core::time::Duration;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind, MAX_FRAME_BYTES};
-
-/// What an engine is told once.
-#[derive(Clone, Debug)]
-pub struct EngineOptions {
-    /// This rank.
-    pub rank: Rank,
-    /// Largest payload of one frame: what an urgent slice waits for at most, a peer.
-    pub frame_bytes: u32,
-    /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
-    pub credit_bytes: u64,
-    /// Pieces of work handed out at once.
-    pub work_depth: usize,
-    /// Slices towards one owner that are encoded ahead of sending.
-    pub encoded_ahead: usize,
-    /// How long to wait for ranks that are alive but do not take part.
-    pub progress_timeout: Duration,
-    /// Membership generation.
-    pub generation: u32,
-}
-
-impl EngineOptions {
-    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, four slices
-    /// encoded ahead for each peer, 30 minutes.
-    #[must_use]
-    pub fn new(rank: Rank) -> EngineOptions {
-        EngineOptions {
-            rank,
-            frame_bytes: 64 << 10,
-            credit_bytes: 64 << 10,
-            work_depth: 2,
-            encoded_ahead: 4,
-            progress_timeout: Duration::from_secs(30 * 60),
-            generation: 0,
-        }
-    }
-}
+use gradlane_wire::{FrameFlags, FrameKind, MAX_FRAME_BYTES};
 
 /// One rank's communication engine.
 #[derive(Debug)]
@@ -208,145 +167,6 @@ impl Engine {
         })
     }
 
-    /// A tensor's gradient is ready in memory that the driver knows as `Memory::Gradient`. From now
-    /// on the engine owns that memory until the tensor is ready. In step 0 the memory is the
-    /// tensor itself.
-    ///
-    /// # Errors
-    /// For an unknown tensor, a second call in a step, another step than the current one, or an
-    /// ended session. Nothing was changed then.
-    pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
-        self.check_call(tensor, step, "gradient_ready")?;
-        let planned = self.plan.tensor(tensor);
-        if planned.scheme == Scheme::Gather {
-            let name = &planned.spec.name;
-            let message = format!("tensor {name:?} has blocks of any size: use block_ready");
-            return Err(UsageError::Argument(message));
-        }
-        self.contribute(tensor, step, Contribution::Gradient, "gradient_ready")
-    }
-
-    /// This rank has no gradient for a tensor in this step; others' count as the sum, zeros for
-    /// this one. Memory for the result is registered all the same.
-    ///
-    /// # Errors
-    /// As [`Engine::gradient_ready`].
-    pub fn tensor_absent(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
-        self.contribute(tensor, step, Contribution::Absent, "tensor_absent")
-    }
-
-    pub(crate) fn contribute(
-        &mut self,
-        tensor: TensorId,
-        step: Step,
-        contribution: Contribution,
-        call: &'static str,
-    ) -> Result<(), UsageError> {
-        self.check_call(tensor, step, call)?;
-        let name = &self.plan.tensor(tensor).spec.name;
-        if !self.plan.takes_part(tensor, step) {
-            let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
-            return Err(UsageError::Argument(message));
-        }
-        if self.lacks_initial(step, self.rank(), contribution == Contribution::Absent) {
-            let message = format!("tensor {name:?} has no value to start from, which updates need");
-            return Err(UsageError::Argument(message));
-        }
-        if self.worker.tensor(tensor).contribution != Contribution::Missing {
-            return Err(UsageError::Twice { name: name.clone(), step });
-        }
-        self.worker.tensor_mut(tensor).contribution = contribution;
-        self.worker.uncontributed -= 1;
-        self.lifecycle.progressed();
-        match &mut self.switch {
-            Some(switch) if step >= switch.hold_from => switch.held.push(tensor),
-            _ => self.send_contribution(tensor),
-        }
-        self.contributed_choosing(tensor, step);
-        Ok(())
-    }
-
-    /// Queues the pushes of a tensor, or hands its own slices to the server.
-    pub(crate) fn send_contribution(&mut self, tensor: TensorId) {
-        match self.plan.tensor(tensor).scheme {
-            Scheme::Ps => {}
-            Scheme::Ring => return self.contribute_round(tensor),
-            Scheme::Gather => return self.contribute_block(tensor),
-        }
-        let step = self.worker.step;
-        let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
-        let contributes = self.contributes(self.rank(), step);
-        let priority = self.priorities.priority(step, tensor);
-        for slice in self.plan.slices_of(tensor) {
-            let owner = self.plan.slice(slice).owner;
-            let encoded = contributes && !absent && self.own_form(slice) == Codec::Encoded;
-            if !contributes {
-                self.worker.slice_mut(slice).push_sent = true;
-                self.install_if_open(slice);
-            } else if encoded {
-                let key = self.keys.slice(step, priority, tensor, slice);
-                self.encodes.push(owner, key, Waiting { slice, step });
-            } else if owner == self.rank() {
-                self.worker.slice_mut(slice).push_sent = true;
-                let part = if absent { Part::Absent } else { Part::Own };
-                self.add_part(slice, self.rank(), part, priority);
-            } else {
-                let key = self.keys.slice(step, priority, tensor, slice);
-                let mut header = self.slice_header(FrameKind::Push, step, slice, priority);
-                let body = if absent {
-                    header.flags = FrameFlags::ABSENT;
-                    Body::Empty
-                } else {
-                    Body::Region(self.gradient_region(slice))
-                };
-                self.scheduler.push(owner, key, Message { header, body });
-            }
-        }
-    }
-
-    /// A consumer waits for a tensor. Drives deferred pulls: the first wait is the start of the
-    /// next iteration, which pulls all tensors.
-    ///
-    /// # Errors
-    /// For an unknown tensor, another step than the current one, or an ended session.
-    pub fn tensor_needed(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
-        self.check_call(tensor, step, "tensor_needed")?;
-        if self.worker.uncontributed == 0 {
-            self.pull_deferred();
-        }
-        Ok(())
-    }
-
-    /// Sends the pulls that waited for the next iteration.
-    pub(crate) fn pull_deferred(&mut self) {
-        let step = self.worker.step;
-        if self.plan.strategy.pull != PullRule::NextStep || step.0 == 0 {
-            return;
-        }
-        for tensor in (0..self.plan.tensors.len() as u32).map(TensorId) {
-            if self.plan.takes_part(tensor, step) {
-                self.pull(tensor);
-            }
-        }
-    }
-
-    /// Sends the pulls of a tensor once.
-    pub(crate) fn pull(&mut self, tensor: TensorId) {
-        if core::mem::replace(&mut self.worker.tensor_mut(tensor).pulled, true) {
-            return;
-        }
-        let step = self.worker.step;
-        let priority = self.priorities.priority(step, tensor);
-        for slice in self.plan.slices_of(tensor) {
-            let owner = self.plan.slice(slice).owner;
-            if owner != self.rank() {
-                let key = self.keys.slice(step, priority, tensor, slice);
-                let header = self.slice_header(FrameKind::Pull, step, slice, priority);
-                self.scheduler.push(owner, key, Message { header, body: Body::Empty });
-            }
-        }
-    }
-
     /// The application has ended the step (`optimizer.step()`): with updates on the server,
     /// parameters may be written from now on.
     ///
@@ -384,58 +204,6 @@ impl Engine {
         if !self.worker.begun || step != self.worker.step {
             return Err(UsageError::WrongStep { call, step, current: self.worker.step });
         }
-        Ok(())
-    }
-
-    /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
-    /// from the same step on, two steps after the current one; where ranks may be in different steps
-    /// (ready rules `Each` and `Set`), on each rank from its next step on.
-    ///
-    /// # Errors
-    /// On another rank, before a step has begun, when the last switch is not finished, or for a
-    /// vector of another length.
-    pub fn switch_priorities(&mut self, priorities: Vec<Priority>) -> Result<(), UsageError> {
-        self.lifecycle.check_open()?;
-        let refuse = |message: &str| Err(UsageError::Argument(message.to_string()));
-        if self.rank() != Rank(0) {
-            return refuse("only rank 0 may switch priorities");
-        }
-        if priorities.len() != self.plan.tensors.len() {
-            return refuse("a priority vector has one entry a tensor");
-        }
-        let alone = self.switches_alone();
-        let next = self.worker.step.next();
-        let from = if alone { next } else { next.next() };
-        if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
-            return refuse("the last switch of priorities is not finished");
-        }
-        let mut payload = Vec::with_capacity(8 + 4 * priorities.len());
-        payload.extend_from_slice(&from.0.to_le_bytes());
-        for priority in &priorities {
-            payload.extend_from_slice(&priority.0.to_le_bytes());
-        }
-        if payload.len() > MAX_FRAME_BYTES as usize {
-            return refuse("too many tensors for one priority vector");
-        }
-        let version = self.priorities.add(from, priorities);
-        let missing = RankSet::all_but(self.plan.world_size, self.rank());
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let mut header = self.control_header(FrameKind::PlanSwitch);
-        header.plan_version = version;
-        let key = self.keys.control();
-        self.scheduler.push_shared(
-            missing.clone(),
-            key,
-            Message { header, body: Body::Inline(payload) },
-        );
-        if alone {
-            // Steps are each rank's own, and so is the moment from which an order is in force.
-            return Ok(());
-        }
-        let hold_from = self.worker.step.next();
-        self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
         Ok(())
     }
 
@@ -504,11 +272,6 @@ impl Engine {
         step.0 > 0 || rank == Rank(0)
     }
 
-    /// Whether ranks take up new priorities each at a step of its own.
-    pub(crate) fn switches_alone(&self) -> bool {
-        self.plan.strategy.ready != ReadyRule::All
-    }
-
     /// How many ranks contribute to a step.
     pub(crate) fn contributors(&self, step: Step) -> u32 {
         if step.0 == 0 {
@@ -518,86 +281,7 @@ impl Engine {
         }
     }
 
-    /// Where a slice's result may be written in the tensor's own memory, if it may be now.
-    pub(crate) fn open_region(&self, slice: SliceId) -> Option<Region> {
-        if self.updates_on_server(self.worker.step) {
-            let tensor = self.plan.slice(slice).tensor;
-            let memory = Memory::Parameter(tensor);
-            return self.worker.ended.then(|| self.region(memory, slice));
-        }
-        let tensor = self.worker.tensor(self.plan.slice(slice).tensor);
-        let registered = tensor.contribution != Contribution::Missing;
-        let open = registered && self.worker.slice(slice).push_sent;
-        open.then(|| self.gradient_region(slice))
-    }
-
     pub(crate) fn updates_on_server(&self, step: Step) -> bool {
         self.plan.update == Update::Server && step.0 > 0
-    }
-
-    pub(crate) fn gradient_region(&self, slice: SliceId) -> Region {
-        self.region(Memory::Gradient(self.plan.slice(slice).tensor), slice)
-    }
-
-    /// A slice's range in a memory that holds the whole tensor.
-    pub(crate) fn region(&self, memory: Memory, slice: SliceId) -> Region {
-        let offset = self.plan.slice_start_bytes(slice);
-        Region { memory, offset, length: self.plan.slice_bytes(slice) }
-    }
-
-    pub(crate) fn control_header(&self, kind: FrameKind) -> FrameHeader {
-        FrameHeader {
-            kind,
-            codec: Codec::Raw,
-            flags: FrameFlags::NONE,
-            step: self.worker.step,
-            generation: self.options.generation,
-            plan_version: 0,
-            tensor: TensorId(0),
-            slice: SliceId(0),
-            priority: Priority(0),
-            sender: self.rank(),
-            offset: 0,
-            length: 0,
-            block_bytes: 0,
-            hop: 0,
-            payload_crc: 0,
-        }
-    }
-
-    pub(crate) fn slice_header(
-        &self,
-        kind: FrameKind,
-        step: Step,
-        slice: SliceId,
-        priority: Priority,
-    ) -> FrameHeader {
-        let tensor = self.plan.slice(slice).tensor;
-        let plan_version = self.priorities.version(step);
-        FrameHeader { step, plan_version, tensor, slice, priority, ..self.control_header(kind) }
-    }
-
-    /// Key of a slice's message or work in the strategy's order.
-    pub(crate) fn slice_key(&mut self, step: Step, priority: Priority, slice: SliceId) -> Key {
-        self.keys.slice(step, priority, self.plan.slice(slice).tensor, slice)
-    }
-
-    /// Copies a result that waits in scratch into the tensor's memory, if that is open by now.
-    pub(crate) fn install_if_open(&mut self, slice: SliceId) {
-        let buffer = match self.worker.slice(slice).phase {
-            Phase::Buffered(buffer) => buffer,
-            Phase::Empty { has_value } if self.worker.slice(slice).push_sent => {
-                return self.slice_done(slice, has_value);
-            }
-            _ => return,
-        };
-        if self.open_region(slice).is_none() {
-            return;
-        }
-        self.worker.slice_mut(slice).phase = Phase::Installing;
-        let step = self.worker.step;
-        let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
-        let key = self.slice_key(step, priority, slice);
-        self.work.push(key, crate::work::Pending::Install { slice, step, buffer });
     }
 }

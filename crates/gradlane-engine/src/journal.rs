@@ -4,9 +4,10 @@
 //! run over real sockets give the same landings, frames, works and events, one by one. Without a
 //! journal, nothing is kept and nothing is paid but a branch a call.
 
-use crate::engine::{Engine, EngineOptions};
+use crate::engine::Engine;
 use crate::error::{ProtocolError, UsageError};
 use crate::io::{Event, Landing, Transmit, Work, WorkId};
+use crate::options::EngineOptions;
 use crate::plan::Plan;
 use alloc::format;
 use alloc::string::{String, ToString};

@@ -17,6 +17,7 @@ extern crate std;
 
 mod aggregate;
 mod buffers;
+mod contribution;
 mod contributors;
 mod coordinator;
 mod depths;
@@ -25,13 +26,18 @@ mod encoding;
 mod engine;
 mod error;
 mod gather;
+mod headers;
 mod inbound;
 mod io;
 mod journal;
+mod landing;
 mod latecomers;
 mod lifecycle;
+mod options;
+mod placement;
 mod plan;
 mod priority;
+mod pull;
 mod queue;
 mod rank_set;
 mod recent;
@@ -47,13 +53,14 @@ mod worker;
 
 pub use depths::{PeerDepth, QueueDepths};
 pub use encoding::Encoding;
-pub use engine::{Engine, EngineOptions};
+pub use engine::Engine;
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use gradlane_units::{Coding, RingBytes};
 pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
+pub use options::EngineOptions;
 pub use plan::{
     check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
 };

@@ -5,14 +5,15 @@
 
 use crate::encoding::Encoding;
 use crate::error::PlanError;
+use crate::placement::{Dealt, Placer};
 use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
-use crate::strategy::{Close, Granularity, Placement, PullRule, ReadyRule, Strategy};
+use crate::strategy::{Close, Granularity, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
-use gradlane_units::{Coding, Dtype, Rank, Rng, SliceId, TensorId};
+use gradlane_units::{Coding, Dtype, Rank, SliceId, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// When a tensor takes part.
@@ -194,7 +195,11 @@ impl Plan {
                     let whole = pieces.len() == 1;
                     encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
                     for (part, piece) in pieces.into_iter().enumerate() {
-                        let owner = placer.place(part, whole);
+                        let elems = piece.end - piece.start;
+                        let encoded = encoding.as_ref().and_then(|it| it.bytes_max(elems));
+                        let bytes = encoded.unwrap_or(elems * spec.dtype.bytes());
+                        let role = spec.role;
+                        let owner = placer.place(&Dealt { role, bytes, part, whole });
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
                 }
@@ -298,36 +303,6 @@ impl Granularity {
                 (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
             }
             Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
-        }
-    }
-}
-
-/// Deals slices to servers.
-struct Placer {
-    servers: u32,
-    next: u32,
-    rng: Option<Rng>,
-}
-
-impl Placer {
-    fn new(placement: Placement, servers: u32) -> Placer {
-        let rng = match placement {
-            Placement::RoundRobin => None,
-            Placement::Random { seed } => Some(Rng::new(seed)),
-        };
-        Placer { servers, next: 0, rng }
-    }
-
-    /// The owner of part number `part` of a tensor that is `whole` or split.
-    fn place(&mut self, part: usize, whole: bool) -> Rank {
-        match &mut self.rng {
-            Some(rng) if whole => Rank(rng.below(self.servers)),
-            Some(_) => Rank((part % self.servers as usize) as u32),
-            None => {
-                let owner = Rank(self.next);
-                self.next = (self.next + 1) % self.servers;
-                owner
-            }
         }
     }
 }

@@ -4,9 +4,15 @@
 //! to the step before the switch until every rank has acknowledged, so no rank can reach the switch
 //! without the vector: all ranks switch at the same step boundary.
 
+use crate::engine::Engine;
+use crate::error::UsageError;
 use crate::rank_set::RankSet;
+use crate::scheduler::{Body, Message};
+use crate::strategy::ReadyRule;
+use alloc::string::ToString;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Step, TensorId};
+use gradlane_units::{Priority, Rank, Step, TensorId};
+use gradlane_wire::{FrameKind, MAX_FRAME_BYTES};
 
 #[derive(Debug)]
 struct Version {
@@ -81,6 +87,65 @@ pub(crate) struct PendingSwitch {
     pub(crate) missing: RankSet,
     /// Contributions held back, in the order in which they came.
     pub(crate) held: Vec<TensorId>,
+}
+
+impl Engine {
+    /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
+    /// from the same step on, two steps after the current one; where ranks may be in different steps
+    /// (ready rules `Each` and `Set`), on each rank from its next step on.
+    ///
+    /// # Errors
+    /// On another rank, before a step has begun, when the last switch is not finished, or for a
+    /// vector of another length.
+    pub fn switch_priorities(&mut self, priorities: Vec<Priority>) -> Result<(), UsageError> {
+        self.lifecycle.check_open()?;
+        let refuse = |message: &str| Err(UsageError::Argument(message.to_string()));
+        if self.rank() != Rank(0) {
+            return refuse("only rank 0 may switch priorities");
+        }
+        if priorities.len() != self.plan.tensors.len() {
+            return refuse("a priority vector has one entry a tensor");
+        }
+        let alone = self.switches_alone();
+        let next = self.worker.step.next();
+        let from = if alone { next } else { next.next() };
+        if !self.worker.begun || self.switch.is_some() || self.priorities.newest().1 >= from {
+            return refuse("the last switch of priorities is not finished");
+        }
+        let mut payload = Vec::with_capacity(8 + 4 * priorities.len());
+        payload.extend_from_slice(&from.0.to_le_bytes());
+        for priority in &priorities {
+            payload.extend_from_slice(&priority.0.to_le_bytes());
+        }
+        if payload.len() > MAX_FRAME_BYTES as usize {
+            return refuse("too many tensors for one priority vector");
+        }
+        let version = self.priorities.add(from, priorities);
+        let missing = RankSet::all_but(self.plan.world_size, self.rank());
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let mut header = self.control_header(FrameKind::PlanSwitch);
+        header.plan_version = version;
+        let key = self.keys.control();
+        self.scheduler.push_shared(
+            missing.clone(),
+            key,
+            Message { header, body: Body::Inline(payload) },
+        );
+        if alone {
+            // Steps are each rank's own, and so is the moment from which an order is in force.
+            return Ok(());
+        }
+        let hold_from = self.worker.step.next();
+        self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
+        Ok(())
+    }
+
+    /// Whether ranks take up new priorities each at a step of its own.
+    pub(crate) fn switches_alone(&self) -> bool {
+        self.plan.strategy.ready != ReadyRule::All
+    }
 }
 
 #[cfg(test)]

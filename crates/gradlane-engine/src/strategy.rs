@@ -38,8 +38,9 @@ pub enum Order {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "rule")]
 pub enum Placement {
-    /// Slice after slice, server after server.
-    RoundRobin,
+    /// Each slice on the server with the fewest bytes so far: server after server where slices are
+    /// equally long, and as even as one slice where they are not.
+    Even,
     /// Whole tensors on a server drawn from this seed; split tensors one part a server.
     Random {
         /// Seed, the same on every rank.
@@ -178,7 +179,7 @@ impl Strategy {
             name: name.to_string(),
             granularity: sliced(SLICE_ELEMS),
             order: Order::Priority,
-            placement: Placement::RoundRobin,
+            placement: Placement::Even,
             pull: PullRule::Broadcast,
             ready: ReadyRule::All,
             release: Release::Tensor,

@@ -43,6 +43,7 @@ mod mesh;
 mod metrics;
 mod optimizer;
 mod options;
+mod pacing;
 mod poller;
 mod ready;
 mod send_buffer;

@@ -38,6 +38,9 @@ pub struct ChannelOptions {
     /// through a port with a short queue, 131,072 keeps them from overrunning it.
     #[serde(default)]
     pub receive_buffer_bytes: u32,
+    /// Whether connections are paced to their part of this rank's port.
+    #[serde(default = "yes")]
+    pub pacing: bool,
     /// Works (reductions, copies) handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
@@ -91,6 +94,9 @@ fn default_encoded_ahead() -> usize {
 fn one() -> usize {
     1
 }
+fn yes() -> bool {
+    true
+}
 fn default_silence_timeout_s() -> f64 {
     30.0
 }
@@ -118,6 +124,7 @@ impl ChannelOptions {
             low_water_bytes: default_low_water_bytes(),
             send_buffer_bytes: 0,
             receive_buffer_bytes: 0,
+            pacing: yes(),
             work_depth: default_work_depth(),
             encoded_ahead: default_encoded_ahead(),
             seed: 0,

@@ -86,8 +86,11 @@ mod tests {
 
     #[test]
     fn short_paths_get_the_floor_and_long_ones_twice_their_product() {
-        let path =
-            |delivery_bytes_per_s, min_rtt_us| PathEstimate { delivery_bytes_per_s, min_rtt_us };
+        let path = |delivery_bytes_per_s, min_rtt_us| PathEstimate {
+            delivery_bytes_per_s,
+            min_rtt_us,
+            acknowledged_bytes: 0,
+        };
         let target = |path| target_bytes(path, FLOOR_BYTES);
         assert_eq!(target(path(16_000_000, 50)), FLOOR_BYTES + 1_600);
         assert_eq!(target(path(1_250_000_000, 200)), FLOOR_BYTES + 500_000);

@@ -176,6 +176,24 @@ pub(crate) fn set_send_buffer(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<
     Ok(())
 }
 
+/// Lets a connection send at most so many bytes a second; `None` takes the limit away.
+pub(crate) fn set_pacing(socket: BorrowedFd<'_>, bytes_per_s: Option<u64>) -> io::Result<()> {
+    let value =
+        libc::c_ulong::try_from(bytes_per_s.unwrap_or(u64::MAX)).unwrap_or(libc::c_ulong::MAX);
+    let size = size_of::<libc::c_ulong>() as libc::socklen_t;
+    // SAFETY: the kernel takes an unsigned long, and `size` is the size of `value`.
+    check(unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_MAX_PACING_RATE,
+            (&raw const value).cast(),
+            size,
+        )
+    })?;
+    Ok(())
+}
+
 /// What the kernel has measured of a connection's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PathEstimate {
@@ -183,9 +201,12 @@ pub(crate) struct PathEstimate {
     pub(crate) delivery_bytes_per_s: u64,
     /// Smallest round-trip time of the last minutes: the path without queues.
     pub(crate) min_rtt_us: u32,
+    /// Bytes that the peer has acknowledged, since the connection began.
+    pub(crate) acknowledged_bytes: u64,
 }
 
 /// Offsets in the kernel's `struct tcp_info` (linux/tcp.h), which only ever grows.
+const TCP_INFO_BYTES_ACKED: usize = 120;
 const TCP_INFO_MIN_RTT: usize = 148;
 const TCP_INFO_DELIVERY_RATE: usize = 160;
 const TCP_INFO_BYTES: usize = 168;
@@ -205,13 +226,14 @@ pub(crate) fn path_estimate(socket: BorrowedFd<'_>) -> io::Result<PathEstimate> 
             &mut size,
         )
     })?;
-    let mut rtt = [0; 4];
+    let (mut rtt, mut rate, mut acknowledged) = ([0; 4], [0; 8], [0; 8]);
     rtt.copy_from_slice(&bytes[TCP_INFO_MIN_RTT..TCP_INFO_MIN_RTT + 4]);
-    let mut rate = [0; 8];
     rate.copy_from_slice(&bytes[TCP_INFO_DELIVERY_RATE..TCP_INFO_DELIVERY_RATE + 8]);
+    acknowledged.copy_from_slice(&bytes[TCP_INFO_BYTES_ACKED..TCP_INFO_BYTES_ACKED + 8]);
     Ok(PathEstimate {
         delivery_bytes_per_s: u64::from_ne_bytes(rate),
         min_rtt_us: u32::from_ne_bytes(rtt),
+        acknowledged_bytes: u64::from_ne_bytes(acknowledged),
     })
 }
 

@@ -35,7 +35,7 @@ impl Fold {
             )));
         }
         let strategy = &plan.strategy;
-        let stays = matches!(strategy.placement, Placement::RoundRobin)
+        let stays = matches!(strategy.placement, Placement::Even)
             && matches!(strategy.granularity, Granularity::Slices { .. });
         if !stays {
             return Err(SimError::Argument(format!(

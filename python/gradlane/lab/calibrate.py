@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from gradlane.lab.namespaces import Cluster
-from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
+from gradlane.option_fields import check_options, on_command_line, option
 from gradlane.whatif.codec_costs import CALIBRATED_CODECS, measured_cost
 
 FORMAT = "gradlane-costs"
@@ -59,10 +59,10 @@ class CalibrationOptions:
     """
 
     rate_bps: int = 500_000_000
-    megabytes: float = 40.0
-    steps: int = 2
-    repeat: int = 3
-    trials: int = 40
+    megabytes: float = option(40.0, least=1, most=1_000)
+    steps: int = option(2, least=1, most=100)
+    repeat: int = option(3, least=1, most=100)
+    trials: int = option(40, least=3, most=10_000)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -70,13 +70,7 @@ class CalibrationOptions:
         Raises:
             ValueError: an option is out of its range; the message names it.
         """
-        ranges: list[tuple[str, float, float, float]] = [
-            ("megabytes", self.megabytes, 1, 1_000),
-            ("steps", self.steps, 1, 100),
-            ("repeat", self.repeat, 1, 100),
-            ("trials", self.trials, 3, 10_000),
-        ]
-        check_ranges(ranges)
+        check_options(self, on_command_line)
 
     @property
     def tensor_elems(self) -> list[int]:

@@ -17,8 +17,9 @@ from typing import Any
 
 from gradlane.lab.bound import port_bytes
 from gradlane.lab.errors import LabError
+from gradlane.lab.options import LabOptions
 from gradlane.lab.results import Row
-from gradlane.lab.run import LabOptions, LabProgress, run_lab
+from gradlane.lab.run import LabProgress, run_lab
 from gradlane.lab.strategy import AUTO, parse_strategy
 from gradlane.lab.workloads.architectures import ARCHITECTURES
 from gradlane.options import RING

@@ -24,8 +24,8 @@ from gradlane.lab.ending import end_in_order
 from gradlane.lab.presets.command import add_presets
 
 if TYPE_CHECKING:
+    from gradlane.lab.options import LabOptions
     from gradlane.lab.results import Row
-    from gradlane.lab.run import LabOptions
 
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
 
@@ -109,8 +109,8 @@ def lab_run(
     Rates and times are nominal: with a dilation of 10, the cluster runs at a tenth of the rate
     and computes ten times slower, and the results are converted back.
     """
+    from gradlane.lab.options import LabOptions
     from gradlane.lab.rates import parse_rate
-    from gradlane.lab.run import LabOptions
     from gradlane.lab.straggling import parse_straggler
     from gradlane.lab.strategy import parse_strategies, with_rules
 

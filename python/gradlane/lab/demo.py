@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from gradlane.lab.display import bar_progress, format_time, print_tables
+from gradlane.lab.options import LabOptions
 from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row, save_rows
-from gradlane.lab.run import LabOptions, run_lab
+from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 
 REAL = LabOptions(

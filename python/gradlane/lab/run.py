@@ -10,31 +10,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import platform
 import secrets
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradlane.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.codec_choice import RAW
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import Recording, TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError
-from gradlane.lab.namespaces import CONGESTION_CONTROL, NODES_MAX, Cluster
-from gradlane.lab.ranges import check_ranges
+from gradlane.lab.machine import machine_facts, package_versions
+from gradlane.lab.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.lab.options import LabOptions
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE, Row, summarize
-from gradlane.lab.shaping import PortShape
-from gradlane.lab.straggling import Bursts, StragglerSpec
+from gradlane.lab.straggling import Bursts
 from gradlane.lab.strategy import Strategy, parse_strategy
-from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.lab.workloads.contract import TensorTiming
 from gradlane.options import ASGD
 from gradlane.timeline.chrome import read_chrome, write_chrome
@@ -46,144 +41,6 @@ _STREAM_RAMP_S = 1.0
 _STREAM_WINDOW_S = 2.0
 _STREAM_LEAD_S = 0.5
 _SERIES_POINTS = 240
-
-
-@dataclass(frozen=True)
-class LabOptions:
-    """What to run. All rates and times are nominal.
-
-    Attributes:
-        workload: a name of `gradlane.lab.workloads.NAMES`.
-        strategies: what to compare.
-        workers: ranks.
-        ranks_per_node: how many of them share a node and its port.
-        rates_bps: bits a second of every port in each direction; each is run in turn.
-        dilation: how many times slower than nominal everything really runs.
-        repeat: how many times all strategies are run.
-        steps: measured steps a run.
-        warmup: steps before them.
-        further_warmup: more steps before them, by the strategy's text.
-        slice_elems: elements a slice at most; None: each strategy's own.
-        codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
-            are.
-        seed: of model, batches and gradients.
-        profile_path: a profile file in place of the workload's own times.
-        batch_time_s: compute time of a batch in place of the workload's own.
-        paced: whether real workloads are stretched to fixed times.
-        trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
-        servers: the first so many ranks own slices, of gradlane's strategies; None: all.
-        straggler: the rank that is stopped now and then, or None.
-    """
-
-    workload: str
-    strategies: Sequence[Strategy]
-    workers: int = 4
-    ranks_per_node: int = 1
-    rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
-    dilation: float = 1.0
-    repeat: int = 1
-    steps: int = 10
-    warmup: int = 2
-    slice_elems: int | None = None
-    codec: str = "raw"
-    seed: int = 0
-    profile_path: str | None = None
-    batch_time_s: float | None = None
-    paced: bool = True
-    trace_path: Path | None = None
-    further_warmup: Mapping[str, int] = field(default_factory=dict)
-    servers: int | None = None
-    straggler: StragglerSpec | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be run.
-
-        Raises:
-            ValueError: an option is out of its range; the message names it.
-        """
-        if self.workload in SIMULATED_NAMES:
-            raise ValueError(
-                f"{self.workload} is too large to be replayed on one machine; ask `gradlane whatif "
-                f"{self.workload}`, or give its shapes on a smaller scale with --profile"
-            )
-        if self.workload not in NAMES:
-            raise ValueError(
-                f"there is no workload {self.workload!r}; there are: {', '.join(NAMES)}"
-            )
-        if not self.strategies:
-            raise ValueError("name at least one strategy")
-        if not self.rates_bps or min(self.rates_bps) <= 0:
-            raise ValueError("name at least one rate, above 0")
-        ranges: list[tuple[str, float, float, float]] = [
-            ("workers", self.workers, 2, NODES_MAX),
-            ("dilation", self.dilation, 0.01, 10_000),
-            ("repeat", self.repeat, 1, 10_000),
-            ("steps", self.steps, 1, 10_000_000),
-            ("warmup", self.warmup, 0, 10_000_000),
-            ("slice-elems", 1 if self.slice_elems is None else self.slice_elems, 1, 2**31),
-            ("seed", self.seed, 0, 2**31 - 1),
-            ("servers", 1 if self.servers is None else self.servers, 1, self.workers),
-            ("straggler's rank", self.straggler.rank if self.straggler else 0, 0, self.workers - 1),
-        ]
-        check_ranges(ranges)
-        self._check_nodes()
-        for rate_bps in self.rates_bps:
-            PortShape(round(rate_bps / self.dilation))
-        if self.workload not in REPLAY_NAMES and any(one.is_hybrid for one in self.strategies):
-            raise ValueError(
-                f"strategy poseidon is for replayed models, and {self.workload} computes: its "
-                "layers have forwards of their own, from which no factors can be taken"
-            )
-        if codec_rules(self.codec) != RAW:
-            check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
-            if alone is not None:
-                raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
-        if self.batch_time_s is not None and not self.batch_time_s > 0:
-            raise ValueError(f"batch-time-s is {self.batch_time_s}, but must be above 0")
-        traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
-        runs = len(traced) * len(self.rates_bps) * self.repeat
-        if self.trace_path is not None and runs != 1:
-            raise ValueError(
-                f"a timeline shows one run of gradlane's and these are {runs}: name one of its "
-                "strategies and one rate, and repeat once, such as --strategy none,p3 --rate 4gbit"
-            )
-        if self.profile_path is not None and not Path(self.profile_path).is_file():
-            raise ValueError(f"there is no profile file {self.profile_path}")
-
-    def _check_nodes(self) -> None:
-        each = self.ranks_per_node
-        if each < 1 or self.workers % each or self.workers < 2 * each:
-            raise ValueError(
-                f"{self.workers} workers with ranks-per-node {each}: these are no two nodes or "
-                f"more of {each} ranks"
-            )
-        alone = next((one.text for one in self.strategies if one.local != "off"), None)
-        if alone is not None and each == 1:
-            raise ValueError(
-                f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"
-            )
-        if alone == "hierarchical-shared" and codec_rules(self.codec) != RAW:
-            raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the emulated cluster, each with one port."""
-        return self.workers // self.ranks_per_node
-
-    @property
-    def steps_in_total(self) -> int:
-        """Steps of all runs together, warm-up and verification included."""
-        steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
-        return len(self.rates_bps) * self.repeat * sum(steps)
-
-    def codec_of(self, strategy: Strategy) -> str:
-        """Return the codec of a strategy: DDP and no communication have none."""
-        return self.codec if strategy.family == "gradlane" else RAW
-
-    def warmup_of(self, strategy: Strategy) -> int:
-        """Steps before the measured ones: those of a plan being found come first."""
-        return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)
 
 
 class LabProgress:
@@ -267,7 +124,7 @@ class _Runner:
         self._schemes: dict[str, list[str]] = {}
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
-        self._machine = _machine()
+        self._machine = machine_facts()
         self._trace_path = scratch / "trace.json"
         self.recording: Recording | None = None
 
@@ -486,29 +343,3 @@ class _Runner:
 def _columns(results: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[float, ...]]:
     """Return what all ranks recorded under a key, step by step."""
     return zip(*(result[key] for result in results), strict=True)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of gradlane and of what it runs on, by name."""
-    versions = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in ("gradlane", "torch", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
-def _machine() -> dict[str, Any]:
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return {
-        "processors": os.cpu_count(),
-        "processor_model": model,
-        "load_average_at_start": os.getloadavg()[0],
-        "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": ["gradlane", *sys.argv[1:]],
-    }

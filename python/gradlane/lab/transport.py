@@ -19,10 +19,10 @@ from typing import Any
 
 from gradlane.lab.bound import port_bytes
 from gradlane.lab.namespaces import NODES_MAX, Cluster
-from gradlane.lab.ranges import check_ranges
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import CPU_BOUND_SHARE
 from gradlane.lab.transport_trace import TraceRow, UrgentSlice, urgent_slices
+from gradlane.option_fields import check_options, on_command_line, option
 from gradlane.options import Options
 
 GOODPUT_SHARE_TARGET = 0.97
@@ -63,15 +63,15 @@ class TransportOptions:
         settings: further options of `gradlane.init`.
     """
 
-    workers: int = 4
+    workers: int = option(4, least=2, most=NODES_MAX)
     rate_bps: int = 500_000_000
-    megabytes: float = 100.0
-    tensors: int = 25
-    repeat: int = 3
-    steps: int = 3
-    warmup: int = 1
-    urgent_trials: int = 20
-    urgent_megabytes: float = 60.0
+    megabytes: float = option(100.0, least=0.001, most=10_000)
+    tensors: int = option(25, least=1, most=10_000)
+    repeat: int = option(3, least=0, most=10_000)
+    steps: int = option(3, least=1, most=30)
+    warmup: int = option(1, least=0, most=10)
+    urgent_trials: int = option(20, least=0, most=10_000)
+    urgent_megabytes: float = option(60.0, least=1, most=10_000)
     settings: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -80,17 +80,7 @@ class TransportOptions:
         Raises:
             ValueError: an option is out of its range; the message names it.
         """
-        ranges: list[tuple[str, float, float, float]] = [
-            ("workers", self.workers, 2, NODES_MAX),
-            ("megabytes", self.megabytes, 0.001, 10_000),
-            ("tensors", self.tensors, 1, 10_000),
-            ("repeat", self.repeat, 0, 10_000),
-            ("steps", self.steps, 1, 30),
-            ("warmup", self.warmup, 0, 10),
-            ("urgent-trials", self.urgent_trials, 0, 10_000),
-            ("urgent-megabytes", self.urgent_megabytes, 1, 10_000),
-        ]
-        check_ranges(ranges)
+        check_options(self, on_command_line)
 
     @property
     def effective_settings(self) -> dict[str, Any]:

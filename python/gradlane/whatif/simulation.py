@@ -195,7 +195,7 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
         "check_every": 0,
         "checkpoint": None,
     }
-    check_stragglers(cluster.stragglers, LATE[0], AHEAD_STEPS, own)
+    check_stragglers(cluster.stragglers, LATE[0], own)
     rule = parse_stragglers(cluster.stragglers)
     if rule is not None:
         scenario["stragglers"] = json.loads(rule.core_rule(AHEAD_STEPS))

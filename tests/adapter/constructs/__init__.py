@@ -48,6 +48,7 @@ class Construct:
         note: what a reader should know besides, in Markdown.
         defers: the values of `defer` that the check is run with.
         needs: a module that must be installed, or None.
+        newer_than: the last release of torch, such as `2.4`, with which it is not so; or empty.
     """
 
     section: str
@@ -57,12 +58,14 @@ class Construct:
     note: str = ""
     defers: tuple[bool | None, ...] = (None, False)
     needs: str | None = None
+    newer_than: str = ""
 
     @property
     def result(self) -> str:
         """What the page says."""
         result = "right" if self.refused is None else f'refused: "{self.refused}"'
-        return f"{result}; {self.note}" if self.note else result
+        torch = f"with torch newer than {self.newer_than}" if self.newer_than else ""
+        return "; ".join(part for part in (result, self.note, torch) if part)
 
 
 def all_constructs() -> list[Construct]:

@@ -22,6 +22,7 @@ from tests.adapter.late_core import LateCore
 from tests.adapter.models import seeded
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import same_bits, snapshot
+from tests.torch_versions import NO_DIST
 
 dcp: Any = torch.distributed.checkpoint
 Save = Callable[[Any, torch.optim.Optimizer, str], Any]
@@ -64,13 +65,13 @@ def resumed(save: Save, load: Load) -> Callable[[bool | None], None]:
 def save_states(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Save with torch.distributed.checkpoint."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=folder, **NO_DIST)
 
 
 def load_states(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: Any) -> None:
     """Load in place, as torch.distributed.checkpoint does, and hand the result over."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder, **NO_DIST)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
@@ -78,14 +79,14 @@ def load_states(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: An
 def save_named(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
     """Save with the names that torch.distributed.checkpoint gives."""
     states, optimizer_states = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, **NO_DIST)
 
 
 def load_named(model: Any, optimizer: torch.optim.Optimizer, folder: str, _: Any) -> None:
     """Load with those names."""
     states, optimizer_states = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder, **NO_DIST)
     set_state_dict(
         model,
         optimizer,

@@ -117,8 +117,17 @@ def reads(
     note: str = "",
     refused: str | None = None,
     defers: tuple[bool | None, ...] = (None, False),
+    newer_than: str = "",
     **settings: Any,
 ) -> Construct:
     """Describe a construct by what it does with a model; see `compare`."""
     check = functools.partial(compare, build=build, use=use, **settings)
-    return Construct(section, name, check, refused=refused, note=note, defers=defers)
+    return Construct(
+        section,
+        name,
+        check,
+        refused=refused,
+        note=note,
+        defers=defers,
+        newer_than=newer_than,
+    )

@@ -121,7 +121,9 @@ READS = [
     reads(
         "`state_dict()`, `torch.save` of it, `load_state_dict` elsewhere", saved_state, section=SEES
     ),
-    reads("`state_dict()` with hooks of one's own", state_with_hooks, section=SEES),
+    reads(
+        "`state_dict()` with hooks of one's own", state_with_hooks, section=SEES, newer_than="2.4"
+    ),
     reads("`load_state_dict()` between steps", loaded, section=SEES),
     reads("`torch.save(model)`", saved, section=SEES),
     reads("`pickle`", lambda m, v: call(pickle.loads(pickle.dumps(m)), v), section=SEES),

@@ -11,11 +11,12 @@ from typing import Any
 
 from gradlane.lab.cells import CEILING, WORKERS, Cell, usual_dilation
 from gradlane.lab.counters import Recording
+from gradlane.lab.options import LabOptions
 from gradlane.lab.presets.activity import activity_of
 from gradlane.lab.presets.bandwidth import GBIT, chosen_strategies, chosen_workloads
 from gradlane.lab.presets.preset import Preset
 from gradlane.lab.results import Row
-from gradlane.lab.run import LabOptions, LabProgress, run_lab
+from gradlane.lab.run import LabProgress, run_lab
 
 NAME = "utilization"
 STEPS = 3

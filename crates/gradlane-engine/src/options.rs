@@ -1,0 +1,40 @@
+//! What an engine is told once.
+
+use core::time::Duration;
+use gradlane_units::Rank;
+
+/// What an engine is told once.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// This rank.
+    pub rank: Rank,
+    /// Largest payload of one frame: what an urgent slice waits for at most, a peer.
+    pub frame_bytes: u32,
+    /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
+    pub credit_bytes: u64,
+    /// Pieces of work handed out at once.
+    pub work_depth: usize,
+    /// Slices towards one owner that are encoded ahead of sending.
+    pub encoded_ahead: usize,
+    /// How long to wait for ranks that are alive but do not take part.
+    pub progress_timeout: Duration,
+    /// Membership generation.
+    pub generation: u32,
+}
+
+impl EngineOptions {
+    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, four slices
+    /// encoded ahead for each peer, 30 minutes.
+    #[must_use]
+    pub fn new(rank: Rank) -> EngineOptions {
+        EngineOptions {
+            rank,
+            frame_bytes: 64 << 10,
+            credit_bytes: 64 << 10,
+            work_depth: 2,
+            encoded_ahead: 4,
+            progress_timeout: Duration::from_secs(30 * 60),
+            generation: 0,
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Paces connections: all of them together fill this rank's port, and none sends faster than its part.
+//!
+//! Several senders that each give the kernel what it takes overrun the queue of a receiver's port, and
+//! their flows take uneven parts of it; meanwhile another port has nothing to send, since what it should
+//! get waits in the first one's queue. With every flow at its even part of its sender's port no queue
+//! builds up anywhere, as long as all ranks have as much for each other.
+//!
+//! The rate of the port is found as BBR finds that of a path (Cardwell et al., 2016): the most that was
+//! acknowledged, over all connections, in recent windows that were never without work. Windows are
+//! counted in bytes. Every so many of them is not paced, so that a faster port is noticed. A rank that
+//! always has less to send than its port takes never finishes a window, and is never paced.
+
+use gradlane_units::Time;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Bytes of a window at least; what is in flight when it begins and ends is small beside them.
+const WINDOW_BYTES: u64 = 8 << 20;
+/// Bytes of a window for each peer.
+const WINDOW_BYTES_A_PEER: u64 = 2 << 20;
+/// Time of a window at least.
+const WINDOW_AT_LEAST: Duration = Duration::from_millis(4);
+/// Windows that the rate of the port is the most of.
+const WINDOWS: usize = 64;
+/// One window of so many is not paced.
+const FREE_EVERY: u32 = 32;
+/// Time between two looks at who has how much to send.
+const TICK: Duration = Duration::from_millis(5);
+/// Over the rate that was found, so that it can be found to be more: 1/32.
+const PROBE_SHIFT: u32 = 5;
+/// Changes under an eighth of this share are not worth a system call.
+const CHANGE_SHIFT: u32 = 5;
+
+/// What is known of one connection.
+#[derive(Debug, Default)]
+pub(crate) struct PacedFlow {
+    /// Whether it had more than the kernel took, at any moment since the last look.
+    demands: bool,
+    /// Bytes that the kernel took since the last look.
+    sent_bytes: u64,
+    /// At most so many bytes a second; none: as fast as it goes.
+    rate_bytes_per_s: Option<u64>,
+}
+
+impl PacedFlow {
+    /// Notes bytes that the kernel took.
+    pub(crate) fn sent(&mut self, bytes: usize) {
+        self.sent_bytes += bytes as u64;
+    }
+
+    /// Notes that it has more than the kernel takes.
+    pub(crate) fn is_full(&mut self) {
+        self.demands = true;
+    }
+
+    /// Begins to count anew, as one that is `full` now; whether it demanded more, and what it sent.
+    fn look(&mut self, full: bool) -> (bool, u64) {
+        let demanded = std::mem::replace(&mut self.demands, full);
+        (demanded, std::mem::take(&mut self.sent_bytes))
+    }
+
+    /// The rate to be set, where it is another than the one in force by more than noise.
+    fn change_to(&mut self, rate_bytes_per_s: Option<u64>) -> Option<Option<u64>> {
+        let same = match (self.rate_bytes_per_s, rate_bytes_per_s) {
+            (Some(old), Some(new)) => old.abs_diff(new) <= old >> CHANGE_SHIFT,
+            (old, new) => old == new,
+        };
+        if same {
+            return None;
+        }
+        self.rate_bytes_per_s = rate_bytes_per_s;
+        Some(rate_bytes_per_s)
+    }
+}
+
+/// A window that has begun.
+#[derive(Debug)]
+struct Window {
+    began: Time,
+    acknowledged_bytes: u64,
+    sent_bytes: u64,
+}
+
+/// Finds the rate of this rank's port.
+#[derive(Debug)]
+struct PortRate {
+    window_bytes: u64,
+    window: Option<Window>,
+    /// Of the windows before this one, in bytes a second.
+    found: VecDeque<u64>,
+    /// Windows until one is not paced; 0: this one is not.
+    paced_windows: u32,
+}
+
+impl PortRate {
+    fn new(peers: usize) -> PortRate {
+        PortRate {
+            window_bytes: WINDOW_BYTES.max(WINDOW_BYTES_A_PEER * peers as u64),
+            window: None,
+            found: VecDeque::new(),
+            paced_windows: 0,
+        }
+    }
+
+    /// Notes bytes that the kernel took since the last time, while there was always more.
+    fn busy(
+        &mut self,
+        now: Time,
+        sent_bytes: u64,
+        acknowledged_bytes: impl FnOnce() -> Option<u64>,
+    ) {
+        let Some(window) = &mut self.window else {
+            self.window = acknowledged_bytes().map(|acknowledged_bytes| Window {
+                began: now,
+                acknowledged_bytes,
+                sent_bytes: 0,
+            });
+            return;
+        };
+        window.sent_bytes += sent_bytes;
+        let lasted = now.since(window.began);
+        if window.sent_bytes < self.window_bytes || lasted < WINDOW_AT_LEAST {
+            return;
+        }
+        let Some(total) = acknowledged_bytes() else { return };
+        let bytes = u128::from(total.saturating_sub(window.acknowledged_bytes));
+        let rate = bytes * 1_000_000_000 / lasted.as_nanos().max(1);
+        self.found.push_back(u64::try_from(rate).unwrap_or(u64::MAX));
+        if self.found.len() > WINDOWS {
+            self.found.pop_front();
+        }
+        self.paced_windows = self.paced_windows.checked_sub(1).unwrap_or(FREE_EVERY - 1);
+        self.window = Some(Window { began: now, acknowledged_bytes: total, sent_bytes: 0 });
+    }
+
+    /// Notes a moment without work: what was counted says nothing of the port.
+    fn idle(&mut self) {
+        self.window = None;
+    }
+
+    /// What all connections together may send; none: as fast as it goes.
+    fn allowed_bytes_per_s(&self) -> Option<u64> {
+        let most = *self.found.iter().max()?;
+        (self.paced_windows > 0).then_some(most + (most >> PROBE_SHIFT))
+    }
+}
+
+/// Paces all connections of a rank.
+#[derive(Debug)]
+pub(crate) struct Pacing {
+    port: PortRate,
+    /// Connections that have more than the kernel takes.
+    full: usize,
+    looked: Time,
+    /// Whether there was always a full one since then.
+    busy: bool,
+}
+
+impl Pacing {
+    /// Pacing for a rank that sends to so many peers.
+    pub(crate) fn new(peers: usize) -> Pacing {
+        Pacing { port: PortRate::new(peers), full: 0, looked: Time::ZERO, busy: false }
+    }
+
+    /// A connection has more than the kernel takes now, or no longer.
+    pub(crate) fn set_full(&mut self, full: bool) {
+        self.full = if full { self.full + 1 } else { self.full.saturating_sub(1) };
+    }
+
+    /// The I/O thread has done what there is to do: whoever is not full has nothing to send. Returns
+    /// whether it is time to look at all flows.
+    pub(crate) fn rest(&mut self, now: Time) -> bool {
+        self.busy &= self.full > 0;
+        now.since(self.looked) >= TICK
+    }
+
+    /// Shares the port out anew.
+    ///
+    /// # Arguments
+    /// * `flows` - each open connection, whether it is full now, and its index.
+    /// * `acknowledged_bytes` - reads what peers have acknowledged, all together.
+    /// * `set` - sets the rate of the connection with this index; `None` takes the limit away.
+    pub(crate) fn look<'a>(
+        &mut self,
+        now: Time,
+        flows: impl Iterator<Item = (usize, bool, &'a mut PacedFlow)>,
+        acknowledged_bytes: impl FnOnce() -> Option<u64>,
+        mut set: impl FnMut(usize, Option<u64>),
+    ) {
+        let elapsed = now.since(self.looked);
+        self.looked = now;
+        let mut flows: Vec<_> = flows.collect();
+        let looked: Vec<_> = flows.iter_mut().map(|(_, full, flow)| flow.look(*full)).collect();
+        if self.busy {
+            let sent_bytes = looked.iter().map(|(_, bytes)| bytes).sum();
+            self.port.busy(now, sent_bytes, acknowledged_bytes);
+        } else {
+            self.port.idle();
+        }
+        self.busy = self.full > 0;
+        let share = self.port.allowed_bytes_per_s().map(|port| share(port, elapsed, &looked));
+        for (index, _, flow) in flows {
+            if let Some(rate) = flow.change_to(share) {
+                set(index, rate);
+            }
+        }
+    }
+}
+
+/// What each flow may send of a port: what those leave that had little to send is shared out by the
+/// others, and none gets less than an even part.
+fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> u64 {
+    let taken: u128 =
+        flows.iter().filter(|(demands, _)| !demands).map(|&(_, bytes)| u128::from(bytes)).sum();
+    let taken_per_s = taken * 1_000_000_000 / elapsed.as_nanos().max(1);
+    let left = port_bytes_per_s.saturating_sub(u64::try_from(taken_per_s).unwrap_or(u64::MAX));
+    let demanding = flows.iter().filter(|(demands, _)| *demands).count() as u64;
+    let even = port_bytes_per_s / (flows.len() as u64).max(1);
+    (left / demanding.max(1)).max(even).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MILLISECOND: u64 = 1_000_000;
+
+    /// A port that carries what is offered up to its rate, looked at every tick.
+    struct Port {
+        rate: u64,
+        now: Time,
+        acknowledged: u64,
+        pacing: Pacing,
+        flows: Vec<PacedFlow>,
+        set: Vec<Option<u64>>,
+    }
+
+    impl Port {
+        fn new(rate: u64, peers: usize) -> Port {
+            Port {
+                rate,
+                now: Time::ZERO,
+                acknowledged: 0,
+                pacing: Pacing::new(peers),
+                flows: (0..peers).map(|_| PacedFlow::default()).collect(),
+                set: vec![None; peers],
+            }
+        }
+
+        /// One tick in which the flows want so many bytes a second; `rest` is a moment without work.
+        fn tick(&mut self, wants: &[u64], rest: bool) {
+            let elapsed_ns = 5 * MILLISECOND;
+            self.now = Time(self.now.0 + elapsed_ns);
+            let limit = |index: usize| self.set[index].unwrap_or(u64::MAX);
+            let offers: Vec<u64> =
+                wants.iter().enumerate().map(|(index, &want)| want.min(limit(index))).collect();
+            let mut full = vec![false; wants.len()];
+            for (index, bytes_per_s) in carried(self.rate, &offers).into_iter().enumerate() {
+                let bytes = bytes_per_s * elapsed_ns / 1_000_000_000;
+                self.flows[index].sent(bytes as usize);
+                self.acknowledged += bytes;
+                if wants[index] > bytes_per_s {
+                    self.flows[index].is_full();
+                    full[index] = !rest;
+                }
+            }
+            self.pacing.full = full.iter().filter(|it| **it).count();
+            if self.pacing.rest(self.now) {
+                let (acknowledged, set) = (self.acknowledged, &mut self.set);
+                let flows = self.flows.iter_mut().zip(full).enumerate();
+                self.pacing.look(
+                    self.now,
+                    flows.map(|(index, (flow, full))| (index, full, flow)),
+                    || Some(acknowledged),
+                    |index, rate| set[index] = rate,
+                );
+            }
+        }
+    }
+
+    /// What a port carries of each offer: small ones whole, the others as much as each other.
+    fn carried(rate: u64, offers: &[u64]) -> Vec<u64> {
+        let mut order: Vec<usize> = (0..offers.len()).collect();
+        order.sort_by_key(|&index| offers[index]);
+        let (mut left, mut out) = (rate, vec![0; offers.len()]);
+        for (done, index) in order.into_iter().enumerate() {
+            out[index] = offers[index].min(left / (offers.len() - done) as u64);
+            left -= out[index];
+        }
+        out
+    }
+
+    #[test]
+    fn full_flows_share_the_port_evenly_and_a_little_more() {
+        let mut port = Port::new(48_000_000, 3);
+        for _ in 0..200 {
+            port.tick(&[u64::MAX / 8; 3], false);
+        }
+        for rate in port.set.iter().map(|rate| rate.expect("paced")) {
+            assert!((16_000_000..16_700_000).contains(&rate), "{rate}");
+        }
+    }
+
+    #[test]
+    fn what_one_leaves_the_others_get() {
+        let mut port = Port::new(48_000_000, 3);
+        for _ in 0..200 {
+            port.tick(&[u64::MAX / 8, u64::MAX / 8, 4_000_000], false);
+        }
+        let rate = port.set[0].expect("paced");
+        assert!((21_000_000..24_000_000).contains(&rate), "{rate}");
+        // Alone it has the whole port after one look.
+        port.tick(&[u64::MAX / 8, 0, 0], false);
+        port.tick(&[u64::MAX / 8, 0, 0], false);
+        assert!(port.set[0].is_none_or(|rate| rate >= 48_000_000), "{:?}", port.set);
+    }
+
+    #[test]
+    fn who_has_too_little_to_send_is_never_paced() {
+        let mut port = Port::new(48_000_000, 3);
+        for turn in 0..2_000 {
+            // Bursts at full rate, half of the time.
+            let want = if turn % 20 < 10 { u64::MAX / 8 } else { 0 };
+            port.tick(&[want; 3], turn % 20 >= 10);
+            assert_eq!(port.set, [None; 3]);
+        }
+    }
+
+    #[test]
+    fn a_faster_port_is_noticed_and_a_slower_one_forgotten() {
+        let mut port = Port::new(48_000_000, 3);
+        for _ in 0..500 {
+            port.tick(&[u64::MAX / 8; 3], false);
+        }
+        port.rate = 480_000_000;
+        for _ in 0..2_000 {
+            port.tick(&[u64::MAX / 8; 3], false);
+        }
+        let allowed = port.pacing.port.found.iter().max().copied().expect("found");
+        assert!(allowed >= 480_000_000 * 99 / 100, "{allowed}");
+        port.rate = 48_000_000;
+        for _ in 0..4_000 {
+            port.tick(&[u64::MAX / 8; 3], false);
+        }
+        let allowed = port.pacing.port.found.iter().max().copied().expect("found");
+        assert!(allowed <= 48_500_000, "{allowed}");
+    }
+}
