@@ -68,6 +68,18 @@ def whatif(
     ] = None,
     latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
     slice_elems: Annotated[int | None, typer.Option(help="Elements a slice at most.")] = None,
+    stragglers: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: wait, drop, drop=1.5, backup=1: who a step goes on without."
+        ),
+    ] = "wait",
+    straggler: Annotated[
+        str | None,
+        typer.Option(
+            help="A rank that is stopped for moments: rank=3,share=0.1,burst=0.5 (seconds)."
+        ),
+    ] = None,
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
@@ -90,12 +102,16 @@ def whatif(
     from gradlane.codec_choice import RAW, check_codecs, codec_rules
     from gradlane.lab.display import wide_console
     from gradlane.lab.rates import parse_rate
+    from gradlane.lab.straggling import parse_straggler
+    from gradlane.stragglers import WAIT
     from gradlane.whatif import command, lists
     from gradlane.whatif.costs import MachineCosts, read_costs
     from gradlane.whatif.profiles import find_profile
-    from gradlane.whatif.simulation import STRATEGIES, Cluster
+    from gradlane.whatif.simulation import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
 
     require_writable(json_path, html_path, trace)
+    rules = lists.parse_rules(stragglers)
+    late = straggler is not None or rules != [WAIT]
     codecs = list(dict.fromkeys(codec or [RAW]))
     for text in codecs:
         check_codecs(codec_rules(text))
@@ -112,6 +128,9 @@ def whatif(
             servers=servers,
             latency_s=latency_s,
             slice_elems=slice_elems,
+            steps=LATE_STEPS if late else Cluster.steps,
+            compute_jitter=LATE_JITTER if late else 0.0,
+            straggler=None if straggler is None else parse_straggler(straggler),
             free_host=free_host,
             costs=MachineCosts() if costs is None else read_costs(costs),
             workers_per_node=workers_per_node,
@@ -121,6 +140,7 @@ def whatif(
         console=wide_console(),
         codecs=codecs,
         ranks_per_node=lists.parse_node_sizes(ranks_per_node),
+        rules=rules,
         trace_path=trace,
         html_path=html_path,
     )

@@ -97,10 +97,10 @@ def init(
             nodes of several ranks and it goes with the other options. Sums are taken node by
             node then, another rounding; see `docs/several-accelerators.md`.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
-            more); `"drop"`: until a deadline that follows from recent steps (`"drop=1.5"`: at 1.5
-            times their length, 1.25 if not said). The mean is over the ranks that were in time,
-            the same on all. Put the batches through `Session.keep_pace` then; see
-            `docs/stragglers.md`.
+            more); `"drop"`: until a rank is later than half of the others by more than ranks and
+            steps usually differ by (`"drop=1.5"`: at 1.5 times the length of recent steps).
+            The mean is over the ranks that were in time, the same on all. Put the batches through
+            `Session.keep_pace` then; see `docs/stragglers.md`.
         late: what becomes of a gradient that came too late: `"discard"`, or `"carry"`: it is
             added to this rank's next one.
         ahead_steps: how many steps the others may be ahead of the slowest rank, which keeps that

@@ -271,27 +271,27 @@ class Steps(StepReads):
                 f"the next batch of session.keep_pace() inside step {self.step}: call "
                 "optimizer.step() or zero_grad() first"
             )
-        if self._exchange.step == 0 or not self._exchange.was_left_out():
+        exchange = self._exchange
+        if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
+            # What is still to come of the last step comes during the next forward, as ever.
             return False
         self.settle()
         with self._lock:
-            if not self._exchange.next_goes_on():
-                return False
             self._driver.before_step(self.step + 1)
             self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
             self._exchange.complete(discards=True)
             self._bypassing(self._driver.update.record)
-            self._exchange.end()
-            arrived = self._exchange.take(None)
             if self._driver.defers():
-                self._guarded(lambda: self._driver.update.apply(arrived.gradients))
+                self._end(self._ending)
+                self._pending.update(range(len(self._trained)))
             else:
-                for index, gradient in arrived.gradients:
+                self._exchange.end()
+                for index, gradient in self._exchange.take(None).gradients:
                     self._trained[index].tensor.grad = gradient
                 self._guarded(self._driver.step_whole)
                 self._driver.update.take_away()
+                self.when_stale()
             self._refresh()
-        self.when_stale()
         return True
 
     def has_votes(self) -> bool:

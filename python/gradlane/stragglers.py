@@ -9,10 +9,10 @@ import json
 from dataclasses import dataclass
 
 WAIT = "wait"
-DROP_FACTOR = 1.25
-"""How many times as long as recent steps `drop` waits by default."""
 LATE = ("discard", "carry")
 AHEAD_STEPS = 4
+LEAVES_OUT = ("p3", "slicing", "wfbp")
+"""Strategies in which a step can go on without a rank."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,22 @@ class StragglerRule:
     """When a step goes on without those that are late.
 
     Attributes:
-        backup: so many ranks are left out of each step; 0: those that are late by the factor.
-        factor: of the time that half of the contributors of recent steps took.
+        backup: so many ranks are left out of each step; 0: those that are late.
+        factor: late is who takes longer than so many times what half of the contributors of recent
+            steps took; None: who is later than half of the ranks by more than ranks and steps
+            differ by.
     """
 
     backup: int = 0
-    factor: float = DROP_FACTOR
+    factor: float | None = None
 
     def core_rule(self, ahead_steps: int) -> str:
         """Return the rule as the core takes it, in JSON."""
-        close = (
-            {"backup": {"ranks": self.backup}}
-            if self.backup
-            else {"deadline": {"percent": round(self.factor * 100)}}
-        )
+        close: str | dict[str, dict[str, int]] = "spread"
+        if self.backup:
+            close = {"backup": {"ranks": self.backup}}
+        elif self.factor is not None:
+            close = {"deadline": {"percent": round(self.factor * 100)}}
         return json.dumps({"close": close, "ahead_steps": ahead_steps})
 
 
@@ -59,8 +61,9 @@ def parse_stragglers(text: str) -> StragglerRule | None:
     except ValueError:
         pass
     raise ValueError(
-        f"stragglers is {text!r}; it is 'wait', 'drop', 'drop=1.5' (times as long as recent steps, "
-        "1.01 to 100) or 'backup=1' (ranks that no step waits for, 1 or more)"
+        f"stragglers is {text!r}; it is 'wait', 'drop' (later than ranks usually differ by), "
+        "'drop=1.5' (times as long as recent steps, 1.01 to 100) or 'backup=1' (ranks that no "
+        "step waits for, 1 or more)"
     )
 
 
@@ -86,7 +89,7 @@ def check_stragglers(text: str, late: str, others: dict[str, object]) -> None:
 
 _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
     "strategy": (
-        ("p3", "slicing", "wfbp"),
+        LEAVES_OUT,
         "a ring needs every rank's part, pulling workers that are late would ask for old results, "
         "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
     ),

@@ -20,7 +20,9 @@ from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
 from gradlane.lab.run import run_lab
-from gradlane.lab.strategy import parse_strategies, parse_strategy
+from gradlane.lab.straggler_notes import loss_over_time, loss_table
+from gradlane.lab.straggling import parse_straggler
+from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planner.settings import LEARNING_STEPS
 from gradlane.timeline.checks import check_events
 from gradlane.timeline.chrome import read_chrome, to_chrome
@@ -333,6 +335,41 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
     assert 5e7 < plan["cluster"]["rate_bps"] < 2e8
     assert plan["settings"]["strategy"]
     assert "plan" not in fixed.metrics
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
+    """Who is late is up to the machine; digests, counts and losses of all steps are not."""
+    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
+    rules = "wait,drop,backup=1:carry"
+    options = LabOptions(
+        workload="digits-cnn",
+        strategies=with_rules(parse_strategies("p3"), rules),
+        workers=3,
+        rates_bps=[1_000_000_000],
+        steps=12,
+        warmup=2,
+        servers=2,
+        paced=False,
+        straggler=parse_straggler("rank=2,share=0.5,burst=0.01"),
+    )
+    rows = {one.strategy: one for one in run_lab(options)}
+    assert list(rows) == ["p3", "p3/drop", "p3/backup=1:carry"]
+    for one in rows.values():
+        assert one.params_equal, f"{one.strategy}: ranks hold different parameters"
+        assert one.straggler == {"rank": 2, "share": 0.5, "burst_s": 0.01}
+        assert len(one.loss) == 14 and len(one.step_s) == 12
+        assert one.evaluation is not None
+    assert not rows["p3"].metrics["left_out"]
+    backup = rows["p3/backup=1:carry"]
+    assert backup.late == "carry" and backup.metrics["decided_steps"] == 14
+    assert sum(row["left_out_steps"] for row in backup.metrics["left_out"]) == 14
+    table = loss_table(list(rows.values()))
+    assert table is not None and table.row_count == 3
+    times_s, losses = loss_over_time(dataclasses.asdict(rows["p3/drop"]))
+    assert len(times_s) == len(losses) == 12 and times_s == sorted(times_s)
+    assert losses == rows["p3/drop"].loss[2:]
 
 
 @needs_namespaces

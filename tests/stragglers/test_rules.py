@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,12 +21,15 @@ from gradlane.observability.metrics import StepTimes, metrics_of
 from gradlane.observability.summary import summary_line
 from gradlane.options import Options
 from gradlane.pace import at_pace
+from gradlane.step_state import Phase
+from gradlane.steps import Steps
 from gradlane.stragglers import StragglerRule, parse_stragglers
 
 
 def test_rules_are_read_and_given_to_the_core() -> None:
     assert parse_stragglers("wait") is None
-    assert parse_stragglers("drop") == StragglerRule(0, 1.25)
+    assert parse_stragglers("drop") == StragglerRule(0, None)
+    assert json.loads(StragglerRule().core_rule(4))["close"] == "spread"
     assert parse_stragglers("backup=2") == StragglerRule(2)
     core = json.loads(StragglerRule(2).core_rule(3))
     assert core == {"close": {"backup": {"ranks": 2}}, "ahead_steps": 3}
@@ -114,6 +117,48 @@ def test_batches_of_passed_steps_are_left_out() -> None:
     assert passed == [2, 3, 6]
 
 
+class _Exchange:
+    """A rank that was left out of step 3, in time for the next or not."""
+
+    step = 3
+
+    def __init__(self, goes_on: bool) -> None:
+        self._goes_on = goes_on
+
+    def was_left_out(self) -> bool:
+        return True
+
+    def next_goes_on(self) -> bool:
+        return self._goes_on
+
+
+class _WaitedError(Exception):
+    pass
+
+
+class _LeftOut:
+    """As much of a model's steps as passing one touches before anything is taken."""
+
+    step = 3
+    _phase = Phase.PENDING
+
+    def __init__(self, goes_on: bool) -> None:
+        self._exchange = _Exchange(goes_on)
+
+    def raise_failure(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        raise _WaitedError
+
+
+def test_who_was_left_out_and_is_in_time_for_the_next_does_not_wait_for_its_whole_result() -> None:
+    # Waiting made it begin the next step later than the others, and be left out for good.
+    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=False))) is False
+    with pytest.raises(_WaitedError):
+        Steps.pass_step(cast(Any, _LeftOut(goes_on=True)))
+
+
 def test_who_reads_averages_passes_nothing_and_is_told() -> None:
     model = _Model({1, 2})
     model.reads_averages = True
@@ -130,7 +175,10 @@ def test_the_lab_runs_each_strategy_of_gradlane_with_each_rule() -> None:
     again = parse_strategy("p3/backup=1")
     assert (again.setting, again.stragglers) == ("p3", "backup=1")
     assert again == strategies[-1]
-    for wrong in ("ddp-gloo/drop", "ring/drop", "asgd/drop", "p3/late"):
+    carries = parse_strategy("p3/drop=1.1:carry")
+    assert (carries.stragglers, carries.late) == ("drop=1.1", "carry")
+    wrongs = ("ddp-gloo/drop", "ring/drop", "asgd/drop", "p3/late", "p3/wait:carry", "p3/drop:keep")
+    for wrong in wrongs:
         with pytest.raises(ValueError):
             parse_strategy(wrong)
 

@@ -17,17 +17,22 @@ use crate::io::Event;
 use crate::latecomers::Ahead;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
+use crate::recent::Recent;
 use crate::scheduler::{Body, Message};
 use crate::server::{Arriving, Part};
 use crate::worker::{Contribution, Phase};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 
 /// Sets of steps behind this rank that are kept, to tell late pushes from wrong ones.
 const SETS_KEPT: u64 = 8;
+/// A rank that is later than a decision by more than this part of a step is behind: it would begin the
+/// next step as much later, and be left out again. A shorter way the others' waits for their
+/// results make up for.
+const BEHIND_PART: u32 = 10;
 
 /// All that a rank keeps for the rule; nothing under other rules.
 #[derive(Debug, Default)]
@@ -36,6 +41,10 @@ pub(crate) struct Contributors {
     coordinator: Option<Coordinator>,
     sets: BTreeMap<Step, RankSet>,
     newest: Step,
+    /// When this rank heard of the newest.
+    newest_at: Time,
+    /// Times between decisions, as this rank heard of them.
+    between: Recent,
     pub(crate) ahead: BTreeMap<(Step, SliceId), Ahead>,
     /// Pushes that are arriving too late, by slice and sender.
     pub(crate) late: BTreeMap<(SliceId, Rank), (Step, Arriving)>,
@@ -58,6 +67,16 @@ impl Contributors {
             set
         };
         self.coordinator.as_ref().map_or_else(of_rank_0, Coordinator::awaited)
+    }
+
+    /// Whether a rank that comes to a decided step's end, or passes it, only now is behind the
+    /// others; none where that is not known yet.
+    fn is_behind(&self, step: Step, now: Time) -> Option<bool> {
+        if step < self.newest {
+            return Some(true);
+        }
+        let usual = self.between.median()?;
+        Some(now.since(self.newest_at) > usual / BEHIND_PART)
     }
 
     /// The contributors of a step, if they are known.
@@ -92,7 +111,13 @@ impl Engine {
             let what = format!("{step} cannot be passed: only a rank that was left out may");
             return Err(UsageError::Argument(what));
         }
-        self.begin(step, true)
+        self.begin(step, true)?;
+        if decided {
+            let now = self.lifecycle.now();
+            let behind = self.contributors.is_behind(step, now).unwrap_or(false);
+            self.events.push_back(Event::LeftOut { step, behind });
+        }
+        Ok(())
     }
 
     /// The current step has begun: results that came before are its own, and rank 0 hears of it.
@@ -115,9 +140,9 @@ impl Engine {
                 None => self.nothing_to_install(slice, ahead.has_value),
             }
         }
-        let rank = self.rank();
+        let (rank, now) = (self.rank(), self.lifecycle.now());
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            let noted = coordinator.begun(rank, step, passes);
+            let noted = coordinator.begun(rank, step, passes, now);
             debug_assert_eq!(noted, Ok(()), "steps begin one by one");
             self.decide();
         } else {
@@ -133,12 +158,8 @@ impl Engine {
         }
         let is_last = self.worker.uncontributed == 0 && !self.contributors.passes;
         if is_last && !self.is_welcome(step) {
-            let is_here = |phase| matches!(phase, Phase::Buffered(_) | Phase::Installing);
-            let behind = (0..self.plan.slices.len() as u32).map(SliceId).all(|slice| {
-                let phase = self.worker.slice(slice).phase;
-                let takes_part = self.plan.takes_part(self.plan.slice(slice).tensor, step);
-                !takes_part || phase == Phase::Done || is_here(phase)
-            });
+            let behind = self.contributors.is_behind(step, self.lifecycle.now());
+            let behind = behind.unwrap_or_else(|| self.has_whole_result(step));
             self.events.push_back(Event::LeftOut { step, behind });
         }
         if self.contributors.set(step).is_some() {
@@ -154,6 +175,15 @@ impl Engine {
         } else {
             self.tell_coordinator(FrameKind::StepGiven, FrameFlags::NONE);
         }
+    }
+
+    /// Whether all that comes in the current step is here, installed or not.
+    fn has_whole_result(&self, step: Step) -> bool {
+        let is_here = |phase| matches!(phase, Phase::Done | Phase::Buffered(_) | Phase::Installing);
+        (0..self.plan.slices.len() as u32).map(SliceId).all(|slice| {
+            let takes_part = self.plan.takes_part(self.plan.slice(slice).tensor, step);
+            !takes_part || is_here(self.worker.slice(slice).phase)
+        })
     }
 
     fn tell_coordinator(&mut self, kind: FrameKind, flags: FrameFlags) {
@@ -182,8 +212,9 @@ impl Engine {
     /// A rank has begun a step; on rank 0.
     pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
         let passes = header.flags.contains(FrameFlags::ABSENT);
+        let now = self.lifecycle.now();
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            coordinator.begun(from, header.step, passes)?;
+            coordinator.begun(from, header.step, passes, now)?;
         }
         self.decide();
         Ok(())
@@ -238,7 +269,12 @@ impl Engine {
 
     fn decided(&mut self, step: Step, set: &RankSet) {
         self.lifecycle.progressed();
-        self.contributors.newest = step;
+        let now = self.lifecycle.now();
+        if self.contributors.newest > Step(0) {
+            let since = now.since(self.contributors.newest_at);
+            self.contributors.between.note(since);
+        }
+        (self.contributors.newest, self.contributors.newest_at) = (step, now);
         self.contributors.sets.insert(step, set.clone());
         self.events.push_back(Event::Decided { step, contributors: set.iter().collect() });
         if step == self.worker.step && self.worker.begun {
@@ -304,8 +340,9 @@ impl Engine {
         self.reduce(slice, step, parts, priority);
     }
 
-    /// When rank 0 wants to look again at who is complete.
-    pub(crate) fn decision_timeout(&self) -> Option<gradlane_units::Time> {
+    /// When rank 0 wants [`Engine::handle_time`] to look again at who is complete.
+    #[must_use]
+    pub fn decision_timeout(&self) -> Option<Time> {
         self.contributors.coordinator.as_ref().and_then(Coordinator::poll_timeout)
     }
 }

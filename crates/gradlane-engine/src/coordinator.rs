@@ -7,18 +7,21 @@
 //! that rank has to keep all results that it has not come to.
 
 use crate::rank_set::RankSet;
+use crate::recent::Recent;
 use crate::strategy::{Close, SetRule};
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 use gradlane_units::{Rank, Step, Time};
 
-/// Steps whose lengths a deadline follows from.
-const SPANS_MAX: usize = 16;
-/// Steps that are measured before there are deadlines: the first ones are slow.
-const SPANS_MIN: usize = 5;
+/// The least that `Close::Spread` waits beyond half of the ranks: this part of a step.
+const SPREAD_PART: u32 = 20;
+/// The slower half may be as far behind the middle as the faster is before it; ranks are not quite alike.
+const SPREAD_TIMES: u32 = 2;
+/// Nearly all steps are within three times the usual difference from the usual step.
+const DEVIATION_TIMES: u32 = 3;
 
 /// What a rank does in the step that it is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +36,7 @@ enum Presence {
 #[derive(Clone, Copy, Debug)]
 struct Standing {
     step: Step,
+    begun_at: Time,
     presence: Presence,
 }
 
@@ -48,25 +52,34 @@ pub(crate) struct Coordinator {
     last: RankSet,
     /// When steps were decided that some rank may still be in.
     decided_at: BTreeMap<Step, Time>,
-    /// From a decision until half of the next step's contributors were complete, newest last.
-    spans: VecDeque<Duration>,
+    /// From a decision until half of the next step's contributors were complete.
+    spans: Recent,
+    /// From the first of a step's contributors until half of them were complete.
+    leads: Recent,
 }
 
 impl Coordinator {
     pub(crate) fn new(rule: SetRule, world_size: u32) -> Coordinator {
-        let start = Standing { step: Step(0), presence: Presence::Training };
+        let start = Standing { step: Step(0), begun_at: Time::ZERO, presence: Presence::Training };
         Coordinator {
             rule,
             standings: alloc::vec![start; world_size as usize],
             decided: Step(0),
             last: RankSet::all(world_size),
             decided_at: BTreeMap::new(),
-            spans: VecDeque::new(),
+            spans: Recent::default(),
+            leads: Recent::default(),
         }
     }
 
     /// A rank has begun a step.
-    pub(crate) fn begun(&mut self, rank: Rank, step: Step, passes: bool) -> Result<(), String> {
+    pub(crate) fn begun(
+        &mut self,
+        rank: Rank,
+        step: Step,
+        passes: bool,
+        now: Time,
+    ) -> Result<(), String> {
         let last_excluded = self.decided > Step(0) && !self.last.contains(rank);
         let decided = self.decided;
         let standing = &mut self.standings[rank.index()];
@@ -78,7 +91,7 @@ impl Coordinator {
             return Err(format!("passing {step} after it was in {decided}"));
         }
         let presence = if passes { Presence::Passing } else { Presence::Training };
-        *standing = Standing { step, presence };
+        *standing = Standing { step, begun_at: now, presence };
         let first = self.standings.iter().map(|it| it.step).min().unwrap_or_default();
         self.decided_at.retain(|&step, _| step >= first || step >= decided);
         Ok(())
@@ -108,9 +121,10 @@ impl Coordinator {
         let complete = self.complete(step);
         let enough = match self.rule.close {
             Close::Backup { ranks } => complete.len() + ranks >= self.standings.len() as u32,
-            Close::Deadline { .. } => {
+            Close::Deadline { .. } | Close::Spread => {
                 let is_due = || self.deadline().is_some_and(|deadline| now >= deadline);
-                !complete.is_empty() && (self.expected().next().is_none() || is_due())
+                complete.len() >= self.least()
+                    && (self.expected(&complete).next().is_none() || is_due())
             }
         };
         if !enough {
@@ -125,16 +139,39 @@ impl Coordinator {
 
     /// When `decide` wants to be asked again, whatever else happens.
     pub(crate) fn deadline(&self) -> Option<Time> {
-        let Close::Deadline { percent } = self.rule.close else {
-            return None;
-        };
-        let mut spans: Vec<Duration> = self.spans.iter().copied().collect();
-        if spans.len() < SPANS_MIN || self.complete(self.decided.next()).is_empty() {
+        let mut complete = self.completions(&self.complete(self.decided.next()));
+        complete.sort_unstable();
+        if (complete.len() as u32) < self.least() {
             return None;
         }
-        spans.sort_unstable();
-        let since = *self.decided_at.get(&self.decided)?;
-        Some(since + spans[spans.len() / 2] * percent / 100)
+        let usual = match self.rule.close {
+            Close::Backup { .. } => return None,
+            Close::Deadline { .. } => *self.decided_at.get(&self.decided)? + self.spans.median()?,
+            Close::Spread => complete[self.least() as usize - 1],
+        };
+        Some(usual + self.allowance()?)
+    }
+
+    /// How much later than half of the ranks a rank may be.
+    fn allowance(&self) -> Option<Duration> {
+        let span = self.spans.median()?;
+        match self.rule.close {
+            Close::Backup { .. } => None,
+            Close::Deadline { percent } => Some(span * (percent.saturating_sub(100)) / 100),
+            Close::Spread => {
+                let among = self.leads.median()? * SPREAD_TIMES;
+                let between = self.spans.deviation()? * DEVIATION_TIMES;
+                Some(among.max(between).max(span / SPREAD_PART))
+            }
+        }
+    }
+
+    /// Ranks that are in at least, where there is a deadline.
+    fn least(&self) -> u32 {
+        match self.rule.close {
+            Close::Spread => half(self.standings.len()) as u32 + 1,
+            _ => 1,
+        }
     }
 
     /// Whether the deadline is all that is waited for, and may pass.
@@ -179,36 +216,56 @@ impl Coordinator {
     }
 
     /// Ranks that are not complete in the next step and may be before its deadline: who was in the
-    /// last one, and who has begun this one. Nobody waits for a rank that is a whole step late.
-    fn expected(&self) -> impl Iterator<Item = Rank> + '_ {
+    /// last one, and who has begun this one in time. Nobody waits for a rank that is late already.
+    fn expected<'a>(&'a self, complete: &'a RankSet) -> impl Iterator<Item = Rank> + 'a {
         let step = self.decided.next();
+        let in_time = self.begins_in_time(complete);
         self.ranks().filter(move |&rank| {
             let standing = self.standings[rank.index()];
             if standing.step == step {
-                standing.presence == Presence::Training
+                let late = in_time.is_some_and(|until| standing.begun_at > until);
+                standing.presence == Presence::Training && !late
             } else {
                 self.last.contains(rank)
             }
         })
     }
 
-    fn note_span(&mut self, complete: &RankSet) {
-        let Some(&since) = self.decided_at.get(&self.decided) else {
-            return;
-        };
+    /// Until when a rank may have begun the next step that is to be complete before the deadline, as
+    /// long as others take: known once half of all ranks are complete.
+    fn begins_in_time(&self, complete: &RankSet) -> Option<Time> {
+        let mut begun: Vec<Time> =
+            complete.iter().map(|rank| self.standings[rank.index()].begun_at).collect();
+        begun.sort_unstable();
+        let is_half = begun.len() > half(self.standings.len());
+        Some(begun[half(begun.len())] + self.allowance()?).filter(|_| is_half)
+    }
+
+    /// When the ranks of a set were complete.
+    fn completions(&self, set: &RankSet) -> Vec<Time> {
         let at = |rank: Rank| match self.standings[rank.index()].presence {
             Presence::Complete(at) => at,
             _ => Time::ZERO,
         };
-        let mut times: Vec<Time> = complete.iter().map(at).collect();
+        set.iter().map(at).collect()
+    }
+
+    fn note_span(&mut self, complete: &RankSet) {
+        let Some(&since) = self.decided_at.get(&self.decided) else {
+            return;
+        };
+        let mut times = self.completions(complete);
         times.sort_unstable();
-        if let Some(&half) = times.get((times.len().saturating_sub(1)) / 2) {
-            self.spans.push_back(half.since(since));
-        }
-        if self.spans.len() > SPANS_MAX {
-            self.spans.pop_front();
+        if let (Some(&first), Some(&middle)) = (times.first(), times.get(half(times.len()))) {
+            self.spans.note(middle.since(since));
+            self.leads.note(middle.since(first));
         }
     }
+}
+
+/// Index of the last of the faster half of so many.
+const fn half(count: usize) -> usize {
+    count.saturating_sub(1) / 2
 }
 
 #[cfg(test)]

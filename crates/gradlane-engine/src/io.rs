@@ -285,12 +285,14 @@ pub enum Event {
         /// In rank order.
         contributors: Vec<Rank>,
     },
-    /// This rank has handed over all its gradients of a step, and the step goes on without them
-    /// (ready rule `Set`).
+    /// This rank has handed over all its gradients of a step, or passes it, and the step goes on without
+    /// them (ready rule `Set`).
     LeftOut {
         /// The step.
         step: Step,
-        /// Whether the whole result was here by then: the others are in the next step already.
+        /// Whether that was so much later than the decision that the next step would go on without
+        /// this rank, too: by more than a tenth of a step, or, in the first steps, when the whole
+        /// result was here.
         behind: bool,
     },
     /// A rank had all its gradients of a step after it was decided without that rank (ready rule

@@ -41,6 +41,7 @@ mod priority;
 mod pull;
 mod queue;
 mod rank_set;
+mod recent;
 mod ring;
 mod ring_encoded;
 mod scheduler;

@@ -98,6 +98,10 @@ pub enum Close {
         /// The percentage.
         percent: u32,
     },
+    /// Once all have, or as long after half of all ranks as ranks differ by: twice the time that
+    /// recently lay between the first and the half, three times that by which steps differed, or a
+    /// twentieth of a step, whichever is the longest (medians of the last 16).
+    Spread,
 }
 
 impl ReadyRule {

@@ -89,10 +89,13 @@ impl Run {
         let walk = self.walks[rank as usize];
         self.cluster.stir(6);
         self.clock += u64::from(self.cluster.rng.below(3));
-        let node = &mut self.cluster.nodes[0];
-        if !node.dead {
-            node.engine.handle_time(Time(self.clock));
-            node.take_events();
+        // A rank reads its clock when it does something; rank 0 has deadlines.
+        for reader in [0, rank] {
+            let node = &mut self.cluster.nodes[reader as usize];
+            if !node.dead {
+                node.engine.handle_time(Time(self.clock));
+                node.take_events();
+            }
         }
         let dead = self.cluster.nodes[rank as usize].dead;
         if !walk.finished && !dead && self.cluster.rng.below(walk.lazy) == 0 {
@@ -199,7 +202,8 @@ impl Run {
 
 fn any_close() -> impl Strategy<Value = Close> {
     let backup = (1..3_u32).prop_map(|ranks| Close::Backup { ranks });
-    prop_oneof![backup, (101..300_u32).prop_map(|percent| Close::Deadline { percent })]
+    let deadline = (101..300_u32).prop_map(|percent| Close::Deadline { percent });
+    prop_oneof![backup, deadline, Just(Close::Spread)]
 }
 
 proptest! {
@@ -225,6 +229,7 @@ proptest! {
         run.check(match close {
             Close::Backup { ranks } => (world - ranks) as usize,
             Close::Deadline { .. } => 1,
+            Close::Spread => world.div_ceil(2) as usize,
         });
     }
 

@@ -29,7 +29,7 @@ pub(crate) struct Attendance {
     decided: Step,
     /// Whether this rank was in, in the last steps.
     was_in: BTreeMap<Step, bool>,
-    /// The last step in which this rank was a whole step behind.
+    /// The last step that this rank was so late for that it should pass the next.
     behind: Option<Step>,
     tallies: Vec<Tally>,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Attendance {
 pub struct Standing {
     /// Whether it was in; none where that is not known.
     pub was_in: Option<bool>,
-    /// Whether the others were in the next step already when its gradients of this one were there.
+    /// Whether it was so late that the next step would go on without it, too.
     pub behind: bool,
     /// The last step whose contributors are known.
     pub decided: Step,

@@ -36,7 +36,7 @@ fn refuse(text: impl ToString) -> PyErr {
 ///
 /// tensors_json is a list of {"name", "numel", "dtype", "role"}, with "scheme" where it is another one
 /// than the strategy's, and {"codec", "sizes"} of those that are to be encoded; update is "worker" or
-/// "server". stragglers_json is {"close": {"backup": {"ranks": n}} or {"deadline": {"percent": p}},
+/// "server". stragglers_json is {"close": {"backup": {"ranks": n}}, {"deadline": {"percent": p}} or "spread",
 /// "ahead_steps": k} where a step goes on without those that are late. The first `servers` ranks own
 /// slices; None: all do.
 #[pyfunction]

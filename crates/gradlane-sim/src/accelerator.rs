@@ -24,7 +24,7 @@ pub(crate) struct Accelerator {
     /// Step, from 1.
     pub(crate) step: u64,
     /// Steps in all; afterwards one forward waits for the last one's parameters.
-    steps: u64,
+    pub(crate) steps: u64,
     /// Next act.
     position: usize,
     /// When the step would have begun without its waits.
@@ -108,6 +108,17 @@ impl Accelerator {
             }
         }
         Turn::Did(act, waited)
+    }
+
+    /// Goes through the next step without computing anything: it takes no part in it.
+    pub(crate) fn pass(&mut self, now: u64) {
+        self.step += 1;
+        self.forward_ends.push(now);
+    }
+
+    /// Does nothing for so long: what computes now takes as much longer.
+    pub(crate) fn stand_still(&mut self, ns: u64) {
+        self.origin += ns;
     }
 
     /// Begins the next step at `time`.

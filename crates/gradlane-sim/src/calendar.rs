@@ -23,6 +23,12 @@ pub(crate) enum Kind {
     Background,
     /// It does something on its node (see `sums`).
     Local,
+    /// It is stopped for a moment.
+    Stop,
+    /// It may go on to its next step.
+    Pace,
+    /// It looks at its clock.
+    Clock,
 }
 
 /// An entry: time, order of making, kind, rank.

@@ -1,34 +1,40 @@
-//! Headers of the frames on their way, by number; numbers are reused.
+//! Frames on their way, by number; numbers are reused. Only control frames have a payload here.
 
+use gradlane_engine::{Payload, Transmit};
 use gradlane_wire::FrameHeader;
 
 #[derive(Debug, Default)]
 pub(crate) struct FrameTable {
-    headers: Vec<Option<FrameHeader>>,
+    frames: Vec<Option<(FrameHeader, Vec<u8>)>>,
     free: Vec<u32>,
 }
 
 impl FrameTable {
-    pub(crate) fn insert(&mut self, header: FrameHeader) -> u32 {
+    pub(crate) fn insert(&mut self, transmit: &Transmit) -> u32 {
+        let payload = match &transmit.payload {
+            Payload::Inline(bytes) => bytes.clone(),
+            Payload::None | Payload::Region(_) => Vec::new(),
+        };
+        let frame = Some((transmit.header, payload));
         if let Some(number) = self.free.pop() {
-            self.headers[number as usize] = Some(header);
+            self.frames[number as usize] = frame;
             return number;
         }
-        self.headers.push(Some(header));
-        (self.headers.len() - 1) as u32
+        self.frames.push(frame);
+        (self.frames.len() - 1) as u32
     }
 
     pub(crate) fn get(&self, number: u32) -> FrameHeader {
-        self.headers[number as usize].expect("a frame on its way has a header")
+        self.frames[number as usize].as_ref().expect("a frame on its way has a header").0
     }
 
-    pub(crate) fn remove(&mut self, number: u32) -> FrameHeader {
+    pub(crate) fn remove(&mut self, number: u32) -> (FrameHeader, Vec<u8>) {
         self.free.push(number);
-        self.headers[number as usize].take().expect("a frame arrives once")
+        self.frames[number as usize].take().expect("a frame arrives once")
     }
 
     /// Number of frames on their way.
     pub(crate) fn len(&self) -> usize {
-        self.headers.len() - self.free.len()
+        self.frames.len() - self.free.len()
     }
 }

@@ -3,9 +3,10 @@
 use crate::calendar::Kind;
 use crate::node::Input;
 use crate::simulation::Run;
+use crate::straggling::pass;
 use crate::trace::{Lane, Subject};
-use gradlane_engine::{Engine, Event, Operation, Scheme, Work};
-use gradlane_units::{Priority, Rank};
+use gradlane_engine::{Engine, Event, Landing, Operation, Scheme, Work};
+use gradlane_units::{Priority, Rank, Time};
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
 
@@ -26,6 +27,10 @@ impl Run {
 
     pub(crate) fn listen(&mut self, rank: u32) {
         let node = &mut self.nodes[rank as usize];
+        if node.busy_until > self.now {
+            // It was stopped meanwhile.
+            return self.calendar.at(node.busy_until, Kind::Listen, rank);
+        }
         node.will_listen = false;
         while let Some(input) = self.nodes[rank as usize].inbox.pop_front() {
             self.handle(rank, input);
@@ -44,10 +49,13 @@ impl Run {
     /// to the outside happens when its time has passed.
     fn handle(&mut self, rank: u32, input: Input) {
         let begin = self.now;
-        let charges = self.charges;
+        let (charges, leaves_out) = (self.charges, self.leaves_out());
         let frames = &mut self.frames;
         let node = &mut self.nodes[rank as usize];
         let engine = &mut node.engine;
+        if leaves_out {
+            engine.handle_time(Time(begin));
+        }
         let mut time = begin;
         let result = match input {
             Input::Header(number) => {
@@ -58,12 +66,12 @@ impl Run {
                     .map_err(|it| it.to_string())
             }
             Input::Frame(number, is_new) => {
-                let header = frames.remove(number);
+                let (header, control) = frames.remove(number);
                 let weight = f64::from(self.fold.weights[header.sender.index()]);
                 let bytes = f64::from(header.length) + HEADER_BYTES as f64;
                 let cost = charges.receive_frame + charges.receive_byte * bytes;
                 time += (cost * weight) as u64;
-                receive(engine, &header, is_new)
+                receive(engine, &header, &control, is_new)
             }
             Input::Writable(peer) => {
                 engine.handle_writable(Rank(peer), true);
@@ -105,6 +113,9 @@ impl Run {
                     .map_or(planned.numel * planned.dtype.bytes(), |it| it.answer_bytes);
                 engine.answer_ready(tensor, step, bytes).map_err(|it| it.to_string())
             }
+            Input::Pass(step) => pass(engine, step).map_err(|it| it.to_string()),
+            // The clock was read above.
+            Input::Clock => Ok(()),
             Input::End(step) => engine.step_end(step).map_err(|it| it.to_string()),
         };
         if let Err(reason) = result {
@@ -117,6 +128,7 @@ impl Run {
         time = self.pump(rank, time);
         self.meters.io_ns += time - begin;
         self.nodes[rank as usize].busy_until = time;
+        self.schedule_clock(rank);
     }
 
     /// Does what the engine asks for until it asks for nothing; the time when that is done.
@@ -171,10 +183,10 @@ impl Run {
             }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
-            Event::StepComplete { .. }
-            | Event::PlanSwitched { .. }
-            | Event::Decided { .. }
-            | Event::LeftOut { .. }
+            Event::StepComplete { .. } | Event::Decided { .. } | Event::LeftOut { .. } => {
+                self.noted_pace(rank, &event, time);
+            }
+            Event::PlanSwitched { .. }
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Closed => {}
@@ -243,15 +255,29 @@ impl Run {
     }
 
     pub(crate) fn worked(&mut self, rank: u32) {
+        if self.is_stopped(rank, Kind::Worked) {
+            return;
+        }
         if let Some(Reverse((_, id))) = self.nodes[rank as usize].works.pop() {
             self.hear(rank, Input::Worked(id));
         }
     }
 }
 
-fn receive(engine: &mut Engine, header: &FrameHeader, is_new: bool) -> Result<(), String> {
-    if is_new {
-        engine.handle_header(header.sender, header).map_err(|it| it.to_string())?;
-    }
-    engine.handle_frame(header.sender, header).map_err(|it| it.to_string())
+/// A frame is here; `control` is the payload of one that is about the session. These are small, and
+/// never heard of before they are whole.
+fn receive(
+    engine: &mut Engine,
+    header: &FrameHeader,
+    control: &[u8],
+    is_new: bool,
+) -> Result<(), String> {
+    let from = header.sender;
+    let landing = is_new.then(|| engine.handle_header(from, header)).transpose();
+    let taken = match landing {
+        Ok(Some(Landing::Control)) => engine.handle_control(from, header, control),
+        Ok(_) => engine.handle_frame(from, header),
+        Err(error) => Err(error),
+    };
+    taken.map_err(|error| error.to_string())
 }

@@ -74,7 +74,7 @@ impl Run {
         if let Some(passed) = self.meters.port_bytes.get_mut(port as usize) {
             *passed += u64::from(bytes) * u64::from(weight);
         }
-        let number = self.frames.insert(transmit.header);
+        let number = self.frames.insert(&transmit);
         self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, time);
         time
     }

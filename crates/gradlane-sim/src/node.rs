@@ -4,6 +4,7 @@
 //! busy waits in its inbox.
 
 use crate::accelerator::Accelerator;
+use crate::straggling::Pace;
 use gradlane_engine::{Engine, Transmit, WorkId};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
@@ -30,6 +31,10 @@ pub(crate) enum Input {
     Answer(TensorId, Step),
     /// The application has ended a step.
     End(Step),
+    /// The application passes a step.
+    Pass(Step),
+    /// A moment has come that the engine wanted to hear of.
+    Clock,
 }
 
 /// The sending side of a connection, as the kernel has it.
@@ -80,6 +85,12 @@ pub(crate) struct Node {
     pub(crate) answers: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.
     pub(crate) computes_since: u64,
+    /// What it knows of who was in.
+    pub(crate) pace: Pace,
+    /// When it runs again.
+    pub(crate) stopped_until: u64,
+    /// When it looks at its clock next.
+    pub(crate) clock_at: u64,
     /// Slowness of this rank: 1 is the profile's time.
     pub(crate) slowness: f64,
 }

@@ -136,6 +136,7 @@ impl Run {
             steps_s,
             utilization,
             staleness: self.staleness_figures(),
+            stragglers: self.straggler_figures(scenario),
             frames: self.meters.frames,
             bytes: sent,
             events: self.calendar.made(),

@@ -44,6 +44,9 @@ pub struct Report {
     /// Staleness of the pushes that were applied alone, over all ranks and slices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub staleness: Option<StalenessFigures>,
+    /// Where ranks stop, or steps go on without late ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stragglers: Option<StragglerFigures>,
     /// Frames sent in all.
     pub frames: u64,
     /// Bytes sent in all, headers included; as many have arrived.
@@ -65,6 +68,17 @@ pub struct StalenessFigures {
     pub mean: f64,
     /// The largest.
     pub max: u64,
+}
+
+/// What came of stops, and of the rule for ranks that are late.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StragglerFigures {
+    /// Mean step of the ranks that are never stopped, without the first steps.
+    pub others_step_s_mean: f64,
+    /// Steps that went on without each rank.
+    pub left_out_steps: Vec<u64>,
+    /// Those of them that it passed.
+    pub passed_steps: Vec<u64>,
 }
 
 /// How long forward waited for a tensor.

@@ -7,7 +7,8 @@ use crate::error::SimError;
 use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
-use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
+use crate::straggling::Stops;
+use gradlane_engine::{Plan, ReadyRule, SetRule, Strategy, TensorSpec, Update};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -204,6 +205,12 @@ pub struct Scenario {
     pub nodes: Option<Nodes>,
     /// How they synchronize.
     pub strategy: StrategyChoice,
+    /// When steps go on without ranks that are late; none: they wait.
+    #[serde(default)]
+    pub stragglers: Option<SetRule>,
+    /// Ranks that are stopped for moments; each once.
+    #[serde(default)]
+    pub stops: Vec<Stops>,
     /// Slice size of a strategy that is named; none is its own.
     #[serde(default)]
     pub slice_elems: Option<u64>,
@@ -280,6 +287,8 @@ impl Scenario {
             servers: None,
             nodes: None,
             strategy: StrategyChoice::Named(strategy.to_string()),
+            stragglers: None,
+            stops: Vec::new(),
             slice_elems: None,
             update: Update::Worker,
             codecs: BTreeMap::new(),
@@ -340,6 +349,21 @@ impl Scenario {
         }
         if self.plan.is_some() && self.representatives > 0 {
             return refuse("representatives cannot be used with a given plan: use 0".into());
+        }
+        for (index, stops) in self.stops.iter().enumerate() {
+            stops.validate(self.workers)?;
+            if self.stops[..index].iter().any(|other| other.rank == stops.rank) {
+                return refuse(format!("stops names rank {} twice", stops.rank));
+            }
+        }
+        if self.stops.len() >= self.workers as usize {
+            return refuse("stops names all ranks: at least one has to run".into());
+        }
+        if self.representatives > 0 && !(self.stops.is_empty() && self.stragglers.is_none()) {
+            return refuse("representatives cannot be used where ranks are late: use 0".into());
+        }
+        if self.plan.is_some() && self.stragglers.is_some() {
+            return refuse("stragglers cannot be used with a given plan, which has its own".into());
         }
         if self.steps == 0 || self.steps > 100_000 {
             return refuse(format!("steps is {}: use 1 to 100,000", self.steps));
@@ -415,11 +439,15 @@ impl Scenario {
     /// # Errors
     /// [`SimError::Argument`] for an unknown name.
     pub fn strategy(&self) -> Result<Strategy, SimError> {
-        match &self.strategy {
+        let mut strategy = match &self.strategy {
             StrategyChoice::Named(name) => Strategy::named(name, self.slice_elems, self.seed)
-                .map_err(|error| SimError::Argument(error.to_string())),
-            StrategyChoice::Rules(strategy) => Ok(strategy.clone()),
+                .map_err(|error| SimError::Argument(error.to_string()))?,
+            StrategyChoice::Rules(strategy) => strategy.clone(),
+        };
+        if let Some(rule) = self.stragglers {
+            strategy.ready = ReadyRule::Set(rule);
         }
+        Ok(strategy)
     }
 }
 

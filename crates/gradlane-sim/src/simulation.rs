@@ -16,6 +16,7 @@ use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::schemes::{answered, Answered};
 use crate::shares::Shares;
+use crate::straggling::{Pace, Stops};
 use crate::sums::{LocalCharges, Sums};
 use crate::trace::{Lane, Span, Subject, Trace};
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
@@ -85,6 +86,7 @@ pub(crate) struct Run {
     pub(crate) burst_ns: u64,
     pub(crate) jitter: f64,
     pub(crate) background: Option<Background>,
+    pub(crate) stops: Vec<Stops>,
     pub(crate) rng: Rng,
     pub(crate) now: u64,
     pub(crate) calendar: Calendar,
@@ -175,6 +177,7 @@ impl Run {
             burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
             jitter: scenario.compute_jitter,
             background,
+            stops: scenario.stops.clone(),
             rng,
             now: 0,
             calendar: Calendar::default(),
@@ -205,6 +208,7 @@ impl Run {
             if self.background.is_some() && self.channels.topology.local(rank) == 0 {
                 self.schedule_background(rank);
             }
+            self.schedule_stop(rank);
         }
         while let Some((time, kind, rank)) = self.calendar.next() {
             self.now = time;
@@ -217,6 +221,9 @@ impl Run {
                 Kind::Answer => self.answer(rank),
                 Kind::Background => self.burst(rank),
                 Kind::Local => self.act_on_node(rank),
+                Kind::Stop => self.stop(rank),
+                Kind::Pace => self.keep_pace(rank),
+                Kind::Clock => self.look_at_clock(rank),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -245,6 +252,9 @@ impl Run {
     }
 
     pub(crate) fn compute(&mut self, rank: u32) {
+        if self.is_stopped(rank, Kind::Compute) {
+            return;
+        }
         loop {
             let index = rank as usize;
             let turn = self.nodes[index].accelerator.turn(&self.script, self.now);
@@ -275,12 +285,17 @@ impl Run {
                     self.span(rank, Lane::Forward, step, Subject::Step, since, self.now);
                     return;
                 }
-                Turn::Did(act, waited) => self.acted(rank, act, waited),
+                Turn::Did(act, waited) => {
+                    if !self.acted(rank, act, waited) {
+                        return;
+                    }
+                }
             }
         }
     }
 
-    fn acted(&mut self, rank: u32, act: Act, waited: u64) {
+    /// The accelerator has done something; whether it goes on at once.
+    fn acted(&mut self, rank: u32, act: Act, waited: u64) -> bool {
         let now = self.now;
         let node = &mut self.nodes[rank as usize];
         let step = Step(node.accelerator.step);
@@ -303,13 +318,22 @@ impl Run {
                 } else {
                     self.hear(rank, Input::End(step));
                 }
-                let slowness = self.draw_slowness(rank);
-                let begin = now + self.charges.between_steps;
-                let node = &mut self.nodes[rank as usize];
-                node.computes_since = begin;
-                node.accelerator.next_step(begin, slowness);
+                if self.looks_around(rank) {
+                    return false;
+                }
+                self.begin_next(rank);
             }
         }
+        true
+    }
+
+    /// A rank's next step begins.
+    pub(crate) fn begin_next(&mut self, rank: u32) {
+        let slowness = self.draw_slowness(rank);
+        let begin = self.now + self.charges.between_steps;
+        let node = &mut self.nodes[rank as usize];
+        node.computes_since = begin;
+        node.accelerator.next_step(begin, slowness);
     }
 
     /// A rank has the result of a tensor from a time on.
@@ -408,6 +432,9 @@ fn new_node(
         works: BinaryHeap::new(),
         answers: VecDeque::new(),
         computes_since: 0,
+        pace: Pace::default(),
+        stopped_until: 0,
+        clock_at: 0,
         slowness,
     }
 }

@@ -93,8 +93,8 @@ def lab_run(
     stragglers: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: wait, drop, drop=FACTOR, backup=RANKS; gradlane's strategies "
-            "are run with each."
+            help="Comma-separated: wait, drop, drop=FACTOR, backup=RANKS, each with :carry to "
+            "keep late gradients; gradlane's strategies are run with each."
         ),
     ] = "wait",
     straggler: Annotated[

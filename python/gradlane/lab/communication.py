@@ -223,6 +223,7 @@ class Gradlane:
             exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
             stragglers=strategy.stragglers,
+            late=strategy.late,
             servers=place.servers,
             interface=None,
             advertise=place.address,

@@ -27,6 +27,7 @@ from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabProgress
+from gradlane.lab.straggler_notes import loss_table
 from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.time_left import TimeLeft, format_duration
 
@@ -285,3 +286,6 @@ def print_tables(console: Console, rows: Sequence[Row]) -> None:
     for rate_bps in dict.fromkeys(row.rate_bps for row in rows):
         at_rate = [row for row in rows if row.rate_bps == rate_bps]
         console.print(summary_table(at_rate, f"{at_rate[0].workload} at {format_rate(rate_bps)}"))
+        losses = loss_table(at_rate)
+        if losses is not None:
+            console.print(losses)

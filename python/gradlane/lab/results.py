@@ -87,6 +87,7 @@ class Row:
         metrics: the strategy's own counters on rank 0.
         step_s_mean: mean of `step_s`: what steps that wait for a rank add shows here.
         stragglers: what happens to ranks that are late; `wait`: all wait for them.
+        late: what becomes of their gradients.
         servers: so many ranks own slices; None: all.
         straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
             then, or None. `step_s` and all that follows from it is of the other ranks then.
@@ -134,6 +135,7 @@ class Row:
     metrics: dict[str, Any]
     step_s_mean: float = 0.0
     stragglers: str = "wait"
+    late: str = "discard"
     servers: int | None = None
     straggler: dict[str, Any] | None = None
     speedup_over_ddp: float | None = None

@@ -305,6 +305,7 @@ class _Runner:
             ),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
+            late=strategy.late,
             servers=options.servers if strategy.family == "gradlane" else None,
             straggler=None if options.straggler is None else options.straggler.to_json(),
             versions=self._versions,

@@ -40,6 +40,8 @@ class Strategy:
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
         stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
             name, as in `p3/backup=1`.
+        late: what becomes of late gradients, as in `gradlane.init`; written after the rule, as in
+            `p3/backup=1:carry`.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
@@ -55,22 +57,27 @@ class Strategy:
     local: str = "off"
     any_rounding: bool = False
     stragglers: str = WAIT
+    late: str = Options.late
 
-    def with_stragglers(self, stragglers: str) -> Strategy:
+    def with_stragglers(self, rule: str) -> Strategy:
         """Return the same strategy with a rule for ranks that are late.
+
+        Args:
+            rule: such as `wait`, `drop` or `backup=1:carry`.
 
         Raises:
             ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
                 and waits for all.
         """
-        if parse_stragglers(stragglers) is None:
+        stragglers, colon, late = rule.partition(":")
+        if not colon:
+            late = Options.late
+        if parse_stragglers(stragglers) is None and not colon:
             return self
         if self.setting not in STRATEGIES:
-            raise ValueError(
-                f"{self.text}/{stragglers}: only gradlane's strategies leave ranks out"
-            )
-        Options(strategy=self.setting, stragglers=stragglers)
-        return replace(self, text=f"{self.text}/{stragglers}", stragglers=stragglers)
+            raise ValueError(f"{self.text}/{rule}: only gradlane's strategies leave ranks out")
+        Options(strategy=self.setting, stragglers=stragglers, late=late)
+        return replace(self, text=f"{self.text}/{rule}", stragglers=stragglers, late=late)
 
     @property
     def is_baseline(self) -> bool:

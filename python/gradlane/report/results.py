@@ -14,6 +14,7 @@ from typing import Any
 from gradlane.lab.balance import balance_notes
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
+from gradlane.lab.straggler_notes import loss_over_time
 from gradlane.report.page import (
     Block,
     Cell,
@@ -258,6 +259,21 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
             plots.append(
                 line_plot(
                     f"Loss{suffix}", losses, x_label="step", y_label="training loss", colors=colors
+                )
+            )
+        over_time: Series = {
+            row["strategy"]: loss_over_time(row)
+            for row in first
+            if _has_losses(row) and row.get("straggler") is not None
+        }
+        if over_time:
+            plots.append(
+                line_plot(
+                    f"Loss over time{suffix}",
+                    over_time,
+                    x_label="time, s",
+                    y_label="training loss",
+                    colors=colors,
                 )
             )
         steps: Series = {

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gradlane.codec_choice import RAW
 from gradlane.lab.rates import format_rate
+from gradlane.stragglers import WAIT
 from gradlane.timeline.chrome import write_chrome
 from gradlane.timeline.simulated import simulated_timeline
 from gradlane.whatif.advice import Answer, Need, answers_of, needs_of, text_of_needs
@@ -35,6 +36,7 @@ def run_whatif(
     console: Console,
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
+    rules: Sequence[str] = (WAIT,),
     trace_path: Path | None = None,
     html_path: Path | None = None,
 ) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def run_whatif(
         codecs: how gradients of the engine's strategies travel.
         ranks_per_node: how many share a node and its port; numbers that do not go with one of
             `workers` are left out there.
+        rules: what happens to ranks that are late.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
 
@@ -71,7 +74,13 @@ def run_whatif(
         codecs=codecs,
         ranks_per_node=ranks_per_node,
         on_left_out=lambda why: console.print(f"left out: {why}", highlight=False),
+        rules=rules,
     )
+    if html_path is not None and any(_has_late(cluster) for cluster in clusters):
+        raise ValueError(
+            "the page of --html compares networks where nobody is late: leave it out, or "
+            "--stragglers and --straggler"
+        )
     if trace_path is not None:
         _write_trace(trace_path, profile, clusters)
     traced = pictured(clusters) if html_path is not None else ()
@@ -83,7 +92,9 @@ def run_whatif(
         rows = evaluate(
             profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
         )
-    answers, needs = answers_of(rows), needs_of(rows)
+    # What is said about networks holds where nobody is late.
+    punctual = [row for row in rows if row.left_out_share is None]
+    answers, needs = answers_of(punctual), needs_of(punctual)
     _print(console, profile, rows, answers, needs)
     content = {
         "profile": {
@@ -104,6 +115,10 @@ def run_whatif(
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
         console.print(f"wrote {html_path}", highlight=False)
     return content
+
+
+def _has_late(cluster: Cluster) -> bool:
+    return cluster.straggler is not None or cluster.stragglers != WAIT
 
 
 def _keep_picture(
@@ -187,6 +202,8 @@ def _print(
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
         if row.codec != RAW:
             strategy += f" {row.codec}"
+        if row.stragglers != WAIT:
+            strategy += f"/{row.stragglers}"
         table.add_row(
             *(_node_cells(row) if several else (str(row.workers),)),
             format_rate(row.rate_bps),
@@ -205,6 +222,9 @@ def _print(
                 f"are applied {row.staleness_mean:.1f} updates late, {row.staleness_max} at most.",
                 highlight=False,
             )
+    for row in rows:
+        if row.left_out_share is not None:
+            console.print(_text_of_late(row), highlight=False)
     for answer in answers:
         console.print(answer.text, highlight=False)
     for sentence in text_of_needs(needs):
@@ -214,6 +234,27 @@ def _print(
 def _node_cells(row: Row) -> tuple[str, str]:
     bytes_, each = row.tx_bytes_per_step, row.ranks_per_node
     return f"{row.workers // each} x {each}", "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
+
+
+def _text_of_late(row: Row) -> str:
+    assert row.left_out_share is not None and row.passed_share is not None
+    stopped = "nobody is stopped"
+    if row.straggler is not None:
+        share, burst_s = row.straggler["share"], row.straggler["burst_s"]
+        stopped = (
+            f"rank {row.straggler['rank']} is stopped {share:.0%} of the time, {burst_s:g} s each"
+        )
+    out = [
+        f"rank {rank} left out of {share:.0%} of the steps"
+        + (f" ({row.passed_share[rank]:.0%} passed)" if row.passed_share[rank] else "")
+        for rank, share in enumerate(row.left_out_share)
+        if share
+    ]
+    return (
+        f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}/{row.stragglers}: "
+        f"{stopped}, the others' mean step is {row.step_s * 1e3:.1f} ms; "
+        f"{', '.join(out) or 'nobody is left out'}."
+    )
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from gradlane.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.lab.bound import bound_step_s
 from gradlane.options import RING, ring_ranks
+from gradlane.stragglers import LEAVES_OUT, WAIT
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (
@@ -50,7 +51,7 @@ class Row:
     """What no exact strategy of the same scheme can beat."""
     bound_scaling_factor: float
     samples_per_s: float
-    """Of the whole cluster."""
+    """Of the whole cluster, as far as their gradients counted."""
     tx_utilization: float
     """Share of the time that a port sends."""
     io_utilization: float
@@ -64,6 +65,15 @@ class Row:
     """Workers on each node, which share its port."""
     tx_bytes_per_step: float | None = None
     """Through the port of a node, mean over nodes, headers of frames included; None: a formula."""
+    stragglers: str = WAIT
+    """What happens to ranks that are late."""
+    straggler: dict[str, Any] | None = None
+    """`rank`, `share` and `burst_s` of the rank that is stopped now and then; then, and with a rule
+    for stragglers, `step_s` is the mean step of the others, without the first steps."""
+    left_out_share: list[float] | None = None
+    """By rank, the share of steps that went on without it."""
+    passed_share: list[float] | None = None
+    """By rank, the share of steps that it passed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -80,12 +90,14 @@ def clusters_of(
     base: Cluster,
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
+    rules: Sequence[str] = (WAIT,),
     on_left_out: Callable[[str], None] = lambda why: None,
 ) -> list[Cluster]:
-    """Return every combination; only `ring-fused` has a topology other than flat.
+    """Return every combination.
 
-    Numbers of workers that do not fill two nodes, and sums on nodes of one rank, are left out, and
-    `on_left_out` is told why, once for each reason.
+    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have rules
+    for stragglers other than to wait. Numbers of workers that do not fill two nodes, and sums on
+    nodes of one rank, are left out, and `on_left_out` is told why, once for each reason.
 
     Raises:
         ValueError: no combination is left; the text says why of the first.
@@ -100,6 +112,7 @@ def clusters_of(
             topology=topology,
             codec=codec,
             ranks_per_node=each,
+            stragglers=rule,
         )
         for count in workers
         for each in ranks_per_node
@@ -108,6 +121,7 @@ def clusters_of(
         for codec in codecs
         for strategy in strategies
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
+        for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
     ]
     able = [one for one in found if not nodes_refusal(one)]
     reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
@@ -155,8 +169,11 @@ def evaluate(
 def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     is_ring = cluster.strategy == RING_FUSED
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
-    step_s = float(report["step_s"])
+    late = report.get("stragglers")
+    step_s = float(report["step_s"] if late is None else late["others_step_s_mean"])
     staleness = report.get("staleness", {})
+    left_out_share = _shares(late, "left_out_steps", cluster.steps)
+    contributing = cluster.workers - sum(left_out_share or ())
     return Row(
         model=profile.model,
         strategy=cluster.strategy,
@@ -172,7 +189,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         compute_s=profile.compute_s,
         bound_step_s=bound_s,
         bound_scaling_factor=profile.compute_s / bound_s,
-        samples_per_s=cluster.workers * profile.batch_size / step_s,
+        samples_per_s=contributing * profile.batch_size / step_s,
         tx_utilization=float(report.get("tx_utilization", 0.0)),
         io_utilization=float(report.get("io_utilization", 0.0)),
         # Where bytes are compressed the simulator has the same over a faster link.
@@ -181,7 +198,15 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         else None,
         staleness_mean=staleness.get("mean"),
         staleness_max=staleness.get("max"),
+        stragglers=cluster.stragglers,
+        straggler=None if cluster.straggler is None else cluster.straggler.to_json(),
+        left_out_share=left_out_share,
+        passed_share=_shares(late, "passed_steps", cluster.steps),
     )
+
+
+def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float] | None:
+    return None if late is None else [count / steps for count in late[name]]
 
 
 def _ratio(profile: Profile, cluster: Cluster) -> float:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from gradlane.lab.rates import parse_rate
+from gradlane.stragglers import parse_stragglers
 
 USUAL_GBIT = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 40, 50, 100, 200, 400, 800)
 """Rates that a range stands for."""
@@ -69,6 +70,18 @@ def parse_rates(text: str) -> list[int]:
         usual = (gbit * 10**9 for gbit in USUAL_GBIT)
         rates += sorted({low, high} | {rate for rate in usual if low < rate < high})
     return list(dict.fromkeys(rates))
+
+
+def parse_rules(text: str) -> list[str]:
+    """Return rules for ranks that are late, as for `gradlane.init(stragglers=...)`.
+
+    Raises:
+        ValueError: a part is no rule.
+    """
+    rules = _parts(text, "stragglers")
+    for rule in rules:
+        parse_stragglers(rule)
+    return list(dict.fromkeys(rules))
 
 
 def _with_unit(rate: str, unit: str) -> str:

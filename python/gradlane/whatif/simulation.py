@@ -12,6 +12,7 @@ from typing import Any
 
 from gradlane import options
 from gradlane.codec_choice import RAW, codec_rules
+from gradlane.lab.straggling import StragglerSpec
 from gradlane.local.shares import cut
 from gradlane.planner.layers import (
     SCHEME_RULES,
@@ -19,6 +20,7 @@ from gradlane.planner.layers import (
     schemes_by_rule,
     simulated_schemes,
 )
+from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 from gradlane.whatif.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.whatif.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.whatif.profiles import Profile
@@ -37,6 +39,10 @@ LOCAL_RATE_BPS = 1e12
 """Between the workers of a node of the hierarchical ring, where nothing is said."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
 """Costs of a host that takes no time for anything."""
+LATE_STEPS = 60
+"""Steps that are simulated where ranks are late: bursts hit few."""
+LATE_JITTER = 0.01
+"""`compute_jitter` there: ranks that are exactly alike come in the same order for ever."""
 REPRESENTATIVES = 8
 """Ranks that stand for all that own no slice, where there are many."""
 
@@ -76,6 +82,12 @@ class Cluster:
     """Share of every port that other traffic takes."""
     compute_spread: float = 0.0
     """Ranks are slower than the profile by up to this share."""
+    compute_jitter: float = 0.0
+    """Each step of each rank is longer by up to this share."""
+    stragglers: str = WAIT
+    """What happens to ranks that are late, as for `gradlane.init`."""
+    straggler: StragglerSpec | None = None
+    """A rank that is stopped for moments."""
     topology: str = "flat"
     """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
     workers_per_node: int = 8
@@ -213,6 +225,7 @@ def scenario_of(
     if cluster.ranks_per_node > 1 or local_sums(cluster) != "off":
         scenario["nodes"] = _nodes(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
+    _leave_out(scenario, cluster, factors=bool(schemes))
     if schemes:
         scenario["schemes"] = schemes
     if rules != RAW:
@@ -232,6 +245,9 @@ def scenario_of(
                 "encode_byte_s": cost.encode_byte_s,
                 "decode_byte_s": cost.decode_byte_s,
             }
+    late = cluster.straggler is not None or cluster.stragglers != WAIT
+    if late:
+        return scenario
     folds = cluster.strategy in ("p3", "slicing", "wfbp") and cluster.ranks_per_node == 1
     if cluster.workers > 1000 and folds and not schemes:
         scenario["representatives"] = REPRESENTATIVES
@@ -241,6 +257,25 @@ def scenario_of(
 def ring_node_size(cluster: Cluster) -> int:
     """Return how many workers share a node of the hierarchical ring."""
     return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
+
+
+def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
+    """Say which rank is stopped, and what becomes of ranks that are late."""
+    own: dict[str, object] = {
+        "strategy": scenario["strategy"],
+        "update": scenario["update"],
+        "codec": cluster.codec,
+        "factors": factors,
+        "check_every": 0,
+        "checkpoint": None,
+    }
+    check_stragglers(cluster.stragglers, LATE[0], own)
+    rule = parse_stragglers(cluster.stragglers)
+    if rule is not None:
+        scenario["stragglers"] = json.loads(rule.core_rule(AHEAD_STEPS))
+    if cluster.straggler is not None:
+        scenario["stops"] = [cluster.straggler.to_json()]
+    scenario["compute_jitter"] = cluster.compute_jitter
 
 
 def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
