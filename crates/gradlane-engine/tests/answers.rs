@@ -225,23 +225,7 @@ fn who_gives_no_block_is_named_and_elsewhere_the_owner_who_is_late() {
 #[test]
 fn frames_on_the_wrong_way_are_refused() {
     let (mut cluster, _) = cluster();
-    let header = FrameHeader {
-        kind: FrameKind::Block,
-        codec: gradlane_wire::Codec::Raw,
-        flags: FrameFlags::NONE,
-        step: Step(1),
-        generation: 0,
-        plan_version: 0,
-        tensor: TensorId(0),
-        slice: SliceId(0),
-        priority: gradlane_units::Priority(0),
-        sender: Rank(1),
-        offset: 0,
-        block_bytes: 200,
-        length: 100,
-        hop: 0,
-        payload_crc: 0,
-    };
+    let header = common::block_header();
     let mut refused = |rank: usize, from: u32, header: FrameHeader, words: &str| {
         let header = FrameHeader { sender: Rank(from), ..header };
         let engine = &mut cluster.nodes[rank].engine;

@@ -213,23 +213,7 @@ fn who_gives_no_block_is_named() {
 fn blocks_that_are_larger_than_the_plan_or_change_their_size_are_refused() {
     let (mut cluster, _) = cluster();
     let engine = &mut cluster.nodes[0].engine;
-    let header = FrameHeader {
-        kind: FrameKind::Block,
-        codec: gradlane_wire::Codec::Raw,
-        flags: FrameFlags::NONE,
-        step: Step(1),
-        generation: 0,
-        plan_version: 0,
-        tensor: TensorId(0),
-        slice: SliceId(0),
-        priority: gradlane_units::Priority(0),
-        sender: Rank(1),
-        offset: 0,
-        block_bytes: 200,
-        length: 100,
-        hop: 0,
-        payload_crc: 0,
-    };
+    let header = common::block_header();
     let last = FrameFlags::LAST;
     let second = SliceId(1);
     for (wrong, words) in [

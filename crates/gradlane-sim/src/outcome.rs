@@ -46,8 +46,8 @@ impl Run {
         let mut received = sent.clone();
         let plan = self.channels.plan(0);
         for (index, answered) in self.answered.iter().enumerate() {
-            let owner = plan.answerer(TensorId(index as u32));
-            let (Some(answered), Some(owner)) = (answered, owner) else { continue };
+            let Some(answered) = answered else { continue };
+            let Some(owner) = plan.answerer(TensorId(index as u32)) else { continue };
             let (block, answer) = (answered.block_bytes as f64, answered.answer_bytes as f64);
             let home = topology.node(owner.0) as usize;
             let local = f64::from(topology.per_node);

@@ -265,7 +265,12 @@ class Gradlane:
         """Return the session's own counters, of all its models."""
         counters = self._session.metrics()
         return {
-            "owned_bytes": counters["peers"][self._session.rank].get("owned_bytes", 0),
+            # Where another rank carries for this one there are no peers.
+            "owned_bytes": sum(
+                peer.get("owned_bytes", 0)
+                for peer in counters["peers"]
+                if peer["rank"] == self._session.rank
+            ),
             "rx_bytes": counters["served_rx_bytes"],
             "tx_bytes": counters["served_tx_bytes"],
         }

@@ -265,7 +265,7 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
         "strategy": scenario["strategy"],
         "update": scenario["update"],
         "codec": cluster.codec,
-        "factors": factors,
+        "factors": options.SFB if factors else "",
         "check_every": 0,
         "checkpoint": None,
     }

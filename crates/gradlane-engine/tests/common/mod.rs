@@ -15,6 +15,27 @@ use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
+/// Of the first 100 of 200 bytes that rank 1 gives as its block of tensor 0 in step 1.
+pub fn block_header() -> FrameHeader {
+    FrameHeader {
+        kind: FrameKind::Block,
+        codec: gradlane_wire::Codec::Raw,
+        flags: FrameFlags::NONE,
+        step: Step(1),
+        generation: 0,
+        plan_version: 0,
+        tensor: TensorId(0),
+        slice: SliceId(0),
+        priority: Priority(0),
+        sender: Rank(1),
+        offset: 0,
+        block_bytes: 200,
+        length: 100,
+        hop: 0,
+        payload_crc: 0,
+    }
+}
+
 /// Where one rank's block lies, and its bytes.
 pub type Block = (Region, Vec<u8>);
 
