@@ -5,8 +5,8 @@ mod common;
 
 use common::Cluster;
 use gradlane_engine::{Plan, Scheme, Strategy, Update};
-use gradlane_units::{Rank, Rng, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use gradlane_units::{Rank, Rng, Step, TensorId};
+use gradlane_wire::{FrameHeader, FrameKind};
 use proptest::prelude::*;
 use std::sync::Arc;
 
