@@ -68,8 +68,10 @@ def test_training_sends_a_nodes_bytes_once(pool: RankPool) -> None:
     assert all(rank["tx"] > 0 for rank in shared)
     for rank in (*led, *shared):
         assert rank["channel"]["local_bytes"] > 0
+    for ranks in (led, shared):
+        # Whoever comes last waits for nothing, but somebody does in each step.
         assert {"stem.weight", "gradlane's ballot"}.intersection(
-            row["name"] for row in rank["waits"]
+            row["name"] for rank in ranks for row in rank["waits"]
         )
 
 
