@@ -12,7 +12,6 @@ use crate::io::{Event, Memory, Region};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::scheme::Scheme;
-use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, Step, TensorId};
@@ -27,23 +26,6 @@ pub(crate) enum Answer {
     Asked,
     /// It is on its way: so many bytes, or none.
     Given(Option<u64>),
-}
-
-/// Chooses the owners: each tensor goes as a whole to the server that has fewest bytes of them so far.
-pub(crate) struct AnswerPlacer {
-    loads: BTreeSet<(u64, Rank)>,
-}
-
-impl AnswerPlacer {
-    pub(crate) fn new(servers: u32) -> AnswerPlacer {
-        AnswerPlacer { loads: (0..servers).map(|rank| (0, Rank(rank))).collect() }
-    }
-
-    pub(crate) fn place(&mut self, bytes: u64) -> Rank {
-        let (load, rank) = self.loads.pop_first().expect("a plan has servers");
-        self.loads.insert((load + bytes, rank));
-        rank
-    }
 }
 
 impl Plan {

@@ -12,10 +12,10 @@ pub(crate) enum Placer {
     /// To the one with the fewest bytes so far. What takes part in every step is dealt apart from what
     /// takes part in step 0 only, so that each of them is even.
     Even {
-        /// Bytes of each server, and its rank: the first of equals is the lowest rank.
-        parameters: Loads,
-        /// The same for what is only spread at the start.
-        initial: Loads,
+        /// Slices of what is trained.
+        parameters: LeastLoaded,
+        /// Slices of what is only spread at the start.
+        initial: LeastLoaded,
     },
     /// Whole tensors at random, split ones a part each.
     Random {
@@ -26,8 +26,23 @@ pub(crate) enum Placer {
     },
 }
 
-/// Bytes that each server owns, with the least loaded on top.
-type Loads = BinaryHeap<Reverse<(u64, u32)>>;
+/// Deals whatever it is to the server that has the fewest bytes of it so far.
+#[derive(Clone)]
+pub(crate) struct LeastLoaded(BinaryHeap<Reverse<(u64, Rank)>>);
+
+impl LeastLoaded {
+    /// Nothing is dealt to any of so many servers.
+    pub(crate) fn new(servers: u32) -> LeastLoaded {
+        LeastLoaded((0..servers).map(|rank| Reverse((0, Rank(rank)))).collect())
+    }
+
+    /// The server that gets these bytes; the lowest rank where several have as few.
+    pub(crate) fn place(&mut self, bytes: u64) -> Rank {
+        let Reverse((load, rank)) = self.0.pop().expect("a plan has servers");
+        self.0.push(Reverse((load.saturating_add(bytes), rank)));
+        rank
+    }
+}
 
 /// A slice to be dealt.
 pub(crate) struct Dealt {
@@ -46,7 +61,7 @@ impl Placer {
     pub(crate) fn new(placement: Placement, servers: u32) -> Placer {
         match placement {
             Placement::Even => {
-                let none: Loads = (0..servers).map(|rank| Reverse((0, rank))).collect();
+                let none = LeastLoaded::new(servers);
                 Placer::Even { parameters: none.clone(), initial: none }
             }
             Placement::Random { seed } => Placer::Random { servers, rng: Rng::new(seed) },
@@ -61,12 +76,7 @@ impl Placer {
                     Role::Parameter => parameters,
                     Role::Initial => initial,
                 };
-                let Some(Reverse((load, rank))) = loads.pop() else {
-                    unreachable!("a plan has at least one server")
-                };
-                let bytes = slice.bytes.saturating_add(HEADER_BYTES as u64);
-                loads.push(Reverse((load.saturating_add(bytes), rank)));
-                Rank(rank)
+                loads.place(slice.bytes.saturating_add(HEADER_BYTES as u64))
             }
             Placer::Random { servers, rng } if slice.whole => Rank(rng.below(*servers)),
             Placer::Random { servers, .. } => Rank((slice.part % *servers as usize) as u32),

@@ -3,10 +3,9 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
-use crate::answer::AnswerPlacer;
 use crate::encoding::Encoding;
 use crate::error::PlanError;
-use crate::placement::{Dealt, Placer};
+use crate::placement::{Dealt, LeastLoaded, Placer};
 use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
 use crate::strategy::{Close, Granularity, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
@@ -171,7 +170,7 @@ impl Plan {
         check_ready_rule(&strategy, update)?;
         check_set(&strategy, world_size)?;
         let mut placer = Placer::new(strategy.placement, servers);
-        let mut answers = AnswerPlacer::new(servers);
+        let mut answers = LeastLoaded::new(servers);
         let mut ring = RingPlacer::new(world_size);
         // Apart, so that no codec changes where the sums of other tensors begin.
         let mut encoded_ring = RingPlacer::new(world_size);
