@@ -28,7 +28,7 @@ const FREE_EVERY: u32 = 32;
 const TICK: Duration = Duration::from_millis(5);
 /// Over the rate that was found, so that it can be found to be more: 1/32.
 const PROBE_SHIFT: u32 = 5;
-/// Changes under an eighth of this share are not worth a system call.
+/// Changes up to this share, 1/32, are not worth a system call.
 const CHANGE_SHIFT: u32 = 5;
 
 /// What is known of one connection.
@@ -149,8 +149,6 @@ impl PortRate {
 #[derive(Debug)]
 pub(crate) struct Pacing {
     port: PortRate,
-    /// Connections that have more than the kernel takes.
-    full: usize,
     looked: Time,
     /// Whether there was always a full one since then.
     busy: bool,
@@ -159,18 +157,13 @@ pub(crate) struct Pacing {
 impl Pacing {
     /// Pacing for a rank that sends to so many peers.
     pub(crate) fn new(peers: usize) -> Pacing {
-        Pacing { port: PortRate::new(peers), full: 0, looked: Time::ZERO, busy: false }
+        Pacing { port: PortRate::new(peers), looked: Time::ZERO, busy: false }
     }
 
-    /// A connection has more than the kernel takes now, or no longer.
-    pub(crate) fn set_full(&mut self, full: bool) {
-        self.full = if full { self.full + 1 } else { self.full.saturating_sub(1) };
-    }
-
-    /// The I/O thread has done what there is to do: whoever is not full has nothing to send. Returns
-    /// whether it is time to look at all flows.
-    pub(crate) fn rest(&mut self, now: Time) -> bool {
-        self.busy &= self.full > 0;
+    /// The I/O thread has done what there is to do: a connection that is not full has nothing to send.
+    /// Returns whether it is time to look at all flows.
+    pub(crate) fn rest(&mut self, now: Time, any_full: impl FnOnce() -> bool) -> bool {
+        self.busy = self.busy && any_full();
         now.since(self.looked) >= TICK
     }
 
@@ -197,7 +190,7 @@ impl Pacing {
         } else {
             self.port.idle();
         }
-        self.busy = self.full > 0;
+        self.busy = flows.iter().any(|(_, full, _)| *full);
         let share = self.port.allowed_bytes_per_s().map(|port| share(port, elapsed, &looked));
         for (index, _, flow) in flows {
             if let Some(rate) = flow.change_to(share) {
@@ -264,8 +257,7 @@ mod tests {
                     full[index] = !rest;
                 }
             }
-            self.pacing.full = full.iter().filter(|it| **it).count();
-            if self.pacing.rest(self.now) {
+            if self.pacing.rest(self.now, || full.contains(&true)) {
                 let (acknowledged, set) = (self.acknowledged, &mut self.set);
                 let flows = self.flows.iter_mut().zip(full).enumerate();
                 self.pacing.look(

@@ -74,9 +74,6 @@ impl Driver {
             if !writable {
                 link.flow.is_full();
             }
-            if let Some(pacing) = &mut self.pacing {
-                pacing.set_full(!writable);
-            }
             self.engine.handle_writable(rank, writable);
         }
         if !writable && !link.armed && link.open {
@@ -90,7 +87,8 @@ impl Driver {
         let Some(pacing) = &mut self.pacing else {
             return;
         };
-        if !pacing.rest(now) {
+        let links = self.links.iter().flatten();
+        if !pacing.rest(now, || links.filter(|link| link.open).any(|link| !link.writable)) {
             return;
         }
         let (mut flows, mut sockets) = (Vec::new(), Vec::new());
@@ -179,9 +177,6 @@ impl Driver {
         };
         if !std::mem::replace(&mut link.open, false) {
             return;
-        }
-        if let (false, Some(pacing)) = (link.writable, &mut self.pacing) {
-            pacing.set_full(false);
         }
         link.writable = false;
         // The socket is closed later; that it cannot be watched any more is in order.
