@@ -246,10 +246,8 @@ def scenario_of(
                 "decode_byte_s": cost.decode_byte_s,
             }
     late = cluster.straggler is not None or cluster.stragglers != WAIT
-    if late:
-        return scenario
-    folds = cluster.strategy in ("p3", "slicing", "wfbp") and cluster.ranks_per_node == 1
-    if cluster.workers > 1000 and folds and not schemes:
+    alike = cluster.ranks_per_node == 1 and not late and not schemes
+    if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario
 
