@@ -138,6 +138,8 @@ pub(crate) struct Metrics {
     served_received_bytes: AtomicU64,
     /// By tensor: whether this rank answers for it.
     answers: Vec<bool>,
+    /// By rank: bytes of trained tensors that it owns.
+    owned_bytes: Vec<u64>,
     threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
     refusals: Mutex<(u64, VecDeque<Refusal>)>,
 }
@@ -151,6 +153,7 @@ impl Metrics {
             served_sent_bytes: AtomicU64::new(0),
             served_received_bytes: AtomicU64::new(0),
             answers: (0..tensors as u32).map(answers).collect(),
+            owned_bytes: owned_bytes(plan),
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
             plan_version: AtomicU64::new(0),
@@ -247,7 +250,6 @@ impl Metrics {
 
     /// All counters now.
     pub(crate) fn read(&self, plan: &Plan) -> MetricsReading {
-        let owned = owned_bytes(plan);
         let depths = self.depths.last();
         let peers: Vec<PeerReading> = self
             .peers
@@ -263,7 +265,7 @@ impl Metrics {
                 queued_messages: depths.peers.get(rank).map_or(0, |it| it.messages),
                 queued_bytes: depths.peers.get(rank).map_or(0, |it| it.bytes),
                 in_flight_bytes: depths.peers.get(rank).map_or(0, |it| it.in_flight_bytes),
-                owned_bytes: owned[rank],
+                owned_bytes: self.owned_bytes[rank],
             })
             .collect();
         let refusals = lock(&self.refusals);
