@@ -117,7 +117,8 @@ def init(
         progress_timeout_s: seconds to wait for ranks that are alive but do not take part.
         connect_timeout_s: seconds to wait for ranks to appear.
         frame_bytes: largest payload of a frame.
-        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
+        low_water_bytes: bytes that may wait unsent in the kernel, a peer; more on fast connections,
+            where `send_buffer_bytes` is 0.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
             A fixed one must cover bandwidth times delay.
         pacing: hold each connection to its part of what this rank's port was seen to carry, so that

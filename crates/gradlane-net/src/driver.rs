@@ -116,9 +116,16 @@ impl Driver {
                 Some(socket) => {
                     shared.poller.add(socket.as_fd(), rank as u64, false)?;
                     engine.handle_writable(Rank(rank as u32), true);
-                    let fixed_bytes = options.send_buffer_bytes;
+                    let (fixed_bytes, low_water_bytes) =
+                        (options.send_buffer_bytes, options.low_water_bytes);
+                    let descriptor = socket.as_fd();
                     Some(Link {
-                        send_buffer: SendBuffer::new(socket.as_fd(), fixed_bytes, peers)?,
+                        send_buffer: SendBuffer::new(
+                            descriptor,
+                            fixed_bytes,
+                            low_water_bytes,
+                            peers,
+                        )?,
                         flow: PacedFlow::default(),
                         connection: Connection::new(socket),
                         open: true,

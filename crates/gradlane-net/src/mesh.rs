@@ -11,12 +11,10 @@ use crate::listener::Listener;
 use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::ready::lock;
-use crate::syscall;
 use gradlane_units::Rank;
 use socket2::SockRef;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
@@ -206,9 +204,6 @@ fn call_once(
 fn set_options(stream: &TcpStream, options: &ChannelOptions) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)?;
-    if options.low_water_bytes > 0 {
-        syscall::set_not_sent_low_water(stream.as_fd(), options.low_water_bytes)?;
-    }
     if options.receive_buffer_bytes > 0 {
         SockRef::from(stream).set_recv_buffer_size(options.receive_buffer_bytes as usize)?;
     }

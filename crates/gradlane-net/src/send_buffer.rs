@@ -4,7 +4,8 @@
 //! also what competes for the port of a receiver: with long buffers the flows of several senders
 //! overflow the port's queue and take uneven shares of it, and a slice is reduced only when its
 //! slowest push is there. With just enough bytes in flight the shares are even and nothing is lost.
-//! Enough is twice the bandwidth-delay product, without queues, plus a little.
+//! Enough is twice the bandwidth-delay product, without queues, plus what is sent while this thread
+//! is busy or waits for a processor. That is a time, so fast connections hold more bytes.
 
 use crate::syscall::{self, PathEstimate};
 use std::io;
@@ -17,6 +18,10 @@ const FLOOR_BYTES: u64 = 64 << 10;
 const PORT_FLOOR_BYTES: u64 = 3 * FLOOR_BYTES;
 /// In flight on any path, however long.
 const CEILING_BYTES: u64 = 64 << 20;
+/// What a connection holds lasts so long at its rate, without the path's own delay.
+const HELD_US: u64 = 3_000;
+/// And what of it is not sent yet.
+const NOT_SENT_US: u64 = 1_000;
 /// Bytes sent between two looks at the path.
 const INTERVAL_BYTES: usize = 512 << 10;
 
@@ -24,27 +29,40 @@ const INTERVAL_BYTES: usize = 512 << 10;
 #[derive(Debug)]
 pub(crate) struct SendBuffer {
     adapts: bool,
-    floor_bytes: u64,
-    bytes: u64,
+    floor: Sizes,
+    sizes: Sizes,
     sent_bytes: usize,
+}
+
+/// How much the kernel may hold of one connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sizes {
+    /// In flight or not sent yet.
+    held_bytes: u64,
+    /// Not sent yet; 0: no bound.
+    not_sent_bytes: u64,
 }
 
 impl SendBuffer {
     /// The buffer of a new connection, one of `peers`: of a fixed size, or (for 0) one that adapts
-    /// to the path.
+    /// to the path. `low_water_bytes` may wait unsent, or more where it adapts; 0: no bound.
     ///
     /// # Errors
     /// When the kernel refuses the size.
     pub(crate) fn new(
         socket: BorrowedFd<'_>,
         fixed_bytes: u32,
+        low_water_bytes: u32,
         peers: usize,
     ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
-        let floor_bytes = floor_bytes(peers);
-        let bytes = if adapts { floor_bytes } else { u64::from(fixed_bytes) };
-        syscall::set_send_buffer(socket, bytes)?;
-        Ok(SendBuffer { adapts, floor_bytes, bytes, sent_bytes: 0 })
+        let held_bytes = if adapts { floor_bytes(peers) } else { u64::from(fixed_bytes) };
+        let floor = Sizes { held_bytes, not_sent_bytes: u64::from(low_water_bytes) };
+        syscall::set_send_buffer(socket, floor.held_bytes)?;
+        if floor.not_sent_bytes > 0 {
+            syscall::set_not_sent_low_water(socket, floor.not_sent_bytes)?;
+        }
+        Ok(SendBuffer { adapts, floor, sizes: floor, sent_bytes: 0 })
     }
 
     /// Notes bytes given to the kernel, and from time to time fits the buffer to the path.
@@ -57,14 +75,47 @@ impl SendBuffer {
             return Ok(());
         }
         self.sent_bytes = 0;
-        let target = target_bytes(syscall::path_estimate(socket)?, self.floor_bytes);
-        // Small changes are noise of the estimate.
-        if target > self.bytes + self.bytes / 4 || target < self.bytes - self.bytes / 4 {
-            self.bytes = target;
-            syscall::set_send_buffer(socket, target)?;
+        let target = self.floor.fitted_to(syscall::path_estimate(socket)?);
+        if differ(self.sizes.held_bytes, target.held_bytes) {
+            self.sizes.held_bytes = target.held_bytes;
+            syscall::set_send_buffer(socket, target.held_bytes)?;
+        }
+        if differ(self.sizes.not_sent_bytes, target.not_sent_bytes) {
+            self.sizes.not_sent_bytes = target.not_sent_bytes;
+            syscall::set_not_sent_low_water(socket, target.not_sent_bytes)?;
         }
         Ok(())
     }
+
+    /// Whether as much waits unsent as may.
+    pub(crate) fn is_full(&self, socket: BorrowedFd<'_>) -> bool {
+        let most = self.sizes.not_sent_bytes;
+        most > 0 && syscall::not_sent_bytes(socket).is_ok_and(|waiting| waiting >= most)
+    }
+}
+
+impl Sizes {
+    /// Twice the bandwidth-delay product, and the floor or what lasts for some time. While the buffer
+    /// itself limits the rate, both grow with the buffer, until a queue builds up and the smallest
+    /// round-trip time is passed.
+    fn fitted_to(self, path: PathEstimate) -> Sizes {
+        let in_time = |time_us: u64| {
+            let bytes = u128::from(path.delivery_bytes_per_s) * u128::from(time_us) / 1_000_000;
+            u64::try_from(bytes).unwrap_or(CEILING_BYTES).min(CEILING_BYTES)
+        };
+        let product = 2 * in_time(u64::from(path.min_rtt_us));
+        let held_bytes = product + self.held_bytes.max(in_time(HELD_US));
+        let not_sent_bytes = match self.not_sent_bytes {
+            0 => 0,
+            floor => floor.max(in_time(NOT_SENT_US)),
+        };
+        Sizes { held_bytes: held_bytes.min(CEILING_BYTES), not_sent_bytes }
+    }
+}
+
+/// Whether a size is another by more than the noise of estimates.
+fn differ(old_bytes: u64, new_bytes: u64) -> bool {
+    old_bytes.abs_diff(new_bytes) > old_bytes / 4
 }
 
 /// What a connection may hold on the shortest path.
@@ -72,30 +123,36 @@ fn floor_bytes(peers: usize) -> u64 {
     FLOOR_BYTES.max(PORT_FLOOR_BYTES / (peers.max(1) as u64))
 }
 
-/// Twice the bandwidth-delay product plus the floor. While the buffer itself limits the rate, the
-/// product grows with the buffer, until a queue builds up and the smallest round-trip time is passed.
-fn target_bytes(path: PathEstimate, floor_bytes: u64) -> u64 {
-    let product = u128::from(path.delivery_bytes_per_s) * u128::from(path.min_rtt_us) / 1_000_000;
-    let product = u64::try_from(product).unwrap_or(CEILING_BYTES);
-    product.saturating_mul(2).saturating_add(floor_bytes).min(CEILING_BYTES)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn short_paths_get_the_floor_and_long_ones_twice_their_product() {
+    fn short_slow_paths_get_the_floor_and_long_ones_twice_their_product() {
         let path = |delivery_bytes_per_s, min_rtt_us| PathEstimate {
             delivery_bytes_per_s,
             min_rtt_us,
             acknowledged_bytes: 0,
         };
-        let target = |path| target_bytes(path, FLOOR_BYTES);
+        let floor = Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 };
+        let target = |path| floor.fitted_to(path).held_bytes;
         assert_eq!(target(path(16_000_000, 50)), FLOOR_BYTES + 1_600);
-        assert_eq!(target(path(1_250_000_000, 200)), FLOOR_BYTES + 500_000);
-        assert_eq!(target(path(125_000_000, 40_000)), FLOOR_BYTES + 10_000_000);
+        assert_eq!(target(path(16_000_000, 40_000)), FLOOR_BYTES + 1_280_000);
         assert_eq!(target(path(u64::MAX, u32::MAX)), CEILING_BYTES);
+    }
+
+    #[test]
+    fn fast_connections_hold_what_lasts_for_a_while() {
+        let path = PathEstimate {
+            delivery_bytes_per_s: 500_000_000,
+            min_rtt_us: 100,
+            acknowledged_bytes: 0,
+        };
+        let floor = Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 };
+        let held_bytes = 100_000 + 1_500_000;
+        assert_eq!(floor.fitted_to(path), Sizes { held_bytes, not_sent_bytes: 500_000 });
+        let unbounded = Sizes { not_sent_bytes: 0, ..floor };
+        assert_eq!(unbounded.fitted_to(path), Sizes { held_bytes, not_sent_bytes: 0 });
     }
 
     #[test]
@@ -112,7 +169,7 @@ mod tests {
         let mut sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
             .expect("a stream");
         let (mut receiver, _) = listener.accept().expect("a caller");
-        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 3).expect("a buffer");
+        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 65_536, 3).expect("a buffer");
         let reader = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             receiver.read_to_end(&mut bytes).map(|count| count as u64)
@@ -123,7 +180,9 @@ mod tests {
         }
         let path = syscall::path_estimate(sender.as_fd()).expect("an estimate");
         assert!(path.min_rtt_us < 1_000_000 && path.delivery_bytes_per_s > 0, "{path:?}");
-        assert!((FLOOR_BYTES..CEILING_BYTES).contains(&buffer.bytes), "{}", buffer.bytes);
+        let Sizes { held_bytes, not_sent_bytes } = buffer.sizes;
+        assert!((FLOOR_BYTES..=CEILING_BYTES).contains(&held_bytes), "{held_bytes}");
+        assert!((65_536..=CEILING_BYTES).contains(&not_sent_bytes), "{not_sent_bytes}");
         drop(sender);
         assert_eq!(reader.join().expect("no panic").expect("read"), 64 * (64 << 10));
     }

@@ -15,6 +15,9 @@ use std::time::Duration;
 const PIECES_MAX: usize = 64;
 /// Not-sent bytes of a TCP socket (`linux/sockios.h`).
 const SIOCOUTQNSD: libc::Ioctl = 0x894B;
+/// Which buffers keep the size that they were given (`asm-generic/socket.h`, `linux/socket.h`).
+const SO_BUF_LOCK: libc::c_int = 72;
+const SOCK_SNDBUF_LOCK: libc::c_int = 1;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
@@ -141,38 +144,51 @@ pub(crate) fn not_sent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
-/// Bounds the bytes that wait in the kernel and are not sent yet (`TCP_NOTSENT_LOWAT`).
-pub(crate) fn set_not_sent_low_water(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
-    let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+fn set_option(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    option: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
     let size = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option is an int, and `size` is the size of `value`.
-    check(unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_NOTSENT_LOWAT,
-            (&raw const value).cast(),
-            size,
-        )
-    })?;
+    let address = (&raw const value).cast();
+    // SAFETY: the kernel reads `size` bytes, which is the size of `value`.
+    check(unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, address, size) })?;
     Ok(())
 }
 
-/// Sets the size of the kernel's send buffer (`SO_SNDBUF`), which ends its own sizing of it. The
-/// kernel caps it at `net.core.wmem_max`.
+fn read_option(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    option: libc::c_int,
+) -> io::Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut size = size_of::<libc::c_int>() as libc::socklen_t;
+    let address = (&raw mut value).cast();
+    // SAFETY: the kernel writes at most `size` bytes, which is the size of `value`.
+    check(unsafe { libc::getsockopt(socket.as_raw_fd(), level, option, address, &raw mut size) })?;
+    Ok(value)
+}
+
+/// Bounds the bytes that wait in the kernel and are not sent yet (`TCP_NOTSENT_LOWAT`).
+pub(crate) fn set_not_sent_low_water(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    set_option(socket, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, value)
+}
+
+/// Sets the size of the kernel's send buffer (`SO_SNDBUF`), which ends its own sizing of it. Where
+/// the kernel allows less (`net.core.wmem_max`), it is left to size the buffer itself, which it may
+/// do up to the last number of `net.ipv4.tcp_wmem`; kernels before 5.14 keep the most they allow.
 pub(crate) fn set_send_buffer(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
-    let size = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option is an int, and `size` is the size of `value`.
-    check(unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_SNDBUF,
-            (&raw const value).cast(),
-            size,
-        )
-    })?;
+    set_option(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, value)?;
+    // What the kernel says is twice what it was asked for.
+    let granted = read_option(socket, libc::SOL_SOCKET, libc::SO_SNDBUF)? / 2;
+    if granted < value {
+        if let Ok(locks) = read_option(socket, libc::SOL_SOCKET, SO_BUF_LOCK) {
+            set_option(socket, libc::SOL_SOCKET, SO_BUF_LOCK, locks & !SOCK_SNDBUF_LOCK)?;
+        }
+    }
     Ok(())
 }
 

@@ -172,7 +172,7 @@ impl Run {
             latency: nanos(network.latency_s),
             shares,
             queue_bytes: network.queue_bytes,
-            low_water_bytes: network.low_water_bytes,
+            low_water_bytes: network.not_sent_bytes(peers),
             piece_bytes,
             burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
             jitter: scenario.compute_jitter,

@@ -39,12 +39,8 @@ impl Driver {
                     // A size that the kernel refuses leaves the last one in force.
                     let _ = link.send_buffer.sent(link.connection.socket.as_fd(), bytes);
                 }
-                let low_water = u64::from(self.options.low_water_bytes);
-                let full = |socket| {
-                    low_water > 0
-                        && syscall::not_sent_bytes(socket).is_ok_and(|waiting| waiting >= low_water)
-                };
-                let writable = flushed == Flushed::All && !full(link.connection.socket.as_fd());
+                let full = || link.send_buffer.is_full(link.connection.socket.as_fd());
+                let writable = flushed == Flushed::All && !full();
                 self.set_writable(rank, writable);
                 bytes
             }
