@@ -102,11 +102,6 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "an owner that is late itself does not hold the parameters that it would update; use "
         'update="worker"',
     ),
-    "codec": (
-        ("raw",),
-        "what encoding has lost would be dropped with a late gradient, and counted again later; "
-        "use no codec",
-    ),
     "check_every": (
         (0,),
         "ranks compare their parameters in the middle of training, and would wait for who is late; "

@@ -46,7 +46,6 @@ def test_rules_are_read_and_given_to_the_core() -> None:
         ({"strategy": "kvstore"}, "old results"),
         ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
         ({"update": "server"}, 'update="worker"'),
-        ({"codec": "qsgd:bits=8"}, "no codec"),
         ({"factors": "sfb"}, "all ranks"),
         ({"check_every": 5}, "compare at the end"),
         ({"checkpoint": "somewhere"}, "collective call"),

@@ -24,7 +24,7 @@ use crate::worker::{Contribution, Phase};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
+use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 
 /// Sets of steps behind this rank that are kept, to tell late pushes from wrong ones.
@@ -133,7 +133,7 @@ impl Engine {
             .collect();
         for (slice, ahead) in here {
             let state = self.worker.slice_mut(slice);
-            state.received_bytes = ahead.received_bytes;
+            (state.received_bytes, state.form) = (ahead.received_bytes, ahead.form);
             match ahead.buffer {
                 Some(buffer) if ahead.is_whole => state.phase = Phase::Buffered(buffer),
                 Some(buffer) => state.phase = Phase::Buffering(buffer),
@@ -296,6 +296,10 @@ impl Engine {
             for slice in self.scheduler.withdraw_pushes(step) {
                 self.contribution_sent(slice, step);
             }
+            for slice in self.encodes.withdraw(step) {
+                self.worker.slice_mut(slice).push_sent = true;
+                self.install_if_open(slice);
+            }
         }
         for tensor in (0..self.plan.tensors.len() as u32).map(TensorId) {
             let given = self.worker.tensor(tensor).contribution != Contribution::Missing;
@@ -305,17 +309,8 @@ impl Engine {
         }
     }
 
-    /// A rank's contribution to an owned slice is whole; contributors are chosen.
-    pub(crate) fn add_to_set(&mut self, slice: SliceId, rank: Rank, part: Part, urgency: Priority) {
-        if let Some(owned) = self.server.owned.get_mut(&slice) {
-            owned.parts.insert(rank, part);
-            owned.priority = urgency;
-        }
-        self.reduce_if_decided(slice);
-    }
-
     /// Reduces a slice once the set is known and all of it is here.
-    fn reduce_if_decided(&mut self, slice: SliceId) {
+    pub(crate) fn reduce_if_decided(&mut self, slice: SliceId) {
         let Some(owned) = self.server.owned.get_mut(&slice) else {
             return;
         };
@@ -333,7 +328,7 @@ impl Engine {
             self.contributors.late.insert((slice, rank), (step, arriving));
         }
         for (_, part) in others {
-            if let Part::Buffer(buffer) = part {
+            if let Part::Buffer(buffer) | Part::Encoded(buffer) = part {
                 self.buffers.release(buffer, &mut self.events);
             }
         }

@@ -222,6 +222,33 @@ impl EncodeQueue {
         Some(buffer)
     }
 
+    /// What was taken to be encoded goes nowhere.
+    pub(crate) fn drop_encoded(&mut self, key: Key, owner: Rank) {
+        if let Some(lane) = self.lanes.get_mut(&owner) {
+            lane.ahead.remove(&key);
+        }
+        self.reindex(owner);
+    }
+
+    /// Takes back contributions to a step that nobody has begun to encode; their slices.
+    pub(crate) fn withdraw(&mut self, step: Step) -> Vec<SliceId> {
+        let mut slices = Vec::new();
+        let owners: Vec<Rank> = self.lanes.keys().copied().collect();
+        for owner in owners {
+            if let Some(lane) = self.lanes.get_mut(&owner) {
+                lane.waiting.retain(|_, waiting| {
+                    let goes = waiting.step == step;
+                    if goes {
+                        slices.push(waiting.slice);
+                    }
+                    !goes
+                });
+            }
+            self.reindex(owner);
+        }
+        slices
+    }
+
     pub(crate) fn clear(&mut self) {
         self.lanes.clear();
         self.heads.clear();
@@ -310,7 +337,11 @@ impl Engine {
         let owner = self.plan.slice(slice).owner;
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         self.worker.slice_mut(slice).push_sent = true;
-        if owner == self.rank() {
+        if !self.contributes(self.rank(), step) {
+            // The step has gone on without this rank in the meantime.
+            self.encodes.drop_encoded(key, owner);
+            self.buffers.release(output, &mut self.events);
+        } else if owner == self.rank() {
             self.add_part(slice, owner, Part::Encoded(output), priority);
         } else {
             self.encodes.note_encoded(waiting, key, owner, output);
@@ -378,6 +409,25 @@ mod tests {
         assert!(queue.note_sent(SliceId(2), step).is_some());
         assert!(queue.note_sent(SliceId(2), step).is_none());
         assert!(queue.is_idle());
+    }
+
+    #[test]
+    fn what_is_taken_back_makes_room_and_is_encoded_no_more() {
+        let mut keys = KeyMaker::new(Order::Priority);
+        let mut queue = EncodeQueue::new(Rank(0), 1);
+        let key_of = |keys: &mut KeyMaker, step: u64, slice: u32| {
+            keys.slice(Step(step), Priority(0), TensorId(0), SliceId(slice))
+        };
+        for (step, slice) in [(1, 0), (1, 1), (2, 0)] {
+            let key = key_of(&mut keys, step, slice);
+            queue.push(Rank(1), key, Waiting { slice: SliceId(slice), step: Step(step) });
+        }
+        let (key, taken) = queue.pop().expect("the first");
+        assert!(queue.pop().is_none(), "one is ahead");
+        assert_eq!(queue.withdraw(Step(1)), [SliceId(1)]);
+        queue.drop_encoded(key, Rank(1));
+        let next = queue.pop().map(|(_, waiting)| waiting.step);
+        assert_eq!((taken.slice, next), (SliceId(0), Some(Step(2))));
     }
 
     #[test]
