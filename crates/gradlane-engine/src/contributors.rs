@@ -9,7 +9,7 @@
 //! and becomes a step's result when the rank comes to that step. The owner's side of a rank that is
 //! late goes on like any other's: only its own worker waits.
 
-use crate::coordinator::Coordinator;
+use crate::coordinator::{Coordinator, Entry};
 use crate::engine::Engine;
 use crate::error::UsageError;
 use crate::inbound::Checked;
@@ -111,7 +111,7 @@ impl Engine {
             let what = format!("{step} cannot be passed: only a rank that was left out may");
             return Err(UsageError::Argument(what));
         }
-        self.begin(step, true)?;
+        self.begin(step, Entry::Passes)?;
         if decided {
             let now = self.lifecycle.now();
             let behind = self.contributors.is_behind(step, now).unwrap_or(false);
@@ -121,8 +121,8 @@ impl Engine {
     }
 
     /// The current step has begun: results that came before are its own, and rank 0 hears of it.
-    pub(crate) fn begun_choosing(&mut self, step: Step, passes: bool) {
-        self.contributors.passes = passes;
+    pub(crate) fn begun_choosing(&mut self, step: Step, entry: Entry) {
+        self.contributors.passes = entry == Entry::Passes;
         if !self.chooses(step) {
             return;
         }
@@ -142,11 +142,16 @@ impl Engine {
         }
         let (rank, now) = (self.rank(), self.lifecycle.now());
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            let noted = coordinator.begun(rank, step, passes, now);
-            debug_assert_eq!(noted, Ok(()), "steps begin one by one");
-            self.decide();
+            match coordinator.begun(rank, step, entry, now) {
+                Ok(()) => self.decide(),
+                Err(what) => self.abort(&what),
+            }
         } else {
-            let flags = if passes { FrameFlags::ABSENT } else { FrameFlags::NONE };
+            let flags = match entry {
+                Entry::Trains => FrameFlags::NONE,
+                Entry::Passes => FrameFlags::ABSENT,
+                Entry::Gathers => FrameFlags::GATHERS,
+            };
             self.tell_coordinator(FrameKind::StepBegun, flags);
         }
     }
@@ -211,10 +216,16 @@ impl Engine {
 
     /// A rank has begun a step; on rank 0.
     pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let passes = header.flags.contains(FrameFlags::ABSENT);
+        let entry = if header.flags.contains(FrameFlags::GATHERS) {
+            Entry::Gathers
+        } else if header.flags.contains(FrameFlags::ABSENT) {
+            Entry::Passes
+        } else {
+            Entry::Trains
+        };
         let now = self.lifecycle.now();
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            coordinator.begun(from, header.step, passes, now)?;
+            coordinator.begun(from, header.step, entry, now)?;
         }
         self.decide();
         Ok(())

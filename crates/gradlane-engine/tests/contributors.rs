@@ -65,6 +65,8 @@ struct Run {
     holes: bool,
     /// Of every second tensor.
     toy: Option<Toy>,
+    /// No rank is left out of each so manyth step.
+    gathers_every: u64,
     ahead_steps: u64,
     walks: Vec<Walk>,
     clock: u64,
@@ -98,6 +100,7 @@ impl Run {
             steps,
             holes: false,
             toy,
+            gathers_every: u64::MAX,
             ahead_steps: u64::from(plan.strategy.ready.set().expect("the rule").ahead_steps),
             walks: lazy.iter().map(walk).collect(),
             clock: 0,
@@ -179,8 +182,11 @@ impl Run {
             return;
         }
         let next = step.next();
-        let passes = coin && node.engine.step_pass(next).is_ok();
-        if !passes {
+        let gathers = next.0.is_multiple_of(self.gathers_every);
+        let passes = coin && !gathers && node.engine.step_pass(next).is_ok();
+        if gathers {
+            node.engine.step_gather(next).expect("the step begins");
+        } else if !passes {
             node.engine.step_begin(next).expect("the step begins");
         } else {
             self.passed.insert((rank, next.0));
@@ -206,6 +212,8 @@ impl Run {
             assert_eq!(node.engine.buffers_in_use(), 0, "buffers leaked");
         }
         for (step, set) in decided {
+            let least =
+                if step.0.is_multiple_of(self.gathers_every) { world as usize } else { least };
             assert!(set.len() >= least, "{step} has {set:?}");
             let passed = set.iter().find(|rank| self.passed.contains(&(rank.0, step.0)));
             assert_eq!(passed, None, "who passes is not in");
@@ -262,12 +270,14 @@ proptest! {
         steps in 1..9_u64,
         holes in any::<bool>(),
         toy in any_toy(),
+        gathers_every in 2..9_u64,
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
         let plan = plan_of(&sizes, name, slice_elems, world, ready(close, ahead_steps), toy);
         let mut run = Run::with_toy(&plan, toy, frame, &lazy, steps, seed);
         run.holes = holes;
+        run.gathers_every = gathers_every;
         run.go();
         run.check(match close {
             Close::Backup { ranks } => (world - ranks) as usize,

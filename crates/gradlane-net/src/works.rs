@@ -30,8 +30,9 @@ pub(crate) struct Works {
     left_out: Option<Step>,
     /// Per tensor: settings in force from the last `set_optimizer` on.
     rules: Vec<Option<Rule>>,
-    /// Set in steps that broadcast state in place of parameters.
-    reading: Option<StateRead>,
+    /// Set from a step on that broadcasts state in place of parameters. Where ranks may be late an owner can
+    /// be in a later step than its own application: it reads in that step alone.
+    reading: Option<(Step, StateRead)>,
     /// Per slice: optimizer state of the slices that this rank updates, and what codecs have lost.
     states: Vec<Option<SliceState>>,
     done: Vec<Done>,
@@ -82,9 +83,14 @@ impl Works {
         }
     }
 
-    /// From now on slices are not updated: their state is broadcast.
-    pub(crate) fn read_state(&mut self, read: StateRead) {
-        self.reading = Some(read);
+    /// From this step on slices are not updated: their state is broadcast.
+    pub(crate) fn read_state(&mut self, read: StateRead, step: Step) {
+        self.reading = Some((step, read));
+    }
+
+    /// What is broadcast in a step in place of what is computed.
+    fn read_in(&self, step: Step) -> Option<StateRead> {
+        self.reading.filter(|(of, _)| self.applies_each || *of == step).map(|(_, read)| read)
     }
 
     /// Forgets all optimizer state.
@@ -211,7 +217,7 @@ impl Works {
     fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
         let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
-        let kernel = match (&work.operation, self.reading) {
+        let kernel = match (&work.operation, self.read_in(work.step)) {
             (Operation::Copy { from, to }, _) => {
                 if from.length != to.length {
                     return Err(format!("a copy of {} to {} bytes", from.length, to.length));

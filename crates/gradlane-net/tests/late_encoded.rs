@@ -8,7 +8,7 @@ mod support;
 mod support_encoded;
 
 use gradlane_engine::{Close, Plan, ReadyRule, SetRule, Strategy, Update};
-use gradlane_net::Channel;
+use gradlane_net::{Channel, StateKind, StateRead};
 use gradlane_units::{Dtype, Rng, Step, TensorId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,6 +18,8 @@ use support::{
 use support_encoded::{plan_encoded_by, Oracle};
 
 const STEPS: u64 = 14;
+/// After this step all ranks read what the owners have lost, in a step of the channel that is no training.
+const READ_AFTER: u64 = 7;
 const AHEAD_STEPS: u32 = 4;
 const SIZES: [u64; 3] = [700, 65, 9_000];
 
@@ -26,7 +28,8 @@ const SIZES: [u64; 3] = [700, 65, 9_000];
 enum Late {
     /// It has all gradients but that of the first layer, and that one too late.
     Holds,
-    /// It has none before the step is decided, and others may be in later steps by then.
+    /// It has none, or has not even begun, before the step is decided, and others may be in later
+    /// steps by then.
     Sleeps,
     /// It takes no part.
     Passes,
@@ -49,7 +52,9 @@ impl Schedule {
             let run = 1 + rng.below(AHEAD_STEPS - 1);
             let first = if rng.below(2) == 0 { Late::Holds } else { Late::Sleeps };
             for turn in 0..run {
-                let before = out.last().is_some_and(|&(it, _)| it == rank);
+                // Nobody is late in the step that all gather in.
+                let is_next = out.len() as u64 != READ_AFTER;
+                let before = is_next && out.last().is_some_and(|&(it, _)| it == rank);
                 let passes = before && turn > 0 && rng.below(2) == 0;
                 out.push((rank, if passes { Late::Passes } else { first }));
             }
@@ -65,7 +70,8 @@ impl Schedule {
 
     /// The last step of the run of steps that go on without a rank, as far as others may go ahead.
     fn run_end(&self, rank: u32, step: u64) -> u64 {
-        let furthest = (step + u64::from(AHEAD_STEPS)).min(STEPS);
+        let furthest = (step + u64::from(AHEAD_STEPS) - 1).min(STEPS);
+        let furthest = if step <= READ_AFTER { furthest.min(READ_AFTER) } else { furthest };
         (step..=furthest).take_while(|&it| self.late(rank, it).is_some()).last().unwrap_or(step)
     }
 
@@ -101,12 +107,37 @@ fn plan_for(codec: &str, slice_elems: u64, world_size: u32) -> String {
     plan_encoded_by(tensors, codec, strategy, world_size, Update::Worker)
 }
 
-fn wait_until_decided(channel: &Channel, step: u64) {
+fn wait_until_decided(channel: &Channel, step: Step) {
     let end = Instant::now() + PATIENCE;
-    while channel.standing(Step(0)).decided < Step(step) {
-        assert!(Instant::now() < end, "step {step} is never decided");
+    while channel.standing(Step(0)).decided < step {
+        assert!(Instant::now() < end, "{step} is never decided");
         std::thread::sleep(Duration::from_micros(200));
     }
+}
+
+/// The channel's number of a step of training.
+fn in_channel(step: u64) -> Step {
+    Step(step + u64::from(step > READ_AFTER))
+}
+
+/// What all ranks read of the owners' residuals of the first tensor.
+fn read_owners(channel: &Channel, numel: u64) -> Vec<f32> {
+    let step = in_channel(READ_AFTER).next();
+    channel.step_gather(step).expect("a step for all");
+    let read = StateRead { kind: StateKind::OwnerResidual, part: 0 };
+    channel.read_state(read).expect("a read");
+    let mut memory = SIZES.map(|numel| Tensor { bytes: vec![0xAB; 4 * numel as usize] });
+    for (index, tensor) in memory.iter_mut().enumerate() {
+        let (id, gives) = (TensorId(index as u32), index == 0 && channel.rank().0 == 0);
+        let give = if gives { Channel::gradient_ready } else { Channel::tensor_absent };
+        give(channel, id, step, tensor.memory()).expect("something");
+    }
+    channel.step_end(step).expect("the end");
+    channel.wait_step(step, &mut deadline()).expect("the residual");
+    assert_eq!(channel.standing(step).was_in, Some(true), "nobody is left out");
+    let values = memory[0].bytes.chunks_exact(4);
+    let values = values.map(|it| f32::from_le_bytes(it.try_into().expect("4")));
+    values.take(numel as usize).collect()
 }
 
 /// One step of a rank by the schedule; the memory afterwards.
@@ -118,32 +149,37 @@ fn follow(
 ) -> Vec<Tensor> {
     let rank = channel.rank().0;
     let late = schedule.late(rank, step);
+    let number = in_channel(step);
     let mut memory: Vec<Tensor> = given
         .iter()
         .map(|steps| steps[step as usize - 1].iter().flat_map(|it| it.to_le_bytes()).collect())
         .map(|bytes| Tensor { bytes })
         .collect();
+    let awaited = in_channel(schedule.run_end(rank, step));
+    if late == Some(Late::Sleeps) && step.is_multiple_of(2) {
+        wait_until_decided(channel, awaited);
+    }
     if late == Some(Late::Passes) {
-        channel.step_pass(Step(step)).expect("it was left out");
+        channel.step_pass(number).expect("it was left out");
     } else {
-        channel.step_begin(Step(step)).expect("a step");
+        channel.step_begin(number).expect("a step");
     }
     if late == Some(Late::Sleeps) {
-        wait_until_decided(channel, schedule.run_end(rank, step));
+        wait_until_decided(channel, awaited);
     }
     for index in (0..memory.len()).rev() {
         if late == Some(Late::Holds) && index == 0 {
-            wait_until_decided(channel, step);
+            wait_until_decided(channel, number);
         }
         let (id, memory) = (TensorId(index as u32), memory[index].memory());
         if late == Some(Late::Passes) {
-            channel.tensor_absent(id, Step(step), memory).expect("nothing");
+            channel.tensor_absent(id, number, memory).expect("nothing");
         } else {
-            channel.gradient_ready(id, Step(step), memory).expect("a gradient");
+            channel.gradient_ready(id, number, memory).expect("a gradient");
         }
     }
-    channel.step_end(Step(step)).expect("the end");
-    channel.wait_step(Step(step), &mut deadline()).expect("the result");
+    channel.step_end(number).expect("the end");
+    channel.wait_step(number, &mut deadline()).expect("the result");
     memory
 }
 
@@ -173,10 +209,10 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
         for step in 1..=STEPS {
             let found = follow(&channel, &schedule, step, &given[rank as usize]);
             let was_in = schedule.late(rank, step).is_none();
-            assert_eq!(channel.standing(Step(step)).was_in, Some(was_in), "{schedule:?}");
+            assert_eq!(channel.standing(in_channel(step)).was_in, Some(was_in), "{schedule:?}");
             let set = schedule.contributors(step, world_size);
             for (index, oracle) in oracles.iter_mut().enumerate() {
-                let right = oracle.step_of(&set, step, |rank| {
+                let right = oracle.step_of(&set, in_channel(step).0, |rank| {
                     given[rank as usize][index][step as usize - 1].clone()
                 });
                 let same = found[index].bytes == right;
@@ -187,6 +223,16 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
                 let same =
                     kept.iter().map(|it| it.to_bits()).eq(right.iter().map(|it| it.to_bits()));
                 assert!(same, "residual, {codec}, seed {seed}, rank {rank}, step {step}");
+            }
+            if step == READ_AFTER {
+                // Of what an owner keeps only the first number of each value is not zero.
+                let kept = &oracles[0].owner_residual;
+                let width = (kept.len() / SIZES[0] as usize).max(1);
+                let right: Vec<f32> = match kept.len() {
+                    0 => vec![0.0; SIZES[0] as usize],
+                    _ => kept.iter().step_by(width).copied().collect(),
+                };
+                assert_eq!(read_owners(&channel, SIZES[0]), right, "{codec}, seed {seed}");
             }
         }
         // Nothing that counted is lost, and nothing counts twice. (With momentum there is no such sum.)
