@@ -86,7 +86,7 @@ def test_every_rank_has_the_mean_over_those_that_were_in_time(
     ],
 )
 def test_training_without_the_late_ranks_learns_and_keeps_all_alike(
-    pool: RankPool, options: dict[str, str]
+    pool: RankPool, options: dict[str, Any]
 ) -> None:
     results = pool.run(f"{MODULE}:learn", ranks=3, stragglers="backup=1", steps=60, **options)
     assert len({result["digest"] for result in results}) == 1
