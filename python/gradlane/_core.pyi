@@ -153,6 +153,12 @@ class Channel:
         All tensors are to be given by `tensor_absent`; the results land there.
         """
 
+    def step_gather(self, step: int) -> None:
+        """Begin a step that no rank is left out of; all ranks have to begin it so.
+
+        Where all wait for all it is a step like any other.
+        """
+
     def wait_decided(self, step: int) -> None:
         """Wait until it is known who is in the current step, where stragglers are left out."""
 

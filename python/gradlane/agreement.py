@@ -21,19 +21,21 @@ class AgreementCheck:
     """Compares parameters across ranks."""
 
     def __init__(self, meeting: Meeting, trained: Sequence[Entry], every: int) -> None:
-        """Compare these tensors after every so many steps."""
+        """Compare these tensors after every so many steps; 0: never."""
         self._meeting = meeting
         self._trained = trained
         self._every = every
 
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks compare after this step; they come together then."""
+        return self._every > 0 and step > 0 and step % self._every == 0
+
     def after_step(self, step: int) -> None:
-        """Compare, if it is time to; every parameter must have its update.
+        """Compare after a step in which it is due; every parameter must have its update.
 
         Raises:
             SessionFailed: a parameter differs between two ranks; the message names it.
         """
-        if step == 0 or step % self._every != 0:
-            return
         rank, world_size = self._meeting.place.rank, self._meeting.place.world_size
         own = self._checksums()
         self._meeting.put(f"checksums/{step}/{rank}", json.dumps(own))

@@ -31,6 +31,14 @@ class Carrying:
                 gradient.add_(carried)
             self._given[index] = gradient.clone()
 
+    def carried(self, index: int) -> Tensor | None:
+        """Return what waits to be added to a tensor's next gradient; None: nothing."""
+        return self._carried.get(index)
+
+    def carry(self, index: int, gradient: Tensor) -> None:
+        """Have this added to a tensor's next gradient, in place of what is carried."""
+        self._carried[index] = gradient
+
     def settle(self, was_in: bool) -> None:
         """The step is over.
 

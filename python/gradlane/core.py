@@ -43,6 +43,9 @@ class Channel(Protocol):
     def step_pass(self, step: int) -> None:
         """Begin a step without a part in it (stragglers); everything is to be said absent."""
 
+    def step_gather(self, step: int) -> None:
+        """Begin a step that no rank is left out of (stragglers); all ranks have to begin it so."""
+
     def wait_decided(self, step: int) -> None:
         """Wait until it is known who is in a step (stragglers)."""
 

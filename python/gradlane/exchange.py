@@ -132,8 +132,7 @@ class Exchange:
             with PAUSE, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.votes()
-            if self._carrying is not None and self.step > 0:
-                self._carrying.settle(not self.was_left_out())
+            self.settle_carried()
             if passes:
                 self._channel.step_pass(self.step + 1)
             else:
@@ -276,6 +275,7 @@ class Exchange:
             with PAUSE:
                 self._channel.wait_step(self.step)
             self.votes()
+            self.settle_carried()
             self.step += 1
             self._spent_steps.append(self.step)
             run(self.step)
@@ -412,6 +412,15 @@ class Exchange:
                 self._raise_failed(error, "waiting for the contributors")
             was_in, _, _ = self._channel.standing(self.step)
         return was_in is False
+
+    def settle_carried(self) -> Carrying | None:
+        """Return what is carried on of late gradients, those of the last step included.
+
+        None where late gradients are lost. The last step must have ended here.
+        """
+        if self._carrying is not None and self.step > 0:
+            self._carrying.settle(not self.was_left_out())
+        return self._carrying
 
     def next_goes_on(self) -> bool:
         """Whether the others are in the next step already, or have finished it."""

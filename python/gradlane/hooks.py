@@ -210,7 +210,7 @@ class Installation:
         installation, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
         end_step = opaque(steps.end_step)
-        after_step = opaque(self._after_step)
+        after_step = opaque(self.step_ended)
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
@@ -248,7 +248,8 @@ class Installation:
             optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
         ]
 
-    def _after_step(self) -> None:
+    def step_ended(self) -> None:
+        """Do what follows on each training step."""
         self.keep_step()
         self.after_step()
 

@@ -100,7 +100,7 @@ class Options:
             why = factors_refusal(self.strategy, self.update)
             if why:
                 raise ValueError(f"scheme is {self.factors!r}, but {why}")
-        names = ("strategy", "factors", "update", "codec", "check_every", "checkpoint")
+        names = ("strategy", "factors", "update")
         others = {name: getattr(self, name) for name in names}
         check_stragglers(self.stragglers, self.late, others)
         if self.servers is not None and self.strategy == RING:

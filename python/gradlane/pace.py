@@ -24,10 +24,11 @@ BatchType = TypeVar("BatchType")
 
 
 class Paced(Protocol):
-    """A model's steps as this file sees them."""
+    """A connected model as this file sees it."""
 
-    reads_averages: bool
-    """Whether the program reads averaged gradients between backward and step."""
+    @property
+    def reads_averages(self) -> bool:
+        """Whether the program reads averaged gradients between backward and step."""
 
     def pass_step(self) -> bool:
         """Take the result of the next step without a part in it, where there is reason to."""
@@ -103,6 +104,6 @@ class SessionPace:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        if not self._around.options.leaves_out:
+        if not self._around.options.leaves_out or self._around.place.world_size == 1:
             return iter(batches)
-        return at_pace(batches, lambda: [one.steps for one in self._prepared], on_pass)
+        return at_pace(batches, lambda: self._prepared, on_pass)

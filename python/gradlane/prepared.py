@@ -153,6 +153,8 @@ class Prepared:
             settle=self.steps.settle,
             spend_step=self.steps.spend_step,
             translating=self._translating,
+            settle_carried=self.steps.exchange.settle_carried,
+            leaves_out=around.options.leaves_out,
         )
         if self._gathering is not None:
             # From now on this rank updates what it owns, also before its own first step.
@@ -337,6 +339,13 @@ class Prepared:
             )
 
     @property
+    def buffers_apart(self) -> set[str]:
+        """Names of the buffers that differ from rank to rank, as in the model's state."""
+        if self._members.buffers is not None:
+            return set()
+        return {name for name, _ in self.model.named_buffers()}
+
+    @property
     def schemes(self) -> dict[str, str]:
         """How each trained tensor is aggregated, by name."""
         usual = RING if self._around.options.strategy == RING else "ps"
@@ -347,6 +356,27 @@ class Prepared:
             whole = usual if given in FACTOR_SCHEMES else given
             found[entry.name] = self._factored[index].scheme if index in self._factored else whole
         return found
+
+    @property
+    def reads_averages(self) -> bool:
+        """Whether the program reads averaged gradients between backward and step."""
+        return self.steps.reads_averages
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        What follows on a training step, such as a checkpoint, follows on this one, too.
+
+        Returns:
+            Whether it was done.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        passed = self.steps.pass_step()
+        if passed:
+            self.installation.step_ended()
+        return passed
 
     @property
     def in_step(self) -> bool:
@@ -392,6 +422,7 @@ class Prepared:
             order=ForwardOrder() if observes else None,
             announce_order=self._announce_order,
             before_step=self._before_step,
+            meets_before=lambda step: self._agreement.is_due(step - 1),
             hyperparameters=Hyperparameters(optimizer),
             abort=self.channel.abort,
             is_asynchronous=around.options.is_asynchronous,
@@ -405,7 +436,9 @@ class Prepared:
                 reports,
                 functools.partial(around.standstill.waiting, self._meeting.name),
                 around.place.rank,
-                Carrying() if around.options.late == "carry" else None,
+                Carrying()
+                if around.options.late == "carry" and around.place.world_size > 1
+                else None,
             ),
             driver,
         )
@@ -419,7 +452,7 @@ class Prepared:
 
     def _before_step(self, step: int) -> None:
         self._watch.step_begins(step)
-        if self._around.options.check_every:
+        if self._agreement.is_due(step - 1):
             self._agreement.after_step(step - 1)
         if self._server is not None and self._served is not None:
             with self._translating(f"beginning step {step}"):

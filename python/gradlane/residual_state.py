@@ -1,14 +1,16 @@
-"""What codecs with error feedback have lost so far: out of a session into a checkpoint, and back.
+"""What a rank still owes to training: out of a session into a checkpoint, and back.
 
+That is what codecs with error feedback have lost so far, and late gradients that are carried on.
 Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without
 it forgets gradients. There are two kinds. What this rank's own contributions have lost is another
-tensor on every rank. What results have lost is kept by the owner of each slice, and is whole here:
-the owners broadcast it, as it is, in a step of the channel that is no training.
+tensor on every rank, and so is what it carries on. What results have lost is kept by the owner of
+each slice, and is whole here: the owners broadcast it, as it is, in a step of the channel that is
+no training, and that no rank is left out of.
 
 A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
-it holds the mean of all ranks' residuals. What counts for training is what they add to the mean
-gradient, so where the ranks do not each load their own, every rank starts with that mean, and
-nothing is lost or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
+it holds the means over all ranks. What counts for training is what they add to the mean gradient,
+so where the ranks do not each load their own, every rank starts with the mean, and nothing is lost
+or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice
 from gradlane.core import Channel
 from gradlane.members import Members
@@ -29,8 +32,11 @@ from gradlane.table import Entry, in_layout
 
 WORKER = "worker_residual"
 OWNER = "owner_residual"
-_MEAN = "mean_worker_residual"
-_KINDS = (WORKER, _MEAN, OWNER)
+CARRIED = "carried"
+MEAN_OF = {WORKER: "mean_worker_residual", CARRIED: "mean_carried"}
+"""What each rank has of its own, and the name of its mean over all ranks."""
+_RESIDUALS = (WORKER, MEAN_OF[WORKER], OWNER)
+_KINDS = (*_RESIDUALS, CARRIED, MEAN_OF[CARRIED])
 
 
 class ResidualState:
@@ -47,6 +53,8 @@ class ResidualState:
         settle: Callable[[], None],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
+        settle_carried: Callable[[], Carrying | None] = lambda: None,
+        leaves_out: bool = False,
     ) -> None:
         """Look at what there is to keep.
 
@@ -59,6 +67,8 @@ class ResidualState:
             settle: waits for the end of a step that is still under way.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
+            settle_carried: returns what is carried of late gradients, or None where none is.
+            leaves_out: whether steps may go on without ranks that are late.
         """
         self._channel = channel
         self._meeting = meeting
@@ -67,6 +77,9 @@ class ResidualState:
         self._settle = settle
         self._spend_step = spend_step
         self._translating = translating
+        self._settle_carried = settle_carried
+        self._carries = settle_carried() is not None and meeting.place.world_size > 1
+        self._begin = channel.step_gather if leaves_out else channel.step_begin
         self._kept = [
             index
             for index, choice in enumerate(choices)
@@ -83,8 +96,8 @@ class ResidualState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no codec keeps anything."""
-        return not self._kept
+        """Whether no codec keeps anything, and no late gradient is carried on."""
+        return not self._kept and not self._carries
 
     def state_dict(self) -> dict[str, Any]:
         """Return all residuals, f32 and laid out like the tensors, by name.
@@ -98,12 +111,20 @@ class ResidualState:
         if self.is_empty:
             return state
         self._settle()
-        own = {index: self._own(index) for index in self._kept}
-        means = self._mean(own)
-        owners = self._of_owners() if self._owners_keep else {}
-        for kind, values in ((WORKER, own), (_MEAN, means), (OWNER, owners)):
-            state[kind] = {self._entry(index).name: value for index, value in values.items()}
+        carrying = self._settle_carried()
+        if carrying is not None and self._carries:
+            carried = self._carried(carrying)
+            self._note(state, CARRIED, carried)
+            self._note(state, MEAN_OF[CARRIED], self._mean_carried(carried))
+        if self._kept:
+            own = {index: self._own(index) for index in self._kept}
+            self._note(state, WORKER, own)
+            self._note(state, MEAN_OF[WORKER], self._mean(own))
+            self._note(state, OWNER, self._of_owners() if self._owners_keep else {})
         return state
+
+    def _note(self, state: dict[str, Any], kind: str, values: Mapping[int, Tensor]) -> None:
+        state[kind] = {self._entry(index).name: value for index, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take residuals over; those of tensors whose codec keeps none are dropped.
@@ -127,7 +148,10 @@ class ResidualState:
         said = [
             json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
         ]
-        kind = WORKER if all(said) else _MEAN
+        kind = WORKER if all(said) else MEAN_OF[WORKER]
+        carrying = self._settle_carried()
+        if carrying is not None and self._carries:
+            self._carry(carrying, checked[CARRIED if all(said) else MEAN_OF[CARRIED]])
         with self._translating("loading residuals"):
             for index in self._kept:
                 name = self._entry(index).name
@@ -147,13 +171,13 @@ class ResidualState:
         for kind in _KINDS:
             left[kind] = {
                 name: value
-                for name, value in state[kind].items()
+                for name, value in state.get(kind, {}).items()
                 if tuple(value.shape[: len(shapes.get(name, ()))]) == shapes.get(name)
             }
         return left
 
     def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        missing = [key for key in ("rank", "world_size", *_KINDS) if key not in state]
+        missing = [key for key in ("rank", "world_size", *_RESIDUALS) if key not in state]
         if missing:
             raise ValueError(
                 f"this is no state of residuals: it lacks {', '.join(missing)}; load what "
@@ -161,18 +185,18 @@ class ResidualState:
             )
         shapes = {entry.name: entry for entry in self._members.trained}
         for kind in _KINDS:
-            for name, value in state[kind].items():
+            for name, value in state.get(kind, {}).items():
                 if name not in shapes:
                     raise ValueError(f"{kind} has {name!r}, which this model does not train")
                 entry = shapes[name]
                 shape = self._shape(entry)
-                kept = () if kind == OWNER else self._kept_shape(name)
+                kept = self._kept_shape(name) if kind in (WORKER, MEAN_OF[WORKER]) else ()
                 if tuple(value.shape) not in (shape, shape + kept):
                     raise ValueError(
                         f"{kind} of {name!r} has shape {tuple(value.shape)}, expected "
                         f"{shape + kept}: is the checkpoint another model's?"
                     )
-        return {kind: dict(state[kind]) for kind in _KINDS}
+        return {kind: dict(state.get(kind, {})) for kind in _KINDS}
 
     @staticmethod
     def _shape(entry: Entry) -> tuple[int, ...]:
@@ -220,6 +244,33 @@ class ResidualState:
         wide = torch.zeros((*value.shape, width))
         wide[..., 0] = value
         return wide
+
+    def _carried(self, carrying: Carrying) -> dict[int, Tensor]:
+        """Return copies of what this rank carries, each tensor in its own dtype."""
+        found = {}
+        for index in range(len(self._members.trained)):
+            gradient = carrying.carried(index)
+            if gradient is not None:
+                found[index] = self._empty(index)
+                found[index].copy_(_as_real(gradient))
+        return found
+
+    def _mean_carried(self, carried: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Average carried gradients over all ranks, nothing counting as zeros."""
+        means = {index: self._empty(index).zero_() for index in range(len(self._members.trained))}
+        for index, value in carried.items():
+            means[index].copy_(value)
+        self._step(means, read=None, gives=lambda index: index in carried)
+        return means
+
+    def _carry(self, carrying: Carrying, values: Mapping[str, Tensor]) -> None:
+        """Have these added to this rank's next gradients."""
+        for index, entry in enumerate(self._members.trained):
+            if entry.name in values:
+                with torch.inference_mode(False), torch.no_grad():
+                    gradient = torch.empty_like(entry.tensor)
+                    _as_real(gradient).copy_(values[entry.name])
+                carrying.carry(index, gradient)
 
     def _mean(self, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Average residuals over all ranks, each tensor in its own dtype."""
@@ -276,7 +327,7 @@ class ResidualState:
         self._lent = list(memory.values())
 
         def run(step: int) -> None:
-            channel.step_begin(step)
+            self._begin(step)
             if read is None:
                 channel.send_raw(step)
             else:
@@ -300,6 +351,11 @@ class ResidualState:
 
         self._spend_step(run)
         self._lent = []
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs, in the same memory; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _nbytes(tensor: Tensor) -> int:

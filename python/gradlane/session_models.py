@@ -16,11 +16,13 @@ from gradlane.codec_choice import CodecChoice
 from gradlane.connection import Surroundings
 from gradlane.errors import GradlaneError
 from gradlane.optimizers import steps_per_parameter
+from gradlane.options import SFB
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting
+from gradlane.stragglers import check_schemes
 
 if TYPE_CHECKING:
     from gradlane.arrays.exchange import ArrayExchange
@@ -118,13 +120,11 @@ class SessionModels:
                 'plan= with strategy="asgd": plans choose among settings that give the same '
                 "results; asynchronous training is none of them"
             )
-        if plan is not None and self._around.options.leaves_out:
-            raise ValueError(
-                f"plan= with stragglers={self._around.options.stragglers!r}: plans are "
-                "simulated, and switched to, with all ranks in every step; give the settings "
-                "to gradlane.init"
-            )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        schemes = {"poseidon": SFB} if agreed.rule == "poseidon" else {}
+        if agreed.plan is not None:
+            schemes = agreed.plan.schemes
+        check_schemes(self._around.options.stragglers, schemes)
         residuals = None
         if before is not None:
             try:

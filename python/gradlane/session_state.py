@@ -26,8 +26,9 @@ class SessionState:
     def state_dict(self) -> dict[str, Any]:
         """Return what the session itself keeps for training; a collective call between steps.
 
-        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`).
-        Without such codecs there is nothing in it, and nothing is sent. A checkpoint holds it
+        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`), and
+        late gradients that are carried on (`late="carry"`): no rank is left out of this call.
+        Without either there is nothing in it, and nothing is sent. A checkpoint holds it
         beside the model's and the optimizer's. Every rank gets one of its own; that of any one
         rank is enough to go on with a world of any size.
 

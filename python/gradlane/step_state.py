@@ -48,6 +48,7 @@ class Driver:
         order: notes the first training forward, or None.
         announce_order: called with it once, in step 1.
         before_step: called with the number of a step before it begins; all is settled then.
+        meets_before: whether all ranks come together before the step with this number.
         hyperparameters: digests those of the optimizer.
         abort: tells all ranks why this one gives up.
         is_asynchronous: whether other ranks' steps are none of this one's.
@@ -62,6 +63,7 @@ class Driver:
     order: ForwardOrder | None
     announce_order: Callable[[ForwardOrder], None]
     before_step: Callable[[int], None]
+    meets_before: Callable[[int], bool]
     hyperparameters: Hyperparameters
     abort: Callable[[str], None]
     is_asynchronous: bool = False

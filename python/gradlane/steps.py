@@ -275,6 +275,9 @@ class Steps(StepReads):
         if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
             # What is still to come of the last step comes during the next forward, as ever.
             return False
+        if self._driver.meets_before(self.step + 1):
+            # The others wait for this rank there, and begin the step together with it.
+            return False
         self.settle()
         with self._lock:
             self._driver.before_step(self.step + 1)

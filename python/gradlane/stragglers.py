@@ -6,6 +6,7 @@ Needs no torch and no core: options are checked where they are given.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 WAIT = "wait"
@@ -87,6 +88,27 @@ def check_stragglers(text: str, late: str, others: dict[str, object]) -> None:
             raise ValueError(f"stragglers={text!r} with {name}={others[name]!r}: {why}")
 
 
+def check_schemes(text: str, schemes: Mapping[str, str]) -> None:
+    """Check that a plan's schemes go with what is given about stragglers.
+
+    Args:
+        text: as for `parse_stragglers`.
+        schemes: by the name of a tensor, or of a rule that chooses it.
+
+    Raises:
+        ValueError: they do not; the message says which, and what to do.
+    """
+    if parse_stragglers(text) is None:
+        return
+    for name, scheme in schemes.items():
+        if scheme != "ps":
+            raise ValueError(
+                f"stragglers={text!r} with a plan that has scheme {scheme!r} for {name!r}: every "
+                "rank's part is needed on the way; use a plan whose tensors all have scheme 'ps', "
+                'such as one that plan="auto" finds in this session'
+            )
+
+
 _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
     "strategy": (
         LEAVES_OUT,
@@ -101,20 +123,5 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         ("worker",),
         "an owner that is late itself does not hold the parameters that it would update; use "
         'update="worker"',
-    ),
-    "codec": (
-        ("raw",),
-        "what encoding has lost would be dropped with a late gradient, and counted again later; "
-        "use no codec",
-    ),
-    "check_every": (
-        (0,),
-        "ranks compare their parameters in the middle of training, and would wait for who is late; "
-        "use 0, and compare at the end",
-    ),
-    "checkpoint": (
-        (None,),
-        "to take one is a collective call, and would wait for who is late; save on one rank after "
-        "session.synchronize()",
     ),
 }

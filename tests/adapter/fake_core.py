@@ -305,6 +305,9 @@ class FakeChannel:
     def step_pass(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 
+    def step_gather(self, step: int) -> None:
+        raise NotImplementedError("real ranks do that")
+
     def wait_decided(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 

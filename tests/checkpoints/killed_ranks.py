@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # the first step of an optimizer loads it, in each rank that is forked
@@ -24,15 +25,17 @@ from gradlane.checkpoints.shard import read_shard
 from tests.checkpoints.training import train
 
 
-def main(folder: Path, seed: int, rounds: int) -> None:
-    """Kill the ranks of so many rounds."""
+def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
+    """Kill the ranks of so many rounds, whose sessions have these options."""
     chance = random.Random(seed)
     for number in range(rounds):
-        world_size = chance.choice((1, 2, 2, 3, 3))
+        world_size = chance.choice((2, 3) if "stragglers" in options else (1, 2, 2, 3, 3))
         found = newest(folder)
         before = found.step if found else 0
         port_file = folder / f"port-{number}"
-        ranks = [fork_rank(folder, port_file, rank, world_size) for rank in range(world_size)]
+        ranks = [
+            fork_rank(folder, port_file, rank, world_size, options) for rank in range(world_size)
+        ]
         deadline = time.monotonic() + 60
         while True:
             found = newest(folder)
@@ -54,7 +57,9 @@ def main(folder: Path, seed: int, rounds: int) -> None:
         print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
 
 
-def fork_rank(folder: Path, port_file: Path, rank: int, world_size: int) -> int:
+def fork_rank(
+    folder: Path, port_file: Path, rank: int, world_size: int, options: dict[str, Any]
+) -> int:
     """Start a rank; returns its process id."""
     process_id = os.fork()
     if process_id:
@@ -77,11 +82,11 @@ def fork_rank(folder: Path, port_file: Path, rank: int, world_size: int) -> int:
             world_size=world_size,
             job="killed",
             advertise="127.0.0.1",
-            update="server",
             summary=False,
             checkpoint=folder,
             checkpoint_every=3,
             checkpoint_keep=2,
+            **options,
         )
 
         def note(step: int) -> None:
@@ -96,4 +101,5 @@ def fork_rank(folder: Path, port_file: Path, rank: int, world_size: int) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    given = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {"update": "server"}
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), given)

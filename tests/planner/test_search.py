@@ -52,6 +52,22 @@ def test_where_order_matters_the_urgent_first_is_chosen() -> None:
     assert runner_up.step_s == min(one.step_s for one in strategy.tried if one.value != "p3")
 
 
+def test_where_late_ranks_are_left_out_only_what_goes_on_without_them_is_tried() -> None:
+    base = Settings(strategy="wfbp")
+    late = replace(SLOW, stragglers="backup=1")
+    found = search(SMALL, late, base, any_rounding=True)
+    assert found is not None
+    strategy, *others = found.choices
+    assert strategy.value == "p3"
+    assert {one.value for one in strategy.tried} == {"p3", "slicing", "wfbp"}
+    assert not found.schemes and "schemes" not in {one.setting for one in others}
+    # A result waits for the decision, which comes when the backward of the last one in ends.
+    assert found.step_s == predict_step_s(SMALL, late, found.settings)
+    assert found.step_s != predict_step_s(SMALL, SLOW, found.settings)
+    with pytest.raises(ValueError, match="backup=1"):
+        replace(SLOW, stragglers="often")
+
+
 @pytest.mark.parametrize("strategy", ["p3", "wfbp", "slicing"])
 def test_where_the_compute_is_the_bound_everything_stays(strategy: str) -> None:
     fast = ClusterFacts(workers=4, rate_bps=1e11)

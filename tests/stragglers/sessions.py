@@ -100,7 +100,15 @@ def _nothing() -> Iterator[None]:
 
 
 def learn(
-    store: Any, rank: int, world_size: int, job: str, *, stragglers: str, steps: int
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    stragglers: str,
+    steps: int,
+    late: str = "discard",
+    codec: str = "raw",
 ) -> dict[str, Any]:
     """Train a small classifier with Adam, its rate scheduled, and return losses and a digest."""
     torch.manual_seed(0)
@@ -114,6 +122,8 @@ def learn(
         world_size=world_size,
         job=job,
         stragglers=stragglers,
+        late=late,
+        codec=codec,
         servers=world_size - 1,
         summary=False,
     )

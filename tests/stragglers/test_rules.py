@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from gradlane.options import Options
 from gradlane.pace import at_pace
 from gradlane.step_state import Phase
 from gradlane.steps import Steps
-from gradlane.stragglers import StragglerRule, parse_stragglers
+from gradlane.stragglers import StragglerRule, check_schemes, parse_stragglers
 
 
 def test_rules_are_read_and_given_to_the_core() -> None:
@@ -46,10 +47,7 @@ def test_rules_are_read_and_given_to_the_core() -> None:
         ({"strategy": "kvstore"}, "old results"),
         ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
         ({"update": "server"}, 'update="worker"'),
-        ({"codec": "qsgd:bits=8"}, "no codec"),
         ({"factors": "sfb"}, "all ranks"),
-        ({"check_every": 5}, "compare at the end"),
-        ({"checkpoint": "somewhere"}, "collective call"),
         ({"late": "keep"}, "discard, carry"),
         ({"ahead_steps": 0}, "1 or more"),
     ],
@@ -59,6 +57,13 @@ def test_what_does_not_go_together_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         Options(**{"stragglers": "backup=1", **others})
+
+
+def test_plans_have_to_leave_gradients_on_servers() -> None:
+    check_schemes("backup=1", {"first.weight": "ps"})
+    check_schemes("wait", {"first.weight": "ring"})
+    with pytest.raises(ValueError, match="'ring' for 'first"):
+        check_schemes("drop", {"first.weight": "ring"})
 
 
 def test_numbers_of_ranks_are_checked() -> None:
@@ -142,8 +147,9 @@ class _LeftOut:
     step = 3
     _phase = Phase.PENDING
 
-    def __init__(self, goes_on: bool) -> None:
+    def __init__(self, goes_on: bool, meets: bool = False) -> None:
         self._exchange = _Exchange(goes_on)
+        self._driver = SimpleNamespace(meets_before=lambda step: meets)
 
     def raise_failure(self) -> None:
         pass
@@ -157,6 +163,10 @@ def test_who_was_left_out_and_is_in_time_for_the_next_does_not_wait_for_its_whol
     assert Steps.pass_step(cast(Any, _LeftOut(goes_on=False))) is False
     with pytest.raises(_WaitedError):
         Steps.pass_step(cast(Any, _LeftOut(goes_on=True)))
+
+
+def test_a_step_that_all_begin_together_is_not_passed() -> None:
+    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=True, meets=True))) is False
 
 
 def test_who_reads_averages_passes_nothing_and_is_told() -> None:

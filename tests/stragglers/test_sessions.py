@@ -77,8 +77,18 @@ def test_every_rank_has_the_mean_over_those_that_were_in_time(
     assert results[0]["value"] == pytest.approx(value, abs=1e-5)
 
 
-def test_training_without_the_late_ranks_learns_and_keeps_all_alike(pool: RankPool) -> None:
-    results = pool.run(f"{MODULE}:learn", ranks=3, stragglers="backup=1", steps=60)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "qsgd:bits=8,residual=on", "late": "carry"},
+        {"codec": "onebit:bucket=64"},
+    ],
+)
+def test_training_without_the_late_ranks_learns_and_keeps_all_alike(
+    pool: RankPool, options: dict[str, Any]
+) -> None:
+    results = pool.run(f"{MODULE}:learn", ranks=3, stragglers="backup=1", steps=60, **options)
     assert len({result["digest"] for result in results}) == 1
     assert all(result["lr"] == results[0]["lr"] for result in results), "schedules follow steps"
     for result in results:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradlane.codec_choice import RAW
 from gradlane.lab.straggling import StragglerSpec
 from gradlane.profiler.contents import Profile, ProfileTensor
 from gradlane.whatif.grid import Row, clusters_of, evaluate
@@ -31,10 +32,16 @@ def profile() -> Profile:
     return Profile("six", 32, 0.1, 0.3, tensors)
 
 
-def row(stragglers: str, straggler: StragglerSpec | None = SPEC) -> Row:
+def row(
+    stragglers: str,
+    straggler: StragglerSpec | None = SPEC,
+    codec: str = RAW,
+    rate_bps: float = 1e9,
+) -> Row:
     cluster = Cluster(
         workers=4,
-        rate_bps=1e9,
+        rate_bps=rate_bps,
+        codec=codec,
         servers=3,
         steps=30,
         compute_jitter=0.01,
@@ -61,6 +68,18 @@ def test_rules_keep_the_others_going_and_rows_say_who_was_left_out() -> None:
         assert found.samples_per_s == pytest.approx(counted * 32 / found.step_s)
 
 
+def test_rules_and_codecs_go_together() -> None:
+    """On a network that is too slow for the values, and fast enough for a byte a value."""
+    encoded = {
+        rule: row(rule, codec="qsgd:bits=8", rate_bps=0.4e9) for rule in ("wait", "backup=1")
+    }
+    plain = row("backup=1", rate_bps=0.4e9)
+    assert encoded["backup=1"].step_s < 0.95 * encoded["wait"].step_s
+    assert encoded["backup=1"].step_s < 0.95 * plain.step_s
+    assert encoded["backup=1"].left_out_share is not None
+    assert encoded["backup=1"].left_out_share[3] > 0.4
+
+
 def test_rules_are_for_strategies_that_can_go_on_without_a_rank() -> None:
     base = Cluster(workers=1, rate_bps=0.0, straggler=SPEC)
     clusters = clusters_of(
@@ -74,10 +93,8 @@ def test_rules_are_for_strategies_that_can_go_on_without_a_rank() -> None:
     )
     named = [(one.strategy, one.stragglers) for one in clusters]
     assert named == [("kvstore", "wait"), ("p3", "wait"), ("p3", "drop")]
-    with pytest.raises(ValueError, match="use no codec"):
-        scenario_of(
-            profile(), Cluster(workers=4, rate_bps=1e9, stragglers="drop", codec="qsgd:bits=8")
-        )
+    with pytest.raises(ValueError, match="every rank's part"):
+        scenario_of(profile(), Cluster(workers=4, rate_bps=1e9, stragglers="drop", strategy="ring"))
     with pytest.raises(ValueError, match="9 of 4 ranks"):
         row("wait", StragglerSpec(9, 0.1, 0.04))
 

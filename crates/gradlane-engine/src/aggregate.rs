@@ -22,9 +22,8 @@ impl Engine {
             self.add_push(slice, rank, part, priority);
             return;
         }
-        if self.chooses(step) {
-            return self.add_to_set(slice, rank, part, priority);
-        }
+        let chooses = self.chooses(step);
+        let contributors = self.contributors(step) as usize;
         let Some(owned) = self.server.owned.get_mut(&slice) else {
             return;
         };
@@ -34,8 +33,6 @@ impl Engine {
             Part::Absent => None,
         };
         let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
-        owned.parts.insert(rank, part);
-        owned.priority = priority;
         if mixed {
             let name = &self.plan.tensor(self.plan.slice(slice).tensor).spec.name;
             let reason = alloc::format!(
@@ -45,12 +42,14 @@ impl Engine {
             self.abort(&reason);
             return;
         }
-        if owned.parts.len() < self.contributors(step) as usize {
+        owned.parts.insert(rank, part);
+        owned.priority = priority;
+        if chooses {
+            return self.reduce_if_decided(slice);
+        }
+        if owned.parts.len() < contributors {
             return;
         }
-        let Some(owned) = self.server.owned.get_mut(&slice) else {
-            return;
-        };
         owned.reducing = true;
         let parts = owned.take_parts();
         self.reduce(slice, step, parts, priority);
@@ -160,7 +159,8 @@ impl Engine {
             let output = output.whole();
             operation = Operation::DecodeApply { inputs, absent, divisor, parameters, output };
         } else {
-            let copy_to = self.open_region(slice);
+            let is_current = step == self.worker.step;
+            let copy_to = self.open_region(slice).filter(|_| is_current);
             output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
             (in_place, encoded) = (copy_to.is_some(), true);
             let output = output.whole();
@@ -277,7 +277,7 @@ impl Engine {
             self.answer_pull(slice, step, rank);
         }
         match buffer {
-            _ if self.keep_ahead(slice, step, buffer) => {}
+            _ if self.keep_ahead(slice, step, buffer, form) => {}
             None if !in_place => self.nothing_to_install(slice, false),
             Some(buffer) if !in_place => {
                 self.buffers.retain(buffer);

@@ -9,7 +9,7 @@
 //! and becomes a step's result when the rank comes to that step. The owner's side of a rank that is
 //! late goes on like any other's: only its own worker waits.
 
-use crate::coordinator::Coordinator;
+use crate::coordinator::{Coordinator, Entry};
 use crate::engine::Engine;
 use crate::error::UsageError;
 use crate::inbound::Checked;
@@ -24,7 +24,7 @@ use crate::worker::{Contribution, Phase};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
+use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 
 /// Sets of steps behind this rank that are kept, to tell late pushes from wrong ones.
@@ -111,7 +111,7 @@ impl Engine {
             let what = format!("{step} cannot be passed: only a rank that was left out may");
             return Err(UsageError::Argument(what));
         }
-        self.begin(step, true)?;
+        self.begin(step, Entry::Passes)?;
         if decided {
             let now = self.lifecycle.now();
             let behind = self.contributors.is_behind(step, now).unwrap_or(false);
@@ -121,8 +121,8 @@ impl Engine {
     }
 
     /// The current step has begun: results that came before are its own, and rank 0 hears of it.
-    pub(crate) fn begun_choosing(&mut self, step: Step, passes: bool) {
-        self.contributors.passes = passes;
+    pub(crate) fn begun_choosing(&mut self, step: Step, entry: Entry) {
+        self.contributors.passes = entry == Entry::Passes;
         if !self.chooses(step) {
             return;
         }
@@ -133,7 +133,7 @@ impl Engine {
             .collect();
         for (slice, ahead) in here {
             let state = self.worker.slice_mut(slice);
-            state.received_bytes = ahead.received_bytes;
+            (state.received_bytes, state.form) = (ahead.received_bytes, ahead.form);
             match ahead.buffer {
                 Some(buffer) if ahead.is_whole => state.phase = Phase::Buffered(buffer),
                 Some(buffer) => state.phase = Phase::Buffering(buffer),
@@ -142,11 +142,16 @@ impl Engine {
         }
         let (rank, now) = (self.rank(), self.lifecycle.now());
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            let noted = coordinator.begun(rank, step, passes, now);
-            debug_assert_eq!(noted, Ok(()), "steps begin one by one");
-            self.decide();
+            match coordinator.begun(rank, step, entry, now) {
+                Ok(()) => self.decide(),
+                Err(what) => self.abort(&what),
+            }
         } else {
-            let flags = if passes { FrameFlags::ABSENT } else { FrameFlags::NONE };
+            let flags = match entry {
+                Entry::Trains => FrameFlags::NONE,
+                Entry::Passes => FrameFlags::ABSENT,
+                Entry::Gathers => FrameFlags::GATHERS,
+            };
             self.tell_coordinator(FrameKind::StepBegun, flags);
         }
     }
@@ -211,10 +216,16 @@ impl Engine {
 
     /// A rank has begun a step; on rank 0.
     pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let passes = header.flags.contains(FrameFlags::ABSENT);
+        let entry = if header.flags.contains(FrameFlags::GATHERS) {
+            Entry::Gathers
+        } else if header.flags.contains(FrameFlags::ABSENT) {
+            Entry::Passes
+        } else {
+            Entry::Trains
+        };
         let now = self.lifecycle.now();
         if let Some(coordinator) = &mut self.contributors.coordinator {
-            coordinator.begun(from, header.step, passes, now)?;
+            coordinator.begun(from, header.step, entry, now)?;
         }
         self.decide();
         Ok(())
@@ -296,6 +307,10 @@ impl Engine {
             for slice in self.scheduler.withdraw_pushes(step) {
                 self.contribution_sent(slice, step);
             }
+            for slice in self.encodes.withdraw(step) {
+                self.worker.slice_mut(slice).push_sent = true;
+                self.install_if_open(slice);
+            }
         }
         for tensor in (0..self.plan.tensors.len() as u32).map(TensorId) {
             let given = self.worker.tensor(tensor).contribution != Contribution::Missing;
@@ -305,17 +320,8 @@ impl Engine {
         }
     }
 
-    /// A rank's contribution to an owned slice is whole; contributors are chosen.
-    pub(crate) fn add_to_set(&mut self, slice: SliceId, rank: Rank, part: Part, urgency: Priority) {
-        if let Some(owned) = self.server.owned.get_mut(&slice) {
-            owned.parts.insert(rank, part);
-            owned.priority = urgency;
-        }
-        self.reduce_if_decided(slice);
-    }
-
     /// Reduces a slice once the set is known and all of it is here.
-    fn reduce_if_decided(&mut self, slice: SliceId) {
+    pub(crate) fn reduce_if_decided(&mut self, slice: SliceId) {
         let Some(owned) = self.server.owned.get_mut(&slice) else {
             return;
         };
@@ -333,7 +339,7 @@ impl Engine {
             self.contributors.late.insert((slice, rank), (step, arriving));
         }
         for (_, part) in others {
-            if let Part::Buffer(buffer) = part {
+            if let Part::Buffer(buffer) | Part::Encoded(buffer) = part {
                 self.buffers.release(buffer, &mut self.events);
             }
         }

@@ -23,6 +23,16 @@ const SPREAD_TIMES: u32 = 2;
 /// Nearly all steps are within three times the usual difference from the usual step.
 const DEVIATION_TIMES: u32 = 3;
 
+/// How a rank begins a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Trains,
+    /// It contributes nothing, to be with the others again in the next step.
+    Passes,
+    /// It does something together with all ranks, which is no training: no rank is left out.
+    Gathers,
+}
+
 /// What a rank does in the step that it is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
@@ -36,6 +46,7 @@ enum Presence {
 #[derive(Clone, Copy, Debug)]
 struct Standing {
     step: Step,
+    gathers: bool,
     begun_at: Time,
     presence: Presence,
 }
@@ -60,7 +71,12 @@ pub(crate) struct Coordinator {
 
 impl Coordinator {
     pub(crate) fn new(rule: SetRule, world_size: u32) -> Coordinator {
-        let start = Standing { step: Step(0), begun_at: Time::ZERO, presence: Presence::Training };
+        let start = Standing {
+            step: Step(0),
+            gathers: false,
+            begun_at: Time::ZERO,
+            presence: Presence::Training,
+        };
         Coordinator {
             rule,
             standings: alloc::vec![start; world_size as usize],
@@ -77,9 +93,11 @@ impl Coordinator {
         &mut self,
         rank: Rank,
         step: Step,
-        passes: bool,
+        entry: Entry,
         now: Time,
     ) -> Result<(), String> {
+        self.check_alike(rank, step, entry)?;
+        let passes = entry == Entry::Passes;
         let last_excluded = self.decided > Step(0) && !self.last.contains(rank);
         let decided = self.decided;
         let standing = &mut self.standings[rank.index()];
@@ -91,10 +109,32 @@ impl Coordinator {
             return Err(format!("passing {step} after it was in {decided}"));
         }
         let presence = if passes { Presence::Passing } else { Presence::Training };
-        *standing = Standing { step, begun_at: now, presence };
+        *standing = Standing { step, gathers: entry == Entry::Gathers, begun_at: now, presence };
         let first = self.standings.iter().map(|it| it.step).min().unwrap_or_default();
         self.decided_at.retain(|&step, _| step >= first || step >= decided);
         Ok(())
+    }
+
+    /// Where one rank gathers all, all must: who trains would be waited for in vain by the others.
+    fn check_alike(&self, rank: Rank, step: Step, entry: Entry) -> Result<(), String> {
+        let gathers = entry == Entry::Gathers;
+        let words = |gathers: bool| if gathers { "gathers all ranks" } else { "trains" };
+        let differs = |other: &Standing| other.step == step && other.gathers != gathers;
+        let others = match self.standings.iter().position(differs) {
+            Some(other) => format!("{} {}", Rank(other as u32), words(!gathers)),
+            None if gathers && step <= self.decided => "others have gone on".into(),
+            None => return Ok(()),
+        };
+        Err(format!(
+            "{step}, in which {rank} {} and {others}: what all ranks do together between two steps \
+             of training, they have to do after the same one",
+            words(gathers)
+        ))
+    }
+
+    /// Whether no rank may be left out of a step.
+    fn gathers(&self, step: Step) -> bool {
+        self.standings.iter().any(|it| it.step == step && it.gathers)
     }
 
     /// All gradients of a rank are queued. If the step was decided without it: since when.
@@ -119,7 +159,9 @@ impl Coordinator {
             return None;
         }
         let complete = self.complete(step);
+        let gathers = self.gathers(step);
         let enough = match self.rule.close {
+            _ if gathers => complete.len() as usize == self.standings.len(),
             Close::Backup { ranks } => complete.len() + ranks >= self.standings.len() as u32,
             Close::Deadline { .. } | Close::Spread => {
                 let is_due = || self.deadline().is_some_and(|deadline| now >= deadline);
@@ -130,7 +172,9 @@ impl Coordinator {
         if !enough {
             return None;
         }
-        self.note_span(&complete);
+        if !gathers {
+            self.note_span(&complete);
+        }
         self.decided = step;
         self.decided_at.insert(step, now);
         self.last = complete.clone();
@@ -139,9 +183,10 @@ impl Coordinator {
 
     /// When `decide` wants to be asked again, whatever else happens.
     pub(crate) fn deadline(&self) -> Option<Time> {
-        let mut complete = self.completions(&self.complete(self.decided.next()));
+        let step = self.decided.next();
+        let mut complete = self.completions(&self.complete(step));
         complete.sort_unstable();
-        if (complete.len() as u32) < self.least() {
+        if (complete.len() as u32) < self.least() || self.gathers(step) {
             return None;
         }
         let usual = match self.rule.close {

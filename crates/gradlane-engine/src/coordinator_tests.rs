@@ -12,7 +12,7 @@ fn coordinator(close: Close, ahead_steps: u32, world_size: u32) -> Coordinator {
 
 fn begin(it: &mut Coordinator, ranks: &[u32], step: u64, at: u64) {
     for &rank in ranks {
-        it.begun(Rank(rank), Step(step), false, Time(at)).expect("a rank that begins");
+        it.begun(Rank(rank), Step(step), Entry::Trains, Time(at)).expect("a rank that begins");
     }
 }
 
@@ -154,15 +154,61 @@ fn who_begins_too_late_to_be_in_time_is_not_waited_for() {
 #[test]
 fn who_was_in_cannot_pass_and_nobody_skips_or_repeats() {
     let mut it = coordinator(Close::Backup { ranks: 1 }, 2, 3);
-    assert!(it.begun(Rank(0), Step(2), false, Time(1)).is_err());
-    assert!(it.begun(Rank(0), Step(1), true, Time(1)).is_err(), "nobody was left out yet");
+    assert!(it.begun(Rank(0), Step(2), Entry::Trains, Time(1)).is_err());
+    assert!(it.begun(Rank(0), Step(1), Entry::Passes, Time(1)).is_err(), "nobody was left out yet");
     begin(&mut it, &[0, 1, 2], 1, 0);
     assert!(it.completed(Rank(0), Step(2), Time(0)).is_err());
     complete(&mut it, 0, 1, 1);
     assert!(it.completed(Rank(0), Step(1), Time(0)).is_err());
     complete(&mut it, 1, 1, 1);
     it.decide(Time(1)).expect("a decision");
-    assert!(it.begun(Rank(0), Step(2), true, Time(1)).is_err(), "it is needed");
-    assert!(it.begun(Rank(2), Step(2), true, Time(1)).is_ok());
+    assert!(it.begun(Rank(0), Step(2), Entry::Passes, Time(1)).is_err(), "it is needed");
+    assert!(it.begun(Rank(2), Step(2), Entry::Passes, Time(1)).is_ok());
     assert!(it.completed(Rank(2), Step(2), Time(2)).is_err(), "it passes");
+}
+
+#[test]
+fn nobody_is_left_out_of_a_step_that_gathers_all_and_it_says_nothing_of_steps() {
+    for close in [Close::Backup { ranks: 1 }, Close::Spread, Close::Deadline { percent: 110 }] {
+        let mut it = coordinator(close, 4, 3);
+        let mut now = 0;
+        for step in 1..=8 {
+            begin(&mut it, &[0, 1, 2], step, now);
+            now += 100;
+            for rank in 0..3 {
+                complete(&mut it, rank, step, now);
+            }
+            assert!(it.decide(Time(now)).is_some());
+        }
+        let before = it.spans.median();
+        for rank in 0..2 {
+            it.begun(Rank(rank), Step(9), Entry::Gathers, Time(now)).expect("a rank that begins");
+            complete(&mut it, rank, 9, now + 1);
+        }
+        assert!(it.decide(Time(now + 100_000)).is_none(), "{close:?}");
+        assert_eq!(it.poll_timeout(), None, "no deadline wakes anybody");
+        assert_eq!(members(&it.awaited()), [2]);
+        it.begun(Rank(2), Step(9), Entry::Gathers, Time(now + 200_000)).expect("the last");
+        complete(&mut it, 2, 9, now + 200_001);
+        let (step, set) = it.decide(Time(now + 200_001)).expect("a decision");
+        assert_eq!((step, members(&set)), (Step(9), alloc::vec![0, 1, 2]));
+        assert_eq!(it.spans.median(), before);
+    }
+}
+
+#[test]
+fn ranks_that_gather_at_different_steps_are_told() {
+    let mut it = coordinator(Close::Backup { ranks: 1 }, 4, 3);
+    begin(&mut it, &[0], 1, 0);
+    let refused = it.begun(Rank(1), Step(1), Entry::Gathers, Time(1)).expect_err("a refusal");
+    assert!(refused.contains("rank 1 gathers all ranks and rank 0 trains"), "{refused}");
+    begin(&mut it, &[1], 1, 1);
+    complete(&mut it, 0, 1, 2);
+    complete(&mut it, 1, 1, 2);
+    assert!(it.decide(Time(2)).is_some());
+    let refused = it.begun(Rank(2), Step(1), Entry::Gathers, Time(3)).expect_err("a refusal");
+    assert!(refused.contains("rank 2 gathers all ranks and rank 0 trains"), "{refused}");
+    begin(&mut it, &[0, 1], 2, 3);
+    let refused = it.begun(Rank(2), Step(1), Entry::Gathers, Time(4)).expect_err("a refusal");
+    assert!(refused.contains("others have gone on"), "{refused}");
 }

@@ -222,6 +222,33 @@ impl EncodeQueue {
         Some(buffer)
     }
 
+    /// What was taken to be encoded goes nowhere.
+    pub(crate) fn drop_encoded(&mut self, key: Key, owner: Rank) {
+        if let Some(lane) = self.lanes.get_mut(&owner) {
+            lane.ahead.remove(&key);
+        }
+        self.reindex(owner);
+    }
+
+    /// Takes back contributions to a step that nobody has begun to encode; their slices.
+    pub(crate) fn withdraw(&mut self, step: Step) -> Vec<SliceId> {
+        let mut slices = Vec::new();
+        let owners: Vec<Rank> = self.lanes.keys().copied().collect();
+        for owner in owners {
+            if let Some(lane) = self.lanes.get_mut(&owner) {
+                lane.waiting.retain(|_, waiting| {
+                    let goes = waiting.step == step;
+                    if goes {
+                        slices.push(waiting.slice);
+                    }
+                    !goes
+                });
+            }
+            self.reindex(owner);
+        }
+        slices
+    }
+
     pub(crate) fn clear(&mut self) {
         self.lanes.clear();
         self.heads.clear();
@@ -310,7 +337,11 @@ impl Engine {
         let owner = self.plan.slice(slice).owner;
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         self.worker.slice_mut(slice).push_sent = true;
-        if owner == self.rank() {
+        if !self.contributes(self.rank(), step) {
+            // The step has gone on without this rank in the meantime.
+            self.encodes.drop_encoded(key, owner);
+            self.buffers.release(output, &mut self.events);
+        } else if owner == self.rank() {
             self.add_part(slice, owner, Part::Encoded(output), priority);
         } else {
             self.encodes.note_encoded(waiting, key, owner, output);
@@ -335,59 +366,5 @@ impl Engine {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::scheduler::KeyMaker;
-    use crate::strategy::Order;
-    use gradlane_units::Priority;
-
-    #[test]
-    fn so_many_are_ahead_and_one_that_is_more_urgent_than_these() {
-        let mut keys = KeyMaker::new(Order::Priority);
-        let mut queue = EncodeQueue::new(Rank(0), 2);
-        let step = Step(1);
-        let mut push = |queue: &mut EncodeQueue, owner: u32, priority: i32, slice: u32| {
-            let key = keys.slice(step, Priority(priority), TensorId(0), SliceId(slice));
-            queue.push(Rank(owner), key, Waiting { slice: SliceId(slice), step });
-        };
-        let take = |queue: &mut EncodeQueue| {
-            let (key, waiting) = queue.pop()?;
-            let buffer = BufferRef { id: waiting.slice.0, bytes: 1 };
-            queue.note_encoded(waiting, key, Rank(1), buffer);
-            Some(waiting.slice.0)
-        };
-        for slice in 0..3 {
-            push(&mut queue, 1, 0, slice);
-        }
-        assert_eq!(
-            (take(&mut queue), take(&mut queue), take(&mut queue)),
-            (Some(0), Some(1), None)
-        );
-        // One more urgent one goes at once; the next waits although it is still more urgent.
-        push(&mut queue, 1, 5, 3);
-        push(&mut queue, 1, 7, 4);
-        assert_eq!((take(&mut queue), take(&mut queue)), (Some(4), None));
-        assert!(!queue.is_idle());
-        // The most urgent is sent first, and makes room for the next.
-        assert_eq!(queue.note_sent(SliceId(4), step).map(|buffer| buffer.id), Some(4));
-        assert_eq!((take(&mut queue), take(&mut queue)), (Some(3), None));
-        for slice in [3, 0, 1] {
-            assert!(queue.note_sent(SliceId(slice), step).is_some());
-        }
-        assert_eq!((take(&mut queue), take(&mut queue)), (Some(2), None));
-        assert!(queue.note_sent(SliceId(2), step).is_some());
-        assert!(queue.note_sent(SliceId(2), step).is_none());
-        assert!(queue.is_idle());
-    }
-
-    #[test]
-    fn what_this_rank_owns_itself_is_not_bounded() {
-        let mut keys = KeyMaker::new(Order::Priority);
-        let mut queue = EncodeQueue::new(Rank(0), 1);
-        for slice in 0..5 {
-            let key = keys.slice(Step(1), Priority(0), TensorId(0), SliceId(slice));
-            queue.push(Rank(0), key, Waiting { slice: SliceId(slice), step: Step(1) });
-        }
-        assert_eq!(core::iter::from_fn(|| queue.pop()).count(), 5);
-    }
-}
+#[path = "encoding_tests.rs"]
+mod tests;

@@ -4,6 +4,7 @@
 
 use crate::buffers::BufferTable;
 use crate::contributors::Contributors;
+use crate::coordinator::Entry;
 use crate::each::Each;
 use crate::encoding::EncodeQueue;
 use crate::error::UsageError;
@@ -125,10 +126,20 @@ impl Engine {
     /// # Errors
     /// When the step is not the next one, the one before is not complete, or the session has ended.
     pub fn step_begin(&mut self, step: Step) -> Result<(), UsageError> {
-        self.begin(step, false)
+        self.begin(step, Entry::Trains)
     }
 
-    pub(crate) fn begin(&mut self, step: Step, passes: bool) -> Result<(), UsageError> {
+    /// Begins a step that no rank is left out of, whatever the ready rule: for what all ranks do
+    /// together between two steps of training. All ranks have to begin it so; where nobody is ever left
+    /// out it is a step like any other.
+    ///
+    /// # Errors
+    /// As [`Engine::step_begin`].
+    pub fn step_gather(&mut self, step: Step) -> Result<(), UsageError> {
+        self.begin(step, Entry::Gathers)
+    }
+
+    pub(crate) fn begin(&mut self, step: Step, entry: Entry) -> Result<(), UsageError> {
         self.lifecycle.check_open()?;
         let expected = if self.worker.begun { self.worker.step.next() } else { self.worker.step };
         if step != expected {
@@ -150,7 +161,7 @@ impl Engine {
         if self.worker.incomplete == 0 {
             self.events.push_back(Event::StepComplete { step });
         }
-        self.begun_choosing(step, passes);
+        self.begun_choosing(step, entry);
         Ok(())
     }
 

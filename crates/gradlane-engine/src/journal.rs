@@ -23,6 +23,7 @@ use gradlane_wire::FrameHeader;
 pub enum Input {
     StepBegin(Step),
     StepPass(Step),
+    StepGather(Step),
     GradientReady(TensorId, Step),
     TensorAbsent(TensorId, Step),
     BlockReady(TensorId, Step, u64),
@@ -130,6 +131,7 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
     match input {
         Input::StepBegin(step) => usage_of(&engine.step_begin(*step)),
         Input::StepPass(step) => usage_of(&engine.step_pass(*step)),
+        Input::StepGather(step) => usage_of(&engine.step_gather(*step)),
         Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
         Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
         Input::BlockReady(tensor, step, bytes) => {
@@ -259,6 +261,7 @@ impl JournaledEngine {
     journaled! {
         step_begin(step: Step) -> Result<(), UsageError>, Input::StepBegin(step), usage_of;
         step_pass(step: Step) -> Result<(), UsageError>, Input::StepPass(step), usage_of;
+        step_gather(step: Step) -> Result<(), UsageError>, Input::StepGather(step), usage_of;
         gradient_ready(tensor: TensorId, step: Step) -> Result<(), UsageError>,
             Input::GradientReady(tensor, step), usage_of;
         tensor_absent(tensor: TensorId, step: Step) -> Result<(), UsageError>,

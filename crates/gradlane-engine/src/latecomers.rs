@@ -8,13 +8,14 @@ use crate::io::{BufferRef, Landing, Memory};
 use crate::server::Arriving;
 use alloc::format;
 use gradlane_units::{Rank, SliceId, Step};
-use gradlane_wire::{FrameFlags, FrameHeader};
+use gradlane_wire::{Codec, FrameFlags, FrameHeader};
 
 /// A result of a step that this rank's worker has not come to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ahead {
     /// None where no rank had a gradient, or of an empty slice.
     pub(crate) buffer: Option<BufferRef>,
+    pub(crate) form: Codec,
     pub(crate) received_bytes: u64,
     pub(crate) is_whole: bool,
     pub(crate) has_value: bool,
@@ -39,7 +40,7 @@ impl Engine {
             return Ok(None);
         }
         let key = (header.slice, from);
-        let bytes = self.plan.slice_bytes(header.slice);
+        let bytes = self.plan.bytes_as(header.slice, header.codec);
         let was_in = self.contributors.set(header.step).is_some_and(|set| set.contains(from));
         let under_way = self.contributors.late.get(&key).filter(|(step, _)| *step == header.step);
         let arrived = under_way.map_or(0, |(_, arriving)| arriving.received_bytes);
@@ -51,6 +52,9 @@ impl Engine {
             return Ok(Some(Landing::Nothing));
         }
         let buffer = match under_way {
+            Some((_, arriving)) if arriving.buffer.bytes != bytes => {
+                return Err(format!("{} in another form than before", self.describe(header)));
+            }
             Some((_, arriving)) => arriving.buffer,
             None if self.contributors.late.contains_key(&key) => {
                 return Err(format!("{} in the middle of another push", self.describe(header)));
@@ -99,8 +103,9 @@ impl Engine {
         let known = self.contributors.ahead.get(&(header.step, header.slice));
         let arrived = known.map_or(0, |ahead| ahead.received_bytes);
         let is_over = known.is_some_and(|ahead| ahead.is_whole);
+        let is_other = known.is_some_and(|ahead| ahead.form != header.codec);
         let too_far = header.step.0 > self.worker.step.0 + u64::from(furthest);
-        if too_far || is_over || arrived != header.offset || from == self.rank() {
+        if too_far || is_over || is_other || arrived != header.offset || from == self.rank() {
             return Err(format!(
                 "{} at offset {} after {arrived} bytes; this rank is in {}",
                 self.describe(header),
@@ -113,10 +118,11 @@ impl Engine {
         }
         let buffer = match known.and_then(|ahead| ahead.buffer) {
             Some(buffer) => buffer,
-            None => self.buffers.acquire(self.plan.slice_bytes(header.slice)),
+            None => self.buffers.acquire(self.plan.bytes_as(header.slice, header.codec)),
         };
         let ahead = Ahead {
             buffer: Some(buffer),
+            form: header.codec,
             received_bytes: arrived,
             is_whole: false,
             has_value: true,
@@ -131,11 +137,15 @@ impl Engine {
             return false;
         }
         let has_value = !header.flags.contains(FrameFlags::ABSENT);
-        let nothing = Ahead { buffer: None, received_bytes: 0, is_whole: false, has_value };
+        let form = header.codec;
+        let nothing = Ahead { buffer: None, form, received_bytes: 0, is_whole: false, has_value };
         let key = (header.step, header.slice);
         let ahead = self.contributors.ahead.entry(key).or_insert(nothing);
         ahead.received_bytes += u64::from(header.length);
         ahead.is_whole = header.flags.contains(FrameFlags::LAST);
+        if let Some(buffer) = ahead.buffer.as_mut().filter(|_| ahead.is_whole) {
+            buffer.bytes = ahead.received_bytes;
+        }
         true
     }
 
@@ -145,6 +155,7 @@ impl Engine {
         slice: SliceId,
         step: Step,
         buffer: Option<BufferRef>,
+        form: Codec,
     ) -> bool {
         if !self.is_ahead(step) {
             return false;
@@ -154,7 +165,7 @@ impl Engine {
         }
         let received_bytes = buffer.map_or(0, |buffer| buffer.bytes);
         let has_value = buffer.is_some();
-        let ahead = Ahead { buffer, received_bytes, is_whole: true, has_value };
+        let ahead = Ahead { buffer, form, received_bytes, is_whole: true, has_value };
         self.contributors.ahead.insert((step, slice), ahead);
         true
     }

@@ -388,11 +388,10 @@ fn check_coding(
     coding: &dyn Coding,
 ) -> Result<(), PlanError> {
     let (name, codec) = (&spec.name, coding.name());
-    if ready != ReadyRule::All {
+    if ready == ReadyRule::Each {
         return Err(PlanError::new(format!(
-            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone, or left out when \
-             they are late, cannot be encoded (what encoding loses would be lost with them): use the \
-             ready rule all, or no codec"
+            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be encoded: \
+             use another ready rule, or no codec"
         )));
     }
     if scheme.has_blocks() {

@@ -5,9 +5,9 @@
 mod common;
 
 use common::model::gradient;
-use common::{tensors, Cluster};
+use common::{tensors, Cluster, Toy};
 use gradlane_engine::{
-    check_ready_rule, Close, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
+    check_ready_rule, Close, Coding, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
 };
 use gradlane_units::{Rank, Rng, Step, TensorId, Time};
 use gradlane_wire::FrameKind;
@@ -20,9 +20,25 @@ fn ready(close: Close, ahead_steps: u32) -> ReadyRule {
 }
 
 fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world: u32, rule: ReadyRule) -> Arc<Plan> {
+    plan_of(sizes, strategy, slice_elems, world, rule, None)
+}
+
+/// The same, with a codec for every second tensor.
+fn plan_of(
+    sizes: &[u64],
+    strategy: &str,
+    slice_elems: u64,
+    world: u32,
+    rule: ReadyRule,
+    toy: Option<Toy>,
+) -> Arc<Plan> {
     let strategy = Setting::named(strategy, Some(slice_elems), 7).expect("a known strategy");
     let strategy = Setting { ready: rule, ..strategy };
-    let plan = Plan::build(tensors(sizes), strategy, Update::Worker, world);
+    let coded = tensors(sizes).into_iter().enumerate().map(|(index, spec)| {
+        let toy = toy.filter(|_| index % 2 == 0);
+        (spec, toy.map(|toy| -> Box<dyn Coding> { Box::new(toy) }))
+    });
+    let plan = Plan::build(coded.collect(), strategy, Update::Worker, world);
     Arc::new(plan.expect("a plan that can be built"))
 }
 
@@ -47,6 +63,10 @@ struct Run {
     sizes: Vec<u64>,
     steps: u64,
     holes: bool,
+    /// Of every second tensor.
+    toy: Option<Toy>,
+    /// No rank is left out of each so manyth step.
+    gathers_every: u64,
     ahead_steps: u64,
     walks: Vec<Walk>,
     clock: u64,
@@ -57,7 +77,21 @@ struct Run {
 
 impl Run {
     fn new(plan: &Arc<Plan>, frame: u32, lazy: &[u32], steps: u64, seed: u64) -> Run {
-        let mut cluster = Cluster::new(plan, frame, 1 << 16, seed);
+        Run::with_toy(plan, None, frame, lazy, steps, seed)
+    }
+
+    fn with_toy(
+        plan: &Arc<Plan>,
+        toy: Option<Toy>,
+        frame: u32,
+        lazy: &[u32],
+        steps: u64,
+        seed: u64,
+    ) -> Run {
+        let mut cluster = match toy {
+            Some(toy) => Cluster::with_toy(plan, toy, frame, 1 << 16, seed),
+            None => Cluster::new(plan, frame, 1 << 16, seed),
+        };
         cluster.step_zero();
         let walk = |&lazy: &u32| Walk { lazy, step: 0, left: 0, passes: false, finished: false };
         Run {
@@ -65,6 +99,8 @@ impl Run {
             sizes: plan.tensors.iter().map(|it| it.spec.numel).collect(),
             steps,
             holes: false,
+            toy,
+            gathers_every: u64::MAX,
             ahead_steps: u64::from(plan.strategy.ready.set().expect("the rule").ahead_steps),
             walks: lazy.iter().map(walk).collect(),
             clock: 0,
@@ -146,8 +182,11 @@ impl Run {
             return;
         }
         let next = step.next();
-        let passes = coin && node.engine.step_pass(next).is_ok();
-        if !passes {
+        let gathers = next.0.is_multiple_of(self.gathers_every);
+        let passes = coin && !gathers && node.engine.step_pass(next).is_ok();
+        if gathers {
+            node.engine.step_gather(next).expect("the step begins");
+        } else if !passes {
             node.engine.step_begin(next).expect("the step begins");
         } else {
             self.passed.insert((rank, next.0));
@@ -173,11 +212,15 @@ impl Run {
             assert_eq!(node.engine.buffers_in_use(), 0, "buffers leaked");
         }
         for (step, set) in decided {
+            let least =
+                if step.0.is_multiple_of(self.gathers_every) { world as usize } else { least };
             assert!(set.len() >= least, "{step} has {set:?}");
             let passed = set.iter().find(|rank| self.passed.contains(&(rank.0, step.0)));
             assert_eq!(passed, None, "who passes is not in");
             for (tensor, &numel) in self.sizes.iter().enumerate().filter(|(_, &it)| it > 0) {
                 let giving: Vec<u32> = set.iter().map(|rank| rank.0).collect();
+                let coded = self.toy.is_some() && tensor % 2 == 0;
+                let sent = |value: f32| if coded { Toy::keep(value) } else { value };
                 let present = |&&rank: &&u32| has(rank, step.0, tensor, self.holes);
                 let expected = (giving.iter().filter(present).count() > 0).then(|| {
                     let mut sum = vec![-0.0_f32; numel as usize];
@@ -186,9 +229,10 @@ impl Run {
                             true => gradient(rank, tensor, step.0, numel),
                             false => vec![0.0; numel as usize],
                         };
-                        sum.iter_mut().zip(part).for_each(|(total, value)| *total += value);
+                        sum.iter_mut().zip(part).for_each(|(total, value)| *total += sent(value));
                     }
-                    sum.iter().map(|it| (it / giving.len() as f32).to_bits()).collect::<Vec<_>>()
+                    let mean = |total: &f32| sent(total / giving.len() as f32).to_bits();
+                    sum.iter().map(mean).collect::<Vec<_>>()
                 });
                 for rank in 0..world {
                     let held = self.held[&(rank, step.0, tensor)].as_ref();
@@ -206,6 +250,12 @@ fn any_close() -> impl Strategy<Value = Close> {
     prop_oneof![backup, deadline, Just(Close::Spread)]
 }
 
+/// No codec, one whose encodings are equally long, or one whose are not.
+fn any_toy() -> impl Strategy<Value = Option<Toy>> {
+    let toy = |varies| Toy { granule_elems: 1, varies, integer: false };
+    proptest::option::of(any::<bool>().prop_map(toy))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
     #[test]
@@ -219,12 +269,15 @@ proptest! {
         ahead_steps in 1..4_u32,
         steps in 1..9_u64,
         holes in any::<bool>(),
+        toy in any_toy(),
+        gathers_every in 2..9_u64,
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
-        let plan = plan(&sizes, name, slice_elems, world, ready(close, ahead_steps));
-        let mut run = Run::new(&plan, frame, &lazy, steps, seed);
+        let plan = plan_of(&sizes, name, slice_elems, world, ready(close, ahead_steps), toy);
+        let mut run = Run::with_toy(&plan, toy, frame, &lazy, steps, seed);
         run.holes = holes;
+        run.gathers_every = gathers_every;
         run.go();
         run.check(match close {
             Close::Backup { ranks } => (world - ranks) as usize,

@@ -154,6 +154,15 @@ impl Channel {
         self.begin(step, Command::StepPass(step))
     }
 
+    /// Begins a step that no rank is left out of, whatever the plan says of stragglers; all ranks have to
+    /// begin it so. Where all wait for all it is a step like any other.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`]. Ranks that do not begin the same step so fail, and say who.
+    pub fn step_gather(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Command::StepGather(step))
+    }
+
     /// Whether this rank was in a step, where stragglers are left out, and how far the others are.
     #[must_use]
     pub fn standing(&self, step: Step) -> Standing {

@@ -265,7 +265,10 @@ impl Driver {
             }
             Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
                 lock(&self.shared.metrics.attendance).note(&event);
-                if let Event::Decided { step, .. } = event {
+                if let Event::Decided { step, contributors } = event {
+                    if !contributors.contains(&self.engine.rank()) {
+                        self.works.left_out(step);
+                    }
                     ready.publish_decided(step);
                 }
             }

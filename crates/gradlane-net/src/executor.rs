@@ -114,7 +114,7 @@ fn run_guarded(job: Job, trace: &Trace) -> Done {
     let begun = trace.clock().map(|begin_ns| (begin_ns, job.kind(), job.bytes() as u64));
     let done = catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
         let text = crate::shared::panic_text(&*panic);
-        Done { id, slice, state: None, result: Err(format!("a kernel panicked: {text}")) }
+        Done { id, slice, kept: None, result: Err(format!("a kernel panicked: {text}")) }
     });
     if let (Some((begin_ns, kind, bytes)), Some(end_ns)) = (begun, trace.clock()) {
         trace.worked(WorkEntry { begin_ns, end_ns, kind, step, slice, bytes });

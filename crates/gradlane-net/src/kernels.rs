@@ -7,6 +7,7 @@ use crate::encoded::{self, Coder, EncodedParts, Hop};
 use crate::integer_ring;
 use crate::memory::Span;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
+use crate::residual::WorkerResidual;
 use crate::trace::WorkKind;
 use gradlane_codec::{
     reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, Mean, SgdMemory,
@@ -53,14 +54,16 @@ pub(crate) enum Kernel {
         from: Span,
         output: Span,
         feedback: bool,
-        state: SliceState,
+        /// Whether the step may go on without what is sent.
+        may_be_late: bool,
+        residual: WorkerResidual,
     },
     Recode {
         coder: Coder,
         from: EncodedParts,
         output: Span,
         copy_to: Option<Span>,
-        state: SliceState,
+        residual: Vec<f32>,
     },
     DecodeApply {
         coder: Coder,
@@ -119,12 +122,21 @@ pub(crate) struct Job {
     pub(crate) kernel: Kernel,
 }
 
+/// What a job gives back of a slice's state. A rank that is late may encode its contribution while
+/// it reduces those of others: each of the two has its own part.
+#[derive(Debug)]
+pub(crate) enum Kept {
+    Whole(SliceState),
+    Contributed(WorkerResidual),
+    Reduced(Vec<f32>),
+}
+
 /// A job that has run: what is to be reported and kept.
 #[derive(Debug)]
 pub(crate) struct Done {
     pub(crate) id: WorkId,
     pub(crate) slice: SliceId,
-    pub(crate) state: Option<SliceState>,
+    pub(crate) kept: Option<Kept>,
     /// The length of an encoding, of works that make one.
     pub(crate) result: Result<Option<u64>, String>,
 }
@@ -170,8 +182,8 @@ impl Job {
 
     /// Runs the job.
     pub(crate) fn run(self) -> Done {
-        let Job { id, slice, kernel, .. } = self;
-        let (result, state) = match kernel {
+        let Job { id, step, slice, kernel } = self;
+        let (result, kept) = match kernel {
             Kernel::Copy { from, to } => {
                 from.copy_to(to);
                 (Ok(None), None)
@@ -181,46 +193,48 @@ impl Job {
             }
             Kernel::Apply { from, parameters, output, rule, mut state } => {
                 let result = apply(&from, parameters, output, rule, &mut state);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
             Kernel::ReadState { read, dtype, output, copy_to, mut state } => {
                 let result = read_state(read, dtype, output, copy_to, &mut state);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
-            Kernel::Encode { coder, from, output, feedback, mut state } => {
-                let residual = feedback.then(|| state.values(StateKind::WorkerResidual));
-                let result = encoded::encode(&coder, from, residual, output);
-                (result.map(Some), Some(state))
+            Kernel::Encode { coder, from, output, feedback, may_be_late, mut residual } => {
+                if feedback && may_be_late {
+                    residual.remember(step);
+                }
+                let values = feedback.then_some(&mut residual.values);
+                let result = encoded::encode(&coder, from, values, output);
+                (result.map(Some), Some(Kept::Contributed(residual)))
             }
-            Kernel::Recode { coder, from, output, copy_to, mut state } => {
-                let keeps = coder.codec.keeps_residual();
-                let residual = keeps.then(|| state.values(StateKind::OwnerResidual));
-                let result = encoded::recode(&coder, &from, residual, output, copy_to);
-                (result.map(Some), Some(state))
+            Kernel::Recode { coder, from, output, copy_to, mut residual } => {
+                let values = coder.codec.keeps_residual().then_some(&mut residual);
+                let result = encoded::recode(&coder, &from, values, output, copy_to);
+                (result.map(Some), Some(Kept::Reduced(residual)))
             }
             Kernel::DecodeApply { coder, from, dtype, parameters, output, rule, mut state } => {
                 let memory = (parameters, output);
                 let result = decode_apply(&coder, &from, memory, dtype, rule, &mut state);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
             Kernel::RingEncode { coder, from, output, copy_to, mut state } => {
                 let result = ring_encode(&coder, &from, output, copy_to, &mut state);
-                (result.map(Some), Some(state))
+                (result.map(Some), Some(Kept::Whole(state)))
             }
             Kernel::RingScale { coder, received, own, output, mut state } => {
                 let kept = kept_for(&coder, &mut state);
                 let result = integer_ring::scale(&coder, received, own, kept, output);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
             Kernel::RingBegin { coder, scales, own, output, mut state } => {
                 let kept = kept_for(&coder, &mut state);
                 let result = integer_ring::begin(&coder, scales, own, kept, output);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
             Kernel::RingAdd { coder, sums, own, copy_to, mut state } => {
                 let kept = kept_for(&coder, &mut state);
                 let result = integer_ring::add(&coder, sums, own, kept, copy_to);
-                (result.map(|()| None), Some(state))
+                (result.map(|()| None), Some(Kept::Whole(state)))
             }
             Kernel::Decode { coder, from, to } => {
                 let decode =
@@ -228,7 +242,7 @@ impl Job {
                 (decode(&coder, from, to).map(|()| None), None)
             }
         };
-        Done { id, slice, state, result }
+        Done { id, slice, kept, result }
     }
 }
 

@@ -46,6 +46,7 @@ mod options;
 mod pacing;
 mod poller;
 mod ready;
+mod residual;
 mod send_buffer;
 mod shared;
 mod syscall;

@@ -6,6 +6,7 @@
 //! owners broadcast it in place of parameters. The residual of a rank's own contributions is of all
 //! slices, and is another one on every rank.
 
+use crate::residual::WorkerResidual;
 use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
 
 /// How a tensor is updated in a step.
@@ -113,7 +114,7 @@ pub(crate) struct SliceState {
     momentum_buffer: Vec<f32>,
     exp_avg: Vec<f32>,
     exp_avg_sq: Vec<f32>,
-    worker_residual: Vec<f32>,
+    worker_residual: WorkerResidual,
     owner_residual: Vec<f32>,
     /// Steps that were counted here.
     counted: u64,
@@ -136,9 +137,14 @@ impl SliceState {
             StateKind::MomentumBuffer => &mut self.momentum_buffer,
             StateKind::ExpAvg => &mut self.exp_avg,
             StateKind::ExpAvgSq => &mut self.exp_avg_sq,
-            StateKind::WorkerResidual => &mut self.worker_residual,
+            StateKind::WorkerResidual => &mut self.worker_residual.values,
             StateKind::OwnerResidual => &mut self.owner_residual,
         }
+    }
+
+    /// What encoding this rank's contributions has lost, with the way back.
+    pub(crate) fn contributed(&mut self) -> &mut WorkerResidual {
+        &mut self.worker_residual
     }
 
     /// Forgets what an optimizer keeps.

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 pub(crate) enum Command {
     StepBegin(Step),
     StepPass(Step),
+    StepGather(Step),
     GradientReady(TensorId, Step, UserMemory),
     TensorAbsent(TensorId, Step, UserMemory),
     SetParameter(TensorId, UserMemory),

@@ -4,12 +4,12 @@
 use crate::codecs::{self, Planned};
 use crate::encoded::{Coder, EncodedParts, Hop};
 use crate::executor::Executor;
-use crate::kernels::{codec_dtype, Contributions, Done, Job, Kernel};
+use crate::kernels::{codec_dtype, Contributions, Done, Job, Kept, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
 use gradlane_codec::Place;
 use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
-use gradlane_units::{Rank, SliceId, TensorId};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
 use std::sync::Arc;
 
 /// Works in flight and what lives between them.
@@ -24,10 +24,15 @@ pub(crate) struct Works {
     codecs: Vec<Option<Planned>>,
     /// Whether each push is a step of the optimizer, which then only the owner can count.
     applies_each: bool,
+    /// Whether steps may go on without this rank's contributions.
+    may_be_late: bool,
+    /// The last step that did.
+    left_out: Option<Step>,
     /// Per tensor: settings in force from the last `set_optimizer` on.
     rules: Vec<Option<Rule>>,
-    /// Set in steps that broadcast state in place of parameters.
-    reading: Option<StateRead>,
+    /// Set from a step on that broadcasts state in place of parameters. Where ranks may be late an owner can
+    /// be in a later step than its own application: it reads in that step alone.
+    reading: Option<(Step, StateRead)>,
     /// Per slice: optimizer state of the slices that this rank updates, and what codecs have lost.
     states: Vec<Option<SliceState>>,
     done: Vec<Done>,
@@ -52,6 +57,8 @@ impl Works {
             seed,
             codecs: codecs::of_plan(plan)?,
             applies_each: plan.strategy.ready == ReadyRule::Each,
+            may_be_late: plan.strategy.ready.set().is_some(),
+            left_out: None,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
@@ -76,9 +83,14 @@ impl Works {
         }
     }
 
-    /// From now on slices are not updated: their state is broadcast.
-    pub(crate) fn read_state(&mut self, read: StateRead) {
-        self.reading = Some(read);
+    /// From this step on slices are not updated: their state is broadcast.
+    pub(crate) fn read_state(&mut self, read: StateRead, step: Step) {
+        self.reading = Some((step, read));
+    }
+
+    /// What is broadcast in a step in place of what is computed.
+    fn read_in(&self, step: Step) -> Option<StateRead> {
+        self.reading.filter(|(of, _)| self.applies_each || *of == step).map(|(_, read)| read)
     }
 
     /// Forgets all optimizer state.
@@ -93,7 +105,7 @@ impl Works {
         let width = self.plan.residual_width(tensor);
         for slice in self.plan.slices_of(tensor) {
             let length = self.plan.slice(slice).length as usize * width;
-            let state = self.states[slice.index()].get_or_insert_default();
+            let state = self.state(slice);
             let own = state.values(StateKind::WorkerResidual);
             values.extend_from_slice(own);
             values.resize(values.len() + length - own.len().min(length), 0.0);
@@ -111,7 +123,7 @@ impl Works {
                 wide.iter_mut().step_by(width).zip(&values).for_each(|(wide, it)| *wide = *it);
                 values = wide;
             }
-            let state = self.states[slice.index()].get_or_insert_default();
+            let state = self.state(slice);
             *state.values(kind) = values;
         }
     }
@@ -157,8 +169,8 @@ impl Works {
 
     fn report(&mut self, done: Done, engine: &mut JournaledEngine) -> Result<(), String> {
         self.in_flight = self.in_flight.saturating_sub(1);
-        if done.state.is_some() {
-            self.states[done.slice.index()] = done.state;
+        if let Some(kept) = done.kept {
+            self.keep(done.slice, kept);
         }
         match done.result {
             Ok(Some(bytes)) => engine.handle_encoded(done.id, bytes),
@@ -172,15 +184,40 @@ impl Works {
         Ok(())
     }
 
+    fn keep(&mut self, slice: SliceId, kept: Kept) {
+        let left_out = self.left_out;
+        let state = self.state(slice);
+        match kept {
+            Kept::Whole(whole) => *state = whole,
+            Kept::Reduced(values) => *state.values(StateKind::OwnerResidual) = values,
+            Kept::Contributed(mut residual) => {
+                if let Some(step) = left_out {
+                    residual.take_back(step);
+                }
+                *state.contributed() = residual;
+            }
+        }
+    }
+
+    /// A step went on without this rank: what its contributions have lost is as before.
+    pub(crate) fn left_out(&mut self, step: Step) {
+        self.left_out = Some(step);
+        self.states.iter_mut().flatten().for_each(|state| state.contributed().take_back(step));
+    }
+
     /// What is kept of a slice goes with its work, and comes back with what was done.
     fn take_state(&mut self, slice: SliceId) -> SliceState {
-        self.states[slice.index()].take().unwrap_or_default()
+        std::mem::take(self.state(slice))
+    }
+
+    fn state(&mut self, slice: SliceId) -> &mut SliceState {
+        self.states[slice.index()].get_or_insert_default()
     }
 
     fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
         let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
-        let kernel = match (&work.operation, self.reading) {
+        let kernel = match (&work.operation, self.read_in(work.step)) {
             (Operation::Copy { from, to }, _) => {
                 if from.length != to.length {
                     return Err(format!("a copy of {} to {} bytes", from.length, to.length));
@@ -237,9 +274,10 @@ impl Works {
                     // What nobody looks at leaves no residual.
                     feedback: coder.codec.keeps_residual() && reading.is_none(),
                     coder,
+                    may_be_late: self.may_be_late,
                     from: locate(input)?,
                     output: locate(output)?,
-                    state: self.take_state(work.slice),
+                    residual: std::mem::take(self.state(work.slice).contributed()),
                 }
             }
             (Operation::Recode { inputs, absent, divisor, output, copy_to }, _) => Kernel::Recode {
@@ -251,7 +289,7 @@ impl Works {
                 },
                 output: locate(output)?,
                 copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                state: self.take_state(work.slice),
+                residual: std::mem::take(self.state(work.slice).values(StateKind::OwnerResidual)),
             },
             (Operation::DecodeApply { inputs, absent, divisor, parameters, output }, _) => {
                 Kernel::DecodeApply {

@@ -5,13 +5,13 @@ mod support;
 #[path = "support/encoded.rs"]
 mod support_encoded;
 
-use gradlane_engine::{Decision, Input, Journal, Update};
-use gradlane_units::{Dtype, Priority, Step};
+use gradlane_engine::{Close, Decision, Input, Journal, ReadyRule, SetRule, Strategy, Update};
+use gradlane_units::{Dtype, Priority, Step, TensorId};
 use support::{
-    check_means, check_ring_means, contribute, deadline, each_rank, never, plan, run_step, specs,
-    tensor, world_with, PATIENCE,
+    check_means, check_ring_means, contribute, deadline, each_rank, gradient, never, plan,
+    run_step, specs, tensor, world_with, PATIENCE,
 };
-use support_encoded::plan_encoded;
+use support_encoded::{plan_encoded, plan_encoded_by};
 
 const WORLD: u32 = 3;
 
@@ -106,6 +106,56 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
         let encoded = journal.entries().iter().filter(|it| matches!(it.0, Input::Encoded(..)));
         // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
         assert_eq!(encoded.count(), 3 * (15 + 5));
+        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+    }
+}
+
+#[test]
+fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
+    let tensors = vec![tensor("first", 40_000, Dtype::F32), tensor("last", 90_000, Dtype::F32)];
+    let strategy = Strategy::named("p3", Some(10_000), 7).expect("p3");
+    let close = Close::Backup { ranks: 1 };
+    let ready = ReadyRule::Set(SetRule { close, ahead_steps: 2 });
+    let codec = "qsgd:bits=4,residual=on";
+    let strategy = Strategy { ready, ..strategy };
+    let plan = plan_encoded_by(tensors, codec, strategy, WORLD, Update::Worker);
+    let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
+        options.journal = true;
+        options.frame_bytes = 2_000;
+        options.credit_bytes = 2_000;
+    });
+    let journals = each_rank(channels, |channel| {
+        run_step(&channel, 0).expect("step 0");
+        for step in 1..=5_u64 {
+            let number = Step(step);
+            let begun = match step {
+                3 => channel.step_gather(number),
+                _ => channel.step_begin(number),
+            };
+            begun.expect("a step");
+            let late = channel.rank().0 == 2 && step != 3;
+            let specs = specs(&channel);
+            let gradients = specs.iter().enumerate();
+            let mut memory: Vec<_> = gradients
+                .map(|(index, spec)| gradient(channel.rank().0, step, index, spec))
+                .collect();
+            for index in [1, 0] {
+                if late && index == 0 {
+                    channel.wait_decided(number, &mut deadline()).expect("a decision");
+                }
+                let lent = memory[index].memory();
+                channel.gradient_ready(TensorId(index as u32), number, lent).expect("a gradient");
+            }
+            channel.step_end(number).expect("the end");
+            channel.wait_step(number, &mut deadline()).expect("a result");
+            assert_eq!(channel.standing(number).was_in, Some(!late));
+        }
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.take_journal().expect("it was asked for")
+    });
+    for journal in journals {
+        let gathered = journal.entries().iter().filter(|it| matches!(it.0, Input::StepGather(_)));
+        assert_eq!(gathered.count(), 1);
         journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
     }
 }

@@ -177,6 +177,11 @@ impl Channel {
         self.channel.step_pass(Step(step)).map_err(translate)
     }
 
+    /// Begin a step that no rank is left out of; all ranks have to begin it so.
+    fn step_gather(&self, step: u64) -> PyResult<()> {
+        self.channel.step_gather(Step(step)).map_err(translate)
+    }
+
     /// Wait until it is known who is in the current step.
     fn wait_decided(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         self.waiting(py, move |channel, interrupt| channel.wait_decided(Step(step), interrupt))

@@ -2,7 +2,8 @@
 
 use gradlane_engine::{Close, SetRule};
 use gradlane_sim::{
-    simulate, Network, Profile, ProfiledTensor, Scenario, SimError, Stops, StragglerFigures,
+    simulate, CodedTensor, Network, Profile, ProfiledTensor, Scenario, SimError, Stops,
+    StragglerFigures,
 };
 
 /// Twelve equal layers, 300 ms a step, a third of it forward; 20 MB.
@@ -51,6 +52,26 @@ fn leaving_a_stopped_rank_out_keeps_the_others_within_a_twentieth_of_nobody_stop
         assert!(found.left_out_steps[3] > 20, "{close:?}: {found:?}");
         assert!(found.passed_steps[3] > 0, "{close:?}: {found:?}");
     }
+}
+
+#[test]
+fn encoded_steps_go_on_without_a_stopped_rank_too() {
+    let run = |close: Option<Close>, stops: bool| {
+        let mut scenario = scenario(close, stops);
+        // Too slow for the values themselves: 20 MB would take four times as long.
+        scenario.network = Network::new(0.4e9);
+        let codec = CodedTensor { codec: "qsgd:bits=4,residual=on".into(), sizes: vec![] };
+        let names = scenario.profile.tensors.iter().map(|tensor| tensor.name.clone());
+        scenario.codecs = names.map(|name| (name, codec.clone())).collect();
+        simulate(&scenario).expect("a run").report
+    };
+    let undisturbed = run(None, false).step_s;
+    let waiting = run(None, true).stragglers.expect("figures").others_step_s_mean;
+    assert!(waiting > 1.05 * undisturbed, "{waiting} after {undisturbed}");
+    let found = run(Some(BACKUP), true).stragglers.expect("figures");
+    assert!(found.others_step_s_mean < 0.97 * waiting, "{found:?} after {waiting}");
+    assert!(found.left_out_steps[3] > 20, "{found:?}");
+    assert!(found.passed_steps[3] > 0, "{found:?}");
 }
 
 #[test]

@@ -231,7 +231,7 @@ mod tests {
         let kinds = proptest::sample::select(FrameKind::ALL);
         let identity = (any::<u64>(), any::<u32>(), any::<u32>(), any::<u32>(), any::<u32>());
         let rest = (any::<i32>(), any::<u32>(), any::<u64>(), 0..=MAX_FRAME_BYTES, any::<u32>());
-        (kinds, 0..4_u8, identity, rest).prop_map(|(kind, flags, a, b)| FrameHeader {
+        (kinds, 0..8_u8, identity, rest).prop_map(|(kind, flags, a, b)| FrameHeader {
             kind,
             codec: Codec::Raw,
             flags: FrameFlags(flags),

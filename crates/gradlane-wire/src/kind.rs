@@ -119,7 +119,9 @@ impl FrameFlags {
     pub const LAST: FrameFlags = FrameFlags(1);
     /// The sender has no gradient for this slice in this step; the frame has no payload.
     pub const ABSENT: FrameFlags = FrameFlags(2);
-    const KNOWN: u8 = 3;
+    /// No rank may be left out of the step that the sender has begun.
+    pub const GATHERS: FrameFlags = FrameFlags(4);
+    const KNOWN: u8 = 7;
 
     /// Whether all bits of `other` are set here.
     #[must_use]

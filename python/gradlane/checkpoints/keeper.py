@@ -34,13 +34,12 @@ from gradlane.checkpoints.tree import Leaf, assemble, leaves, pieces_of, put_tog
 from gradlane.environment import Place
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
 from gradlane.rendezvous import Meeting
+from gradlane.residual_state import MEAN_OF
 
 if TYPE_CHECKING:
     from gradlane.prepared import Prepared
 
 _STRUCTURE = "structure"
-_OWN = "worker_residual"
-_MEAN = "mean_worker_residual"
 _POLL_S = 0.02
 
 
@@ -117,13 +116,15 @@ class Checkpoints:
         assert self._prepared is not None and self._meeting is not None
         place = self._place
         state = self._prepared.whole_state()
-        own = state["session"].pop(_OWN)
+        own = {kind: state["session"].pop(kind) for kind in MEAN_OF}
         for key in ("rank", "world_size"):
             del state["session"][key]
         tree, tensors = take_apart(state)
-        pieces = pieces_of(tensors, place.rank, place.world_size)
-        for name, value in own.items():
-            pieces.append(Piece(f"{_OWN}/{place.rank}/{name}", 0, value.reshape(-1).clone()))
+        apart = {f"/model/{name}" for name in self._prepared.buffers_apart}
+        pieces = pieces_of(tensors, place.rank, place.world_size, apart)
+        for kind, values in own.items():
+            for name, value in values.items():
+                pieces.append(Piece(f"{kind}/{place.rank}/{name}", 0, value.reshape(-1).clone()))
         if place.rank == 0:
             room = io.BytesIO()
             torch.save(tree, room)
@@ -163,9 +164,8 @@ class Checkpoints:
         room = io.BytesIO(structure.values.numpy().tobytes())
         tree = torch.load(room, weights_only=True)
         state = put_together(tree, assemble(leaves(tree), pieces))
-        state["session"].update(
-            rank=self._place.rank, world_size=len(shards), **{_OWN: self._own(tree, pieces)}
-        )
+        own = {kind: self._own(kind, tree, pieces) for kind in MEAN_OF}
+        state["session"].update(rank=self._place.rank, world_size=len(shards), **own)
         try:
             self._prepared.load_whole_state(state)
         except (ValueError, RuntimeError, KeyError) as error:
@@ -211,10 +211,16 @@ class Checkpoints:
         check_files(manifest)
         return manifest
 
-    def _own(self, tree: Any, pieces: list[Piece]) -> dict[str, torch.Tensor]:
-        """Return what this rank's own contributions had lost, where a rank of its number wrote."""
-        prefix = f"{_OWN}/{self._place.rank}/"
-        means: Mapping[str, Any] = tree["session"].get(_MEAN, {})
+    def _own(self, kind: str, tree: Any, pieces: list[Piece]) -> dict[str, torch.Tensor]:
+        """Return what a rank of this number had of its own, where one wrote.
+
+        Args:
+            kind: what it is, a key of `MEAN_OF`.
+            tree: the structure of the checkpoint.
+            pieces: all that is in its files.
+        """
+        prefix = f"{kind}/{self._place.rank}/"
+        means: Mapping[str, Any] = tree["session"].get(MEAN_OF[kind], {})
         shapes: dict[str, Leaf] = {
             name: leaf for name, part in means.items() for leaf in leaves(part)
         }

@@ -6,7 +6,7 @@ stay whole. A piece is known by tensor and elements, not by rank, so that any wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,25 @@ def leaves(tree: Any) -> Iterator[Leaf]:
             yield from leaves(value)
 
 
-def pieces_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[Piece]:
-    """Return copies of what one rank writes of tensors that all ranks have."""
+def pieces_of(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int, apart: Container[str] = ()
+) -> list[Piece]:
+    """Return copies of what one rank writes of tensors that all ranks have.
+
+    Args:
+        tensors: by name.
+        rank: this rank.
+        world_size: how many ranks write.
+        apart: names of those that differ from rank to rank: rank 0 writes its own.
+    """
     pieces = []
     # An optimizer's state is in the order in which gradients came, another one on every rank.
     for number, name in enumerate(sorted(tensors)):
         tensor = tensors[name]
         count = tensor.numel()
-        if count <= WHOLE_ELEMS:
+        if name in apart:
+            number, begin, end = 0, 0, count if rank == 0 else 0
+        elif count <= WHOLE_ELEMS:
             begin, end = (0, count) if number % world_size == rank else (0, 0)
         else:
             begin, end = count * rank // world_size, count * (rank + 1) // world_size

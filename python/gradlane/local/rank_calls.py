@@ -18,6 +18,10 @@ class RankCalls:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
+    def step_gather(self, step: int) -> None:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
     def wait_decided(self, step: int) -> None:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")

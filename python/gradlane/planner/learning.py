@@ -151,6 +151,7 @@ class Learning:
                 update=self._options.update,
                 servers=self._options.servers,
                 ranks_per_node=each,
+                stragglers=self._options.stragglers,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
@@ -175,6 +176,7 @@ class Learning:
             self._links.rate_bps,
             update=self._options.update,
             servers=self._options.servers,
+            stragglers=self._options.stragglers,
         )
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)

@@ -19,6 +19,7 @@ from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.options import RING, ring_refusal
 from gradlane.planner.schemes import PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.stragglers import WAIT
 from gradlane.whole_files import replace_text
 
 FORMAT = "gradlane-plan"
@@ -189,6 +190,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 ranks_per_node=cluster.integer("ranks_per_node", least=1)
                 if "ranks_per_node" in cluster.source
                 else 1,
+                stragglers=cluster.text("stragglers") if "stragglers" in cluster.source else WAIT,
             )
         ),
         source=cluster.text("source"),

@@ -25,6 +25,7 @@ from gradlane.planner.candidates import TIE, Candidate, Simulated
 from gradlane.planner.layers import Schemes
 from gradlane.planner.scheme_search import OTHER_ORDER, Allowed, SchemeSearch, choose_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.stragglers import LEAVES_OUT
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
@@ -162,7 +163,8 @@ def search(
     best = _with(best, "strategy", strategy.value)
     choices = [strategy]
     reasons: Mapping[str, str] = {}
-    if not best.settings.adds_up_on_nodes:
+    # Where late ranks are left out, only sums on servers go on without them.
+    if not best.settings.adds_up_on_nodes and not facts.leaves_out:
         schemes = choose_schemes(simulated, profile, facts, best, allowed)
         choices += _scheme_choice(schemes)
         best, reasons = schemes.best, schemes.reasons
@@ -183,6 +185,8 @@ def search(
 
 
 def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+    if facts.leaves_out:
+        return LEAVES_OUT
     if base.adds_up_on_nodes:
         # Whoever pulls from servers does so rank by rank.
         return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)

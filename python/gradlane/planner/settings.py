@@ -9,6 +9,7 @@ from gradlane.codec_choice import RAW, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
 from gradlane.local.rules import OFF, with_local
 from gradlane.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
+from gradlane.stragglers import WAIT, parse_stragglers
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -106,6 +107,7 @@ class ClusterFacts:
         update: where the optimizer runs, `"worker"` or `"server"`.
         servers: the first so many ranks own slices; None: all.
         ranks_per_node: ranks on each node, which share its port.
+        stragglers: who a step goes on without, as in `gradlane.init`.
     """
 
     workers: int
@@ -114,6 +116,7 @@ class ClusterFacts:
     update: str = "worker"
     servers: int | None = None
     ranks_per_node: int = 1
+    stragglers: str = WAIT
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -141,6 +144,12 @@ class ClusterFacts:
             )
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
+        parse_stragglers(self.stragglers)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without ranks that are late."""
+        return self.stragglers != WAIT
 
     @property
     def nodes(self) -> int:
@@ -156,9 +165,11 @@ class ClusterFacts:
         return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts by name; `servers` only where not all ranks are, and
-        `ranks_per_node` only where nodes have several."""
+        """Return the facts by name; `servers` only where not all ranks are, `ranks_per_node`
+        only where nodes have several, and `stragglers` only where not all are waited for."""
         facts = asdict(self)
+        if not self.leaves_out:
+            del facts["stragglers"]
         if self.ranks_per_node == 1:
             del facts["ranks_per_node"]
         if self.servers is None:

@@ -14,6 +14,8 @@ from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
 
 _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
 """What a connection holds over the send buffer asked for: the kernel doubles it, less its books."""
+_LATE_STEPS = 16
+"""Deadlines begin after five steps."""
 
 
 def predict_step_s(
@@ -47,6 +49,8 @@ def predict_step_s(
         ranks_per_node=facts.ranks_per_node,
         # What a session makes of it where nodes have several ranks.
         local=LEADER if settings.local == AUTO else settings.local or OFF,
+        stragglers=facts.stragglers,
+        steps=_steps(facts),
         costs=costs or MachineCosts(),
     )
     scenario = scenario_of(profile, cluster)
@@ -54,7 +58,14 @@ def predict_step_s(
     scenario["update"] = facts.update
     window_bytes = round(settings.send_buffer_bytes * _WINDOW_PER_BUFFER_BYTE)
     scenario["network"]["send_buffer_bytes"] = window_bytes
-    return float(run_scenario(scenario)["report"]["step_s"])
+    report = run_scenario(scenario)["report"]
+    late = report.get("stragglers")
+    return float(report["step_s"] if late is None else late["others_step_s_mean"])
+
+
+def _steps(facts: ClusterFacts) -> int:
+    """How many steps are simulated: more where who is late is decided by those before."""
+    return _LATE_STEPS if facts.leaves_out else Cluster.steps
 
 
 def simulated_frames(
@@ -80,4 +91,4 @@ def simulated_frames(
         slices = math.ceil(max(1, tensor.numel) / elems)
         slice_bytes = max(1.0, tensor.size_bytes / slices)
         frames += slices * math.ceil(slice_bytes / settings.frame_bytes)
-    return 3 * 2 * (facts.workers - 1) * frames
+    return _steps(facts) * 2 * (facts.workers - 1) * frames

@@ -196,6 +196,10 @@ class _ListeningChannel:
         self._channel.step_pass(step)
         self._recording.begin_step(step)
 
+    def step_gather(self, step: int) -> None:
+        self._channel.step_gather(step)
+        self._recording.begin_step(step)
+
     def wait(self, tensors: list[int], step: int) -> None:
         begin_ns = time.monotonic_ns()
         try:

@@ -262,10 +262,7 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],
-        "codec": cluster.codec,
         "factors": options.SFB if factors else "",
-        "check_every": 0,
-        "checkpoint": None,
     }
     check_stragglers(cluster.stragglers, LATE[0], own)
     rule = parse_stragglers(cluster.stragglers)

@@ -68,7 +68,7 @@ pub struct Node {
     /// Whether a peer that breaks the protocol ends the session, as over sockets, and not the test.
     lenient: bool,
     /// Slices encoded, or being encoded, for other ranks, and not yet with the kernel.
-    ahead: BTreeMap<u32, BTreeSet<SliceId>>,
+    ahead: BTreeMap<u32, BTreeSet<(Step, SliceId)>>,
 }
 
 /// One `Event::Applied`.
@@ -354,7 +354,7 @@ impl Cluster {
         let node = &mut self.nodes[node];
         let work = if node.dead { None } else { node.engine.poll_work() };
         let moved = work.is_some();
-        if let Some(Work { operation: Operation::Encode { .. }, slice, .. }) = &work {
+        if let Some(Work { operation: Operation::Encode { .. }, slice, step, .. }) = &work {
             let (plan, own) = (node.engine.plan(), node.engine.rank());
             let slice_of = plan.slice(*slice);
             let to = match plan.tensor(slice_of.tensor).scheme {
@@ -363,7 +363,7 @@ impl Cluster {
             };
             if to != own {
                 let ahead = node.ahead.entry(to.0).or_default();
-                assert!(ahead.insert(*slice), "{slice} is encoded twice");
+                assert!(ahead.insert((*step, *slice)), "{slice} is encoded twice in {step}");
                 // The engine's default, and one that is more urgent than these.
                 assert!(ahead.len() <= 5, "{} slices are encoded ahead", ahead.len());
             }
@@ -424,7 +424,8 @@ impl Cluster {
         let (kind, flags) = (transmit.header.kind, transmit.header.flags);
         let begins = kind == FrameKind::RingReduce && transmit.header.hop == 1;
         if (kind == FrameKind::Push || begins) && flags.contains(FrameFlags::LAST) {
-            node.ahead.entry(peer.0).or_default().remove(&transmit.header.slice);
+            let sent = (transmit.header.step, transmit.header.slice);
+            node.ahead.entry(peer.0).or_default().remove(&sent);
         }
         node.engine.handle_sent(&transmit);
         node.take_events();
@@ -694,7 +695,13 @@ impl Node {
                 Event::Applied { slice, rank, step, version, staleness } => {
                     self.applied.push(Applied { slice, rank, step, version, staleness });
                 }
-                Event::Decided { step, contributors } => self.decided.push((step, contributors)),
+                Event::Decided { step, contributors } => {
+                    if !contributors.contains(&self.engine.rank()) {
+                        // What was encoded is dropped, but for pushes that have begun.
+                        self.ahead.values_mut().for_each(|it| it.retain(|it| it.0 != step));
+                    }
+                    self.decided.push((step, contributors));
+                }
                 Event::LeftOut { step, behind } => self.left_out.push((step, behind)),
                 Event::Late { .. } => {}
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),

@@ -20,6 +20,10 @@ impl Driver {
                     self.works.begin_step();
                     self.engine.step_pass(step)
                 }
+                Command::StepGather(step) => {
+                    self.works.begin_step();
+                    self.engine.step_gather(step)
+                }
                 Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
@@ -55,7 +59,7 @@ impl Driver {
                     Ok(())
                 }
                 Command::ReadState(read, step) => {
-                    self.works.read_state(read);
+                    self.works.read_state(read, step);
                     self.engine.updates_paused();
                     if self.engine.plan().strategy.ready == ReadyRule::Each {
                         // It is asked for between steps there, and nothing is ever encoded.

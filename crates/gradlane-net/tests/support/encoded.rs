@@ -61,6 +61,17 @@ pub fn plan_encoded(
     update: Update,
 ) -> String {
     let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a strategy");
+    plan_encoded_by(tensors, codec, strategy, world_size, update)
+}
+
+/// The same by a strategy with rules of its own.
+pub fn plan_encoded_by(
+    tensors: Vec<TensorSpec>,
+    codec: &str,
+    strategy: Strategy,
+    world_size: u32,
+    update: Update,
+) -> String {
     let coded = tensors.into_iter().map(|spec| {
         let codec = TensorCodec::parse(codec, spec.dtype, &[spec.numel]).expect("a codec");
         let boxed = codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
@@ -90,6 +101,8 @@ pub struct Oracle {
     codec: Arc<dyn Codec>,
     pub worker_residuals: Vec<Vec<f32>>,
     pub owner_residual: Vec<f32>,
+    /// By rank, all that was ever decoded of what it sent.
+    pub sent: Vec<Vec<f64>>,
 }
 
 impl Oracle {
@@ -103,6 +116,7 @@ impl Oracle {
             codec,
             worker_residuals: vec![zeros.clone(); world_size as usize],
             owner_residual: zeros,
+            sent: vec![vec![0.0; spec.numel as usize]; world_size as usize],
         }
     }
 
@@ -112,22 +126,37 @@ impl Oracle {
 
     /// The memory of every rank after a step in which each rank has these values.
     pub fn step(&mut self, step: u64, values: impl Fn(u32) -> Vec<f32>) -> Vec<u8> {
+        let all: Vec<u32> = (0..self.worker_residuals.len() as u32).collect();
+        self.step_of(&all, step, values)
+    }
+
+    /// The memory of every rank after a step that only these ranks contribute to: of the others
+    /// nothing is sent, lost or kept.
+    pub fn step_of(
+        &mut self,
+        ranks: &[u32],
+        step: u64,
+        values: impl Fn(u32) -> Vec<f32>,
+    ) -> Vec<u8> {
         let elements = self.spec.numel as usize;
         let keeps = self.codec.keeps_residual();
-        let world_size = self.worker_residuals.len();
         let mut sum = vec![0.0; elements];
         let mut encoded = vec![0; self.codec.max_wire_bytes(elements)];
-        for rank in 0..world_size {
-            let place = self.place(step, rank as u32);
-            let residual = keeps.then_some(self.worker_residuals[rank].as_mut_slice());
-            let used = self.codec.encode(&place, &values(rank as u32), residual, &mut encoded);
-            let done = match rank {
+        for (position, &rank) in ranks.iter().enumerate() {
+            let place = self.place(step, rank);
+            let residual = keeps.then_some(self.worker_residuals[rank as usize].as_mut_slice());
+            let used = self.codec.encode(&place, &values(rank), residual, &mut encoded);
+            let done = match position {
                 0 => self.codec.decode(&encoded[..used], &mut sum),
                 _ => self.codec.decode_add(&encoded[..used], &mut sum),
             };
             done.expect("its own encoding");
+            let mut alone = vec![0.0; elements];
+            self.codec.decode(&encoded[..used], &mut alone).expect("its own encoding");
+            let sent = self.sent[rank as usize].iter_mut();
+            sent.zip(alone).for_each(|(sent, value)| *sent += f64::from(value));
         }
-        sum.iter_mut().for_each(|value| *value /= world_size as f32);
+        sum.iter_mut().for_each(|value| *value /= ranks.len() as f32);
         let place = self.place(step, Place::BROADCAST);
         let residual = keeps.then_some(self.owner_residual.as_mut_slice());
         let used = self.codec.encode(&place, &sum, residual, &mut encoded);
