@@ -27,12 +27,13 @@ from tests.checkpoints.training import train
 def main(folder: Path, seed: int, rounds: int) -> None:
     """Kill the ranks of so many rounds."""
     chance = random.Random(seed)
-    for number in range(rounds):
+    for _ in range(rounds):
         world_size = chance.choice((1, 2, 2, 3, 3))
         found = newest(folder)
         before = found.step if found else 0
-        port_file = folder / f"port-{number}"
-        ranks = [fork_rank(folder, port_file, rank, world_size) for rank in range(world_size)]
+        # Held here, where nobody is killed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [fork_rank(folder, store.port, rank, world_size) for rank in range(world_size)]
         deadline = time.monotonic() + 60
         while True:
             found = newest(folder)
@@ -54,23 +55,14 @@ def main(folder: Path, seed: int, rounds: int) -> None:
         print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
 
 
-def fork_rank(folder: Path, port_file: Path, rank: int, world_size: int) -> int:
+def fork_rank(folder: Path, port: int, rank: int, world_size: int) -> int:
     """Start a rank; returns its process id."""
     process_id = os.fork()
     if process_id:
         return process_id
     try:
         torch.set_num_threads(1)
-        if rank == 0:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            temporary = port_file.with_suffix(".tmp")
-            temporary.write_text(str(store.port))
-            temporary.rename(port_file)
-        else:
-            while not port_file.exists():
-                time.sleep(0.005)
-            port = int(port_file.read_text())
-            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         session = gradlane.init(
             store=store,
             rank=rank,
