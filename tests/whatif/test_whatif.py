@@ -132,7 +132,7 @@ def test_the_answer_says_when_nothing_helps() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e7])
     (answer,) = answers_of([row])
     assert answer.cheapest is None
-    assert "Nothing simulated here reaches 95 %" in answer.text
+    assert "Nothing simulated here reaches 95 %, or more than wfbp." in answer.text
 
 
 def test_a_faster_link_and_fewer_bytes_together_are_told_where_neither_is_enough() -> None:

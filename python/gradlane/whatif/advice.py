@@ -289,9 +289,10 @@ def _text(
                 sentences.append(f"So would: {others}.")
         else:
             best = max(changes, key=lambda change: change.scaling_factor)
-            sentences.append(
-                f"Nothing simulated here reaches {_percent(GOAL)}; the most is {_described(best)}."
-            )
+            most = f"; the most is {_described(best)}"
+            if best.kind == "nothing":
+                most = f", or more than {_named(baseline)}"
+            sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
     return " ".join(sentences)
@@ -299,8 +300,6 @@ def _text(
 
 def _described(change: Change) -> str:
     reaches = f"({_percent(change.scaling_factor)})"
-    if change.kind == "nothing":
-        return f"nothing, {change.strategy} {reaches}"
     if change.kind == "strategy" and change.strategy == RING_FUSED:
         return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
     if change.kind == "strategy" and change.strategy in NODE_STRATEGIES:
