@@ -90,9 +90,12 @@ def test_a_capsule_is_read_and_left_to_its_owner() -> None:
     owner = np.arange(12.0, dtype=np.float32).reshape(3, 4)
     view = read_dlpack(owner[1:])
     assert (view.pointer, view.shape, view.dtype) == (owner[1:].ctypes.data, (2, 4), "float32")
-    assert view.writable == says_whether_writable(owner)
-    owner.flags.writeable = False
-    assert not read_dlpack(owner).writable
+    # NumPy 1.26 cannot say it, and exports nothing that may not be written.
+    says = says_whether_writable(owner)
+    assert view.writable == says
+    if says:
+        owner.flags.writeable = False
+        assert not read_dlpack(owner).writable
     half = torch.ones(2, 3, dtype=torch.bfloat16)
     assert read_dlpack(half).dtype == "bfloat16"
     assert read_dlpack(half).pointer == half.data_ptr()
