@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first step of an optimizer loads it, in each rank that is forked
 from rich.console import Console
+from torch._C._distributed_c10d import TCPStore
 from torch.nn import functional
 
 from gradlane.checkpoints.folder import newest
@@ -71,13 +72,13 @@ class Run:
 
 
 def train_rank(
-    folder: Path, rank: int, ranks: int, steps: int, checkpoint: Path, every: int
+    folder: Path, port: int, rank: int, ranks: int, steps: int, checkpoint: Path, every: int
 ) -> None:
     """Train on one rank, leaving a line a step in its file, and at the end a digest."""
     import gradlane
 
     torch.set_num_threads(1)
-    store = _store(folder, rank)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     data = Digits("digits-cnn", rank=0, world_size=1, seed=0, paced=False)
     torch.manual_seed(0)
     model = data.make_model()
@@ -111,20 +112,6 @@ def train_rank(
     (folder / f"digest-{rank}").write_text(state.hexdigest())
 
 
-def _store(folder: Path, rank: int) -> Any:
-    from torch.distributed import TCPStore
-
-    path = folder / "port"
-    if rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        path.with_suffix(".tmp").write_text(str(store.port))
-        path.with_suffix(".tmp").rename(path)
-        return store
-    while not path.exists():
-        time.sleep(0.005)
-    return TCPStore("127.0.0.1", int(path.read_text()), is_master=False, wait_for_workers=False)
-
-
 def run_ranks(
     name: str,
     ranks: int,
@@ -150,8 +137,10 @@ def run_ranks(
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradlane-") as text:
         folder = Path(text)
+        # Held here, where nobody is killed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes = [
-            _fork(partial(train_rank, folder, rank, ranks, steps, checkpoint, every))
+            _fork(partial(train_rank, folder, store.port, rank, ranks, steps, checkpoint, every))
             for rank in range(ranks)
         ]
         ends: list[int] = []

@@ -6,6 +6,7 @@ Ranks share the machine's cores, so more threads would only fight for them.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ _SOURCES = str(Path(__file__).parent.parent / "python")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if _SOURCES not in sys.path:
     sys.path.insert(0, _SOURCES)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs this in the background has Ctrl-C ignored, here and in all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

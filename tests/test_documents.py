@@ -1,4 +1,5 @@
-"""Every `gradlane` command that the README and the pages print is one that the program takes."""
+"""Every `gradlane` command that the README and the pages print is one that the program takes, and
+every link in them leads somewhere."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ CLAIMS = ROOT / "docs" / "claims.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(gradlane [^`]+)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _ENDS = {"|", "||", "&&", ";", ">", "2>"}
 _LAUNCHED = re.compile(r"^(?:\S+=\S+ |sudo |(?:\S*/)?python3? -m |torchrun .*? -m )*gradlane ")
 
@@ -75,6 +77,7 @@ def check(line: str) -> str | None:
     return None
 
 
+LINKING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 LINES = sorted({(page.name, line) for page in PAGES for line in commands_in(page.read_text())})
 
 
@@ -108,3 +111,17 @@ def test_what_holds_a_claim_exists() -> None:
     for path, test in named:
         text = (ROOT / path).read_text()
         assert not test or re.search(rf"\b(?:def|fn) {test}\b", text), f"{path} has no {test}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """Return what links to a page's headings end with, as GitHub makes it."""
+    lines = re.findall(r"^#+ (.+)$", _BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, heading in _LINK.findall(_BLOCK.sub("", page.read_text())):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        assert not heading or heading in headings_of(target), f"{page.name}: {path}#{heading}"

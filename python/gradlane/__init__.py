@@ -49,6 +49,9 @@ __all__ = [
     "profile",
 ]
 
+_PARTS = ("codecs", "integrations", "jax", "planner", "profiler", "torch")
+"""Modules that programs use by name; each is loaded when it is first asked for."""
+
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch when it is first asked for."""
@@ -60,6 +63,11 @@ def __getattr__(name: str) -> Any:
         from gradlane.profiler import measure
 
         return measure.profile
-    if name in ("codecs", "jax", "torch"):
+    if name in _PARTS:
         return importlib.import_module(f"gradlane.{name}")
     raise AttributeError(f"module 'gradlane' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Name what there is, loaded or not."""
+    return sorted([*__all__, *_PARTS])

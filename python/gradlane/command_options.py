@@ -16,6 +16,14 @@ CostsPath = Annotated[
     typer.Option("--costs", help="Constants of a machine, as `lab calibrate --json` wrote them."),
 ]
 HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write a page with plots.")]
+RunsBudgetS = Annotated[
+    float,
+    typer.Option(
+        "--budget-s",
+        help="Begin no further run after so many seconds; call again for more.",
+        show_default="no limit",
+    ),
+]
 
 
 def read_rows(results: Path) -> list[dict[str, Any]]:

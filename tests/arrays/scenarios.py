@@ -12,7 +12,18 @@ from torch import nn
 import gradlane
 from gradlane.arrays.memory import HostArray
 
-DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
+
+def says_whether_writable(exporter: Any) -> bool:
+    """Whether an array's DLPack capsules say if it may be written; torch 2.4's do not."""
+    try:
+        exporter.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return False
+    return True
+
+
+TORCH_LENDS = says_whether_writable(torch.zeros(1))
+DTYPES = ("float32", "float64", "float16", "complex64", *(["bfloat16"] if TORCH_LENDS else []))
 SHAPES = ((5,), (37, 11), (), (3, 2, 4), (1, 70_001))
 
 
@@ -84,7 +95,8 @@ def means_of_arrays(
             for number, name in reversed(list(enumerate(names))):
                 dtype, shape = DTYPES[number // len(SHAPES)], SHAPES[number % len(SHAPES)]
                 tensor = values(dtype, shape, rank, step)
-                pushed[name] = tensor if dtype == "bfloat16" or number % 3 == 0 else tensor.numpy()
+                as_torch = dtype == "bfloat16" or (number % 3 == 0 and TORCH_LENDS)
+                pushed[name] = tensor if as_torch else tensor.numpy()
                 assert session.push(name, pushed[name], step) == step
             for name in names:
                 mean = session.wait(name, step)

@@ -28,13 +28,14 @@ from tests.checkpoints.training import train
 def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
     """Kill the ranks of so many rounds, whose sessions have these options."""
     chance = random.Random(seed)
-    for number in range(rounds):
+    for _ in range(rounds):
         world_size = chance.choice((2, 3) if "stragglers" in options else (1, 2, 2, 3, 3))
         found = newest(folder)
         before = found.step if found else 0
-        port_file = folder / f"port-{number}"
+        # Held here, where nobody is killed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [
-            fork_rank(folder, port_file, rank, world_size, options) for rank in range(world_size)
+            fork_rank(folder, store.port, rank, world_size, options) for rank in range(world_size)
         ]
         deadline = time.monotonic() + 60
         while True:
@@ -57,25 +58,14 @@ def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
         print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
 
 
-def fork_rank(
-    folder: Path, port_file: Path, rank: int, world_size: int, options: dict[str, Any]
-) -> int:
+def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict[str, Any]) -> int:
     """Start a rank; returns its process id."""
     process_id = os.fork()
     if process_id:
         return process_id
     try:
         torch.set_num_threads(1)
-        if rank == 0:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            temporary = port_file.with_suffix(".tmp")
-            temporary.write_text(str(store.port))
-            temporary.rename(port_file)
-        else:
-            while not port_file.exists():
-                time.sleep(0.005)
-            port = int(port_file.read_text())
-            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         session = gradlane.init(
             store=store,
             rank=rank,

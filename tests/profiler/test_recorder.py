@@ -358,6 +358,22 @@ def test_pauses_move_what_comes_after_them() -> None:
     assert step.ready_s == {0: 3.0}
 
 
+def test_what_another_thread_marks_within_a_pause_is_at_its_beginning() -> None:
+    marks = [
+        (STEP_BEGIN, 0.0),
+        (0, 1.0),
+        (PAUSE_BEGIN, 2.0),
+        (1, 9.0),
+        (2, 10.0),
+        (PAUSE_END, 12.0),
+        (STEP_END, 13.0),
+    ]
+    step = read_step(marks, modules=1)
+    assert step.compute_s == pytest.approx(3.0)
+    assert step.calls == {0: [(0.0, 1.0)]}
+    assert step.ready_s == {0: 1.0}
+
+
 _codes = st.lists(
     st.sampled_from([0, 1, 2, 3, 4, 5, 6, PAUSE_BEGIN, PAUSE_END, EVALUATION]), max_size=30
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gradlane.whatif.advice import answers_of, needs_of, text_of_needs
+from gradlane.whatif.advice import Answer, answers_of, needs_of, text_of_needs
 from gradlane.whatif.grid import Row, clusters_of, evaluate
 from gradlane.whatif.lists import (
     parse_compressions,
@@ -132,7 +132,27 @@ def test_the_answer_says_when_nothing_helps() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e7])
     (answer,) = answers_of([row])
     assert answer.cheapest is None
-    assert "Nothing simulated here reaches 95 %" in answer.text
+    assert "Nothing simulated here reaches 95 %, or more than wfbp." in answer.text
+
+
+def test_a_faster_link_and_fewer_bytes_together_are_told_where_neither_is_enough() -> None:
+    (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e8])
+
+    def answer_of(shares: dict[tuple[float, float], float]) -> Answer:
+        rows = [
+            replace(row, rate_bps=rate, compression=times, scaling_factor=share)
+            for (rate, times), share in shares.items()
+        ]
+        return answers_of(rows)[0]
+
+    neither = {(1e8, 1.0): 0.1, (1e8, 4.0): 0.5, (1e9, 1.0): 0.8}
+    answer = answer_of({**neither, (1e9, 4.0): 0.99})
+    assert answer.cheapest is not None and answer.cheapest.kind == "link and compression"
+    assert "a link of 1 Gbit/s and 4 times fewer bytes with wfbp (99 %)" in answer.text
+    assert "Nothing simulated here reaches 95 %" in answer_of({**neither, (1e9, 4.0): 0.9}).text
+    answer = answer_of({**neither, (1e9, 1.0): 0.97, (1e9, 4.0): 0.99})
+    assert answer.cheapest is not None and answer.cheapest.kind == "link"
+    assert answer.alternatives == []
 
 
 def test_a_busy_host_is_not_taken_for_the_network() -> None:
@@ -161,7 +181,10 @@ def test_needs_are_the_rates_from_which_on_the_goal_is_reached() -> None:
     assert needs_of(rows[2:])[0].from_slowest
     (need,) = needs_of(rows[:2])
     assert need.rate_bps is None
-    assert "more than was simulated" in text_of_needs([need])[0]
+    other = replace(need, strategy="wfbp")
+    assert text_of_needs([need, other, replace(need, strategy="ring", rate_bps=1e9)]) == [
+        "4 workers: 95 % takes a faster link than was simulated with p3, wfbp; 1 Gbit/s with ring."
+    ]
 
 
 def test_lists_are_read_as_people_write_them() -> None:

@@ -4,7 +4,8 @@
 
 mod common;
 
-use common::{encoded_plan, tensors, Cluster, Toy};
+use common::toy::{encoded_plan, Toy};
+use common::{tensors, Cluster};
 use gradlane_engine::{Plan, Role, Scheme, Strategy, Update};
 use gradlane_units::{Dtype, Rng, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{plan, tensors, Cluster};
+use common::{frame, plan, tensors, Cluster};
 use gradlane_engine::{
     Close, Landing, Memory, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
 };
@@ -112,23 +112,7 @@ fn errors_name_peer_tensor_step_and_bytes() {
     let plan = plan(&[100], "p3", 50, 2);
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
     cluster.step_zero();
-    let header = FrameHeader {
-        kind: FrameKind::Push,
-        codec: Codec::Raw,
-        flags: FrameFlags::NONE,
-        step: Step(1),
-        generation: 0,
-        plan_version: 0,
-        tensor: TensorId(0),
-        slice: SliceId(0),
-        priority: Priority(0),
-        sender: Rank(1),
-        offset: 199,
-        length: 64,
-        block_bytes: 0,
-        hop: 0,
-        payload_crc: 0,
-    };
+    let header = FrameHeader { offset: 199, length: 64, ..frame(FrameKind::Push, Rank(1)) };
     let error = cluster.nodes[0].engine.handle_header(Rank(1), &header).unwrap_err().to_string();
     for part in ["rank 1", "layer0.weight", "step 1", "64 bytes at offset 199 of 200"] {
         assert!(error.contains(part), "{error:?} does not name {part:?}");

@@ -334,21 +334,12 @@ fn honest(plan: &Plan) -> FrameHeader {
     let slice = plan.slices.iter().position(|it| it.owner == Rank(2)).expect("a slice");
     let slice = SliceId(slice as u32);
     FrameHeader {
-        kind: FrameKind::RingReduce,
-        codec: gradlane_wire::Codec::Raw,
         flags: FrameFlags::LAST,
-        step: Step(1),
-        generation: 0,
-        plan_version: 0,
         tensor: plan.slice(slice).tensor,
         slice,
-        priority: gradlane_units::Priority(0),
-        sender: Rank(0),
-        offset: 0,
         length: plan.slice_bytes(slice) as u32,
-        block_bytes: 0,
         hop: 2,
-        payload_crc: 0,
+        ..common::frame(FrameKind::RingReduce, Rank(0))
     }
 }
 

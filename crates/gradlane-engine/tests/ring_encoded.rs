@@ -4,7 +4,8 @@
 mod common;
 
 use common::model::gradient;
-use common::{encoded_plan, round, tensors, Cluster, Toy};
+use common::toy::{encoded_plan, Toy};
+use common::{frame, round, tensors, Cluster};
 use gradlane_engine::{
     Coding, Plan, PlanError, RingBytes, Strategy, TensorSpec, Update, RING_ENCODED_BLOCK_ELEMS,
 };
@@ -249,21 +250,12 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
     let own = (owner + 3) % 4;
     let before = Rank((owner + 2) % 4);
     let header = FrameHeader {
-        kind: FrameKind::RingScale,
         codec: Codec::Encoded,
         flags: gradlane_wire::FrameFlags::LAST,
-        step: Step(1),
-        generation: 0,
-        plan_version: 0,
-        tensor: TensorId(0),
         slice,
-        priority: gradlane_units::Priority(0),
-        sender: before,
-        offset: 0,
         length: 4,
-        block_bytes: 0,
         hop: 1,
-        payload_crc: 0,
+        ..frame(FrameKind::RingScale, before)
     };
     let engine = || {
         let mut cluster = Cluster::with_toy(&plan, CODES, 64, 64, 1);

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlane.command_options import require_writable
+from gradlane.command_options import RunsBudgetS, require_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +38,7 @@ def lab_accuracy(
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
     workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
-    budget_s: Annotated[
-        float, typer.Option(help="Begin no further run after so many seconds; call again for more.")
-    ] = 1e9,
+    budget_s: RunsBudgetS = math.inf,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the tables as a page, such as docs/accuracy.md.")
     ] = None,

@@ -5,6 +5,7 @@ Arguments are checked before anything is started; heavy imports happen inside th
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from gradlane.command_options import (
     CostsPath,
     HtmlPath,
     JsonPath,
+    RunsBudgetS,
     read_rows,
     require_writable,
     write_json,
@@ -50,7 +52,8 @@ def lab_run(
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
             "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull, asgd, auto, hierarchical[-shared]."
+            "slicing, wfbp, kvstore, deferred-pull, ring, asgd, poseidon, sfb, adam, "
+            "auto[:any-rounding], hierarchical[-shared]."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
@@ -266,9 +269,7 @@ def lab_grid(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure what is missing, about an hour in all.")
     ] = False,
-    budget_s: Annotated[
-        float, typer.Option(help="Begin no further run after so many seconds; call again for more.")
-    ] = 1e9,
+    budget_s: RunsBudgetS = math.inf,
     workload: Annotated[
         str, typer.Option(help="Only these, comma-separated; all by default.")
     ] = "",

@@ -114,5 +114,5 @@ def print_plan(console: Console, plan: Plan) -> None:
     for scheme in sorted({tensor.scheme for tensor in plan.tensors}):
         here = [tensor for tensor in plan.tensors if tensor.scheme == scheme]
         slices = sum(tensor.slices for tensor in here)
-        table.add_row("scheme", scheme, "", f"{len(here)} tensors in {slices} slices")
+        table.add_row("scheme", scheme, "", f"tensors: {len(here)}, slices: {slices}")
     console.print(table)

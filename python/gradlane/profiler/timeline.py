@@ -104,7 +104,8 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
 
 
 def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
-    """Return what turns moments into moments of compute."""
+    """Return what turns moments into moments of compute; those within a pause are its beginning."""
+    begins_s: list[float] = []
     ends_s: list[float] = []
     paused_s: list[float] = [0.0]
     begin_s: float | None = None
@@ -112,12 +113,21 @@ def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], flo
         if code == PAUSE_BEGIN:
             begin_s = moment_s
         elif code == PAUSE_END and begin_s is not None:
+            begins_s.append(begin_s)
             ends_s.append(moment_s)
             paused_s.append(paused_s[-1] + max(moment_s - begin_s, 0.0))
             begin_s = None
     if not ends_s:
         return lambda moment_s: moment_s
-    return lambda moment_s: moment_s - paused_s[bisect_right(ends_s, moment_s)]
+
+    def compute(moment_s: float) -> float:
+        ended = bisect_right(ends_s, moment_s)
+        if ended < len(ends_s):
+            # Another thread may go on while the program waits.
+            moment_s = min(moment_s, begins_s[ended])
+        return moment_s - paused_s[ended]
+
+    return compute
 
 
 class Steps:

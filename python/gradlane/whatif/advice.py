@@ -38,7 +38,8 @@ class Change:
     """Something that a person could change."""
 
     kind: str
-    """`nothing`, `strategy`, `link` or `compression`."""
+    """`nothing`, `strategy`, `link`, `compression`, or, where none of them reaches the goal alone,
+    `link and compression`."""
     strategy: str
     rate_bps: float
     compression: float
@@ -116,8 +117,13 @@ def text_of_needs(needs: Sequence[Need]) -> list[str]:
     for place in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
         here = [need for need in needs if (need.workers, need.ranks_per_node) == place]
         least = min(need.compression for need in here)
-        parts = [_need_text(need) for need in here if need.compression == least]
-        sentences.append(f"{workers_on_nodes(*place)}: {_percent(GOAL)} takes {', '.join(parts)}.")
+        strategies: dict[str, list[str]] = {}
+        for need in here:
+            if need.compression == least:
+                strategies.setdefault(_rate_text(need), []).append(_need_name(need))
+        parts = "; ".join(f"{rate} with {', '.join(names)}" for rate, names in strategies.items())
+        where = workers_on_nodes(*place)
+        sentences.append(f"{where}: {_percent(GOAL)} takes {parts}.")
     return sentences
 
 
@@ -128,12 +134,15 @@ def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
     return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
 
 
-def _need_text(need: Need) -> str:
-    name = need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
+def _need_name(need: Need) -> str:
+    return need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
+
+
+def _rate_text(need: Need) -> str:
     if need.rate_bps is None:
-        return f"more than was simulated with {name}"
+        return "a faster link than was simulated"
     rate = format_rate(need.rate_bps)
-    return f"{rate} or less with {name}" if need.from_slowest else f"{rate} with {name}"
+    return f"{rate} or less" if need.from_slowest else rate
 
 
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
@@ -179,7 +188,8 @@ def _what_limits(row: Row) -> str:
 def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
     """The least change of each kind that reaches the goal, else the one that reaches most.
 
-    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too.
+    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too. A
+    faster link and fewer bytes together come where neither is enough.
     """
     strategies = [row for row in here if row.compression == baseline.compression]
     is_enough = any(row.scaling_factor >= GOAL for row in strategies)
@@ -199,19 +209,22 @@ def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
             if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
         ],
     }
-    changes = []
-    for kind, candidates in kinds.items():
-        if not candidates:
-            continue
-        enough = [row for row in candidates if row.scaling_factor >= GOAL]
-        if enough:
-            best = min(enough, key=_cost)
-        else:
-            best = max(candidates, key=lambda row: row.scaling_factor)
-        changes.append(
-            Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
-        )
+    changes = [_best(kind, candidates) for kind, candidates in kinds.items() if candidates]
+    both = [
+        row
+        for row in rows
+        if row.rate_bps > baseline.rate_bps and row.compression > baseline.compression
+    ]
+    if both and all(change.scaling_factor < GOAL for change in changes):
+        changes.append(_best("link and compression", both))
     return changes
+
+
+def _best(kind: str, candidates: list[Row]) -> Change:
+    """The cheapest of some rows that reaches the goal, else the one that reaches most."""
+    enough = [row for row in candidates if row.scaling_factor >= GOAL]
+    best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
+    return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
 
 
 def _cost(row: Row) -> tuple[float, float, bool, float]:
@@ -276,9 +289,10 @@ def _text(
                 sentences.append(f"So would: {others}.")
         else:
             best = max(changes, key=lambda change: change.scaling_factor)
-            sentences.append(
-                f"Nothing simulated here reaches {_percent(GOAL)}; the most is {_described(best)}."
-            )
+            most = f"; the most is {_described(best)}"
+            if best.kind == "nothing":
+                most = f", or more than {_named(baseline)}"
+            sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
     return " ".join(sentences)
@@ -286,8 +300,6 @@ def _text(
 
 def _described(change: Change) -> str:
     reaches = f"({_percent(change.scaling_factor)})"
-    if change.kind == "nothing":
-        return f"nothing, {change.strategy} {reaches}"
     if change.kind == "strategy" and change.strategy == RING_FUSED:
         return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
     if change.kind == "strategy" and change.strategy in NODE_STRATEGIES:
@@ -298,9 +310,10 @@ def _described(change: Change) -> str:
         return f"{change.strategy}, free, with other roundings {reaches}"
     if change.kind == "strategy":
         return f"{change.strategy}, exact and free {reaches}"
-    if change.kind == "link":
-        return f"a link of {format_rate(change.rate_bps)} with {change.strategy} {reaches}"
-    return f"{change.compression:g} times fewer bytes with {change.strategy} {reaches}"
+    link = f"a link of {format_rate(change.rate_bps)}"
+    fewer = f"{change.compression:g} times fewer bytes"
+    what = {"link": link, "compression": fewer}.get(change.kind, f"{link} and {fewer}")
+    return f"{what} with {change.strategy} {reaches}"
 
 
 def _named(row: Row) -> str:

@@ -1,6 +1,7 @@
 //! What works on encoded sums compute in these tests, and what all ranks must have after them.
 
-use super::{Node, Toy};
+use super::node::Node;
+use super::toy::Toy;
 use gradlane_engine::{Operation, Plan, Region, RingBytes};
 use gradlane_units::SliceId;
 

@@ -1,7 +1,7 @@
 //! What a channel says of itself: counters, frames and works that were recorded, its journal.
 
 use super::Channel;
-use crate::metrics::MetricsReading;
+use crate::readings::MetricsReading;
 use crate::ready::lock;
 use crate::shared::Command;
 use crate::trace::{TraceEntry, WorkEntry};
