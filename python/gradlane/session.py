@@ -204,7 +204,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         self._standstill.close()
         parts = self._parts()
         if parts and all(part.has_parted for part in parts):
-            for meeting in self._meetings:
+            for meeting in (one for one in self._meetings if not one.has_left):
                 meeting.leave()
         self._write_reports()
         if errors:
@@ -271,6 +271,8 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         key = (place.job, place.restart, place.rank)
         if place not in _starts:
             _starts[place] = agree_on_start(self._store, place, timeout_s)
+        if not self._meetings:
+            self._standstill.belong_to(_starts[place].name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
         meeting = Meeting(self._store, place, number, timeout_s, _starts[place])
