@@ -125,7 +125,9 @@ def _connect(
         peers = meeting.exchange_addresses(host, listener.port, ranks)
         # Ranks that carry for their nodes have a channel for each local rank.
         job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
-        settings = _channel_options(around, job, ranks.index(place.rank), len(ranks))
+        settings = _channel_options(
+            around, job, meeting.generation, ranks.index(place.rank), len(ranks)
+        )
         return around.core.Channel(listener, settings, plan, peers, secret)
     except around.core.ChannelError as error:
         raise RendezvousError(f"rank {place.rank} could not connect: {error.args[0]}") from error
@@ -134,14 +136,16 @@ def _connect(
         raise
 
 
-def _channel_options(around: Surroundings, job: str, rank: int, world_size: int) -> str:
-    options, place = around.options, around.place
+def _channel_options(
+    around: Surroundings, job: str, generation: int, rank: int, world_size: int
+) -> str:
+    options = around.options
     return json.dumps(
         {
             "rank": rank,
             "world_size": world_size,
             "job": job,
-            "generation": place.restart,
+            "generation": generation,
             "seed": options.seed,
             "frame_bytes": options.frame_bytes,
             "credit_bytes": options.frame_bytes,

@@ -8,7 +8,9 @@ connection or changes a variable.
 
 from __future__ import annotations
 
+import difflib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,6 +50,17 @@ _JOB_VARIABLES = (
     "PMIX_NAMESPACE",
 )
 _DEFAULT_PORT = 29500
+_OWN_VARIABLES = (
+    "GRADLANE_INTERFACE",
+    "GRADLANE_LAB_USER_NAMESPACE",
+    "GRADLANE_PACING",
+    "GRADLANE_PROMETHEUS",
+    "GRADLANE_SECRET",
+    "GRADLANE_SIMD",
+    "GRADLANE_SUMMARY",
+    "GRADLANE_TRACE",
+)
+"""All that gradlane reads beside the launchers'."""
 
 
 def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str) -> bool:
@@ -56,11 +69,36 @@ def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str)
     Args:
         given: what the program says; None: nothing.
         environment: asked then.
-        variable: of the environment; 0, no, off, false or an empty text mean no.
+        variable: of the environment; 0, no, off, false or an empty text mean no, 1, yes, on or true
+            yes.
+
+    Raises:
+        ValueError: the variable is something else.
     """
     if given is not None:
         return given
-    return environment.get(variable, "1").lower() not in ("", "0", "no", "off", "false")
+    text = environment.get(variable, "1").lower()
+    if text in ("", "0", "no", "off", "false"):
+        return False
+    if text in ("1", "yes", "on", "true"):
+        return True
+    raise ValueError(f"{variable} is {environment[variable]!r}; it must be 1 or 0")
+
+
+def warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """Warn of variables that look like gradlane's and are none, such as misspelt ones."""
+    for name in sorted(environment):
+        if name.startswith("GRADLANE_") and name not in _OWN_VARIABLES:
+            own = {known.removeprefix("GRADLANE_"): known for known in _OWN_VARIABLES}
+            close = difflib.get_close_matches(name.removeprefix("GRADLANE_"), own, n=1, cutoff=0.7)
+            known = f"known are {', '.join(_OWN_VARIABLES)}"
+            meant = f"did you mean {own[close[0]]}?" if close else known
+            warnings.warn(
+                f"the environment variable {name} changes nothing, gradlane reads none of that "
+                f"name: {meant}",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 @dataclass(frozen=True)

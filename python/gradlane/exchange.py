@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -89,7 +90,8 @@ class Exchange:
         self._members = members
         self._trained = members.trained
         self._intake = GradientIntake(members.trained)
-        self._spent_steps: list[int] = []
+        # Eight bytes for each, and there may be some for every checkpoint.
+        self._spent_steps = array("q")
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
         self._lane = FactorLane(core, channel, members.factored, rank, self.training_step_of)
         self._given = [False] * len(members.trained)

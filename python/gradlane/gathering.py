@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from gradlane.core import Channel
 from gradlane.errors import ProgressTimeout, RanksDiffer
+from gradlane.patience import Patience
 from gradlane.pauses import PAUSE
 from gradlane.rendezvous import Meeting
 
@@ -78,7 +79,8 @@ class Gathering:
 
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
         pause_s = 0.0005
-        looked_s = changed_s = self._clock()
+        looked_s = self._clock()
+        patience = Patience(self._timeout_s, self._clock)
         pushes = -1
         while True:
             for rank in list(missing):
@@ -95,12 +97,13 @@ class Gathering:
             if now_s - looked_s >= _LOOK_S or pushes < 0:
                 looked_s = now_s
                 if pushes != (pushes := self._pushes()):
-                    changed_s = now_s
-                if now_s - changed_s > self._timeout_s:
+                    patience.renew()
+                if patience.is_over(_LOOK_S):
                     raise ProgressTimeout(
                         f"rank {self._meeting.place.rank} waited {self._timeout_s:g} s in {call} "
                         f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
-                        'trained: with strategy="asgd" all ranks have to call it',
+                        'trained: with strategy="asgd" all ranks have to call it (where they '
+                        "evaluate, save or load for longer than that: progress_timeout_s)",
                         None,
                     )
             self._sleep(pause_s)

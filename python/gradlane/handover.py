@@ -64,8 +64,7 @@ def hand_over(
     finally:
         with contextlib.suppress(around.core.ChannelError):
             channel.finish(_GOODBYE_S)
-    if is_source:
-        meeting.drop("state")
+    meeting.leave()
 
 
 def _describe(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Any]:

@@ -160,6 +160,9 @@ class Prepared:
             # From now on this rank updates what it owns, also before its own first step.
             self.channel.set_optimizer(0, self._server_rows())
 
+        self.has_parted = False
+        """Whether every rank has said goodbye."""
+        meeting.connected(around.options.progress_timeout_s, self._look)
         if around.checkpoints is not None:
             around.checkpoints.follow(self, meeting)
 
@@ -210,8 +213,11 @@ class Prepared:
         votes = self._members.ballot is not None
         if votes:
             tell_ending(self._meeting, self.steps.step, *self.steps.own_vote())
-        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s) and votes:
-            compare_endings(self._meeting)
+        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+            if votes:
+                compare_endings(self._meeting)
+            self._meeting.leave()
+            self.has_parted = True
 
     def synchronize(self) -> None:
         """Wait until every parameter has its update, and, where ranks train asynchronously, until
@@ -458,6 +464,11 @@ class Prepared:
             with self._translating(f"beginning step {step}"):
                 self._served.register()
             self._server.agree()
+
+    def _look(self) -> None:
+        """Raise if the session has failed."""
+        with self._translating("waiting for other ranks"):
+            self.channel.is_ready(0, 0)
 
     @contextlib.contextmanager
     def _translating(self, doing: str) -> Iterator[None]:

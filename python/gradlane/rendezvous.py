@@ -1,6 +1,6 @@
 """How ranks find each other and agree before the first byte of training: through the c10d store.
 
-Everything is a key under `gradlane/{job}/{restart}/{channel}`, so restarts and models never meet in
+Everything is a key under `gradlane/{job}/{start}/{channel}`, so restarts and models never meet in
 one key. A rank that waits for a key names the rank that has not written it.
 """
 
@@ -13,18 +13,24 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradlane import addresses
 from gradlane.environment import Place, find_store_address
-from gradlane.errors import RanksDiffer, RendezvousError
+from gradlane.errors import GradlaneError, ProgressTimeout, RanksDiffer, RendezvousError
+from gradlane.patience import Patience
+from gradlane.starts import Start
 
 _PRIVATE = b"private"
 """In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
 _SECRET_BYTES = 32
+_LAST_WORDS = ("ending/", "metrics/")
+"""Keys that rank 0 reads when all ranks have said goodbye."""
+_OF_CHECKPOINTS = "checkpoint/"
+"""Keys that are read while the last checkpoint is still written, and removed by who reads them."""
 
 
 def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -> Store:
@@ -80,7 +86,14 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
 class Meeting:
     """One place in the store where all ranks agree on one channel."""
 
-    def __init__(self, store: Store, place: Place, channel: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        channel: int,
+        timeout_s: float,
+        start: Start | None = None,
+    ) -> None:
         """Take part in a meeting.
 
         Args:
@@ -88,11 +101,18 @@ class Meeting:
             place: this rank's place.
             channel: number of the channel, the same on every rank.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
+            start: as all ranks agreed; None: the launcher's count.
         """
+        start = start or Start(str(place.restart), place.restart)
         self.place = place
-        self.name = f"{place.job}/{place.restart}/{channel}"
+        self.name = f"{place.job}/{start.name}/{channel}"
+        self.generation = start.generation
         self._store = PrefixStore(f"gradlane/{self.name}", store)
         self._timeout_s = timeout_s
+        self._written: set[str] = set()
+        self._look: Callable[[], object] | None = None
+        self.has_left = False
+        """Whether nothing more is said here."""
 
     def put(self, key: str, value: bytes | str) -> None:
         """Write a key.
@@ -104,31 +124,56 @@ class Meeting:
             self._store.set(key, cast(str, value))
         except RuntimeError as error:
             raise self._lost_store(error) from error
+        self._written.add(key)
+
+    def connected(self, timeout_s: float, look: Callable[[], object]) -> None:
+        """Note that the ranks are connected: who is waited for from now on may be at other work.
+
+        Args:
+            timeout_s: how long to wait for a rank then, in seconds: the progress timeout.
+            look: called while waiting; raises when the session has failed.
+        """
+        self._timeout_s = timeout_s
+        self._look = look
 
     def get(self, key: str, rank: int) -> bytes:
         """Read a key that a rank writes, waiting for it.
 
         Raises:
             RendezvousError: the key did not appear in time, or the store is gone.
+            ProgressTimeout: it did not appear in time, and the rank is connected.
+            SessionFailed: the session has failed meanwhile.
         """
         # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         pause_s = 0.001
-        try:
-            while not self._store.check([key]):
-                if time.monotonic() > deadline:
-                    raise RendezvousError(
-                        f"rank {self.place.rank} waited {self._timeout_s:g} s for rank {rank} "
-                        f"({key} of {self.name}); is it running, and does it call gradlane.init "
-                        "and prepare as often as the others?"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.1)
-            return bytes(self._store.get(key))
-        except RuntimeError as error:
-            if isinstance(error, RendezvousError):
-                raise
-            raise self._lost_store(error) from error
+        while True:
+            try:
+                if self._store.check([key]):
+                    return bytes(self._store.get(key))
+            except RuntimeError as error:
+                raise self._lost_store(error) from error
+            if patience.is_over(pause_s):
+                raise self._too_late(key, rank)
+            if self._look is not None:
+                self._look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
+    def _too_late(self, key: str, rank: int) -> GradlaneError:
+        waited = (
+            f"rank {self.place.rank} waited {self._timeout_s:g} s for rank {rank} "
+            f"({key} of {self.name})"
+        )
+        if self._look is None:
+            return RendezvousError(
+                f"{waited}; is it running, and does it call gradlane.init and prepare as often as "
+                "the others?"
+            )
+        return ProgressTimeout(
+            f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
+            "for longer than that, give all ranks a larger progress_timeout_s"
+        )
 
     def peek(self, key: str) -> bytes | None:
         """Read a key that should be there, without waiting; None if it or the store is not."""
@@ -229,10 +274,25 @@ class Meeting:
 
     def drop(self, key: str) -> None:
         """Remove a key that nobody reads any more, where the store can."""
-        try:
+        self._written.discard(key)
+        with contextlib.suppress(RuntimeError):
             self._store.delete_key(key)
-        except RuntimeError:
-            return
+
+    def leave(self) -> None:
+        """Remove the keys of this meeting, once every rank has said goodbye.
+
+        A store lives as long as its job, and a program may open sessions again and again.
+        """
+        rank, world_size = self.place.rank, self.place.world_size
+        for key in sorted(self._written):
+            last = rank > 0 and key.startswith(_LAST_WORDS)
+            if not last and not key.startswith(_OF_CHECKPOINTS):
+                self.drop(key)
+        if rank == 0:
+            for word in _LAST_WORDS:
+                for other in range(1, world_size):
+                    self.drop(f"{word}{other}")
+        self.has_left = True
 
     def _lost_store(self, error: Exception) -> RendezvousError:
         return RendezvousError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from gradlane.core import Channel
-from gradlane.errors import RanksDiffer, RendezvousError
+from gradlane.errors import RanksDiffer, RendezvousError, SessionFailed
 from gradlane.gathering import Gathering
 from gradlane.optimizers import server_rows
 from gradlane.rendezvous import Meeting
@@ -347,12 +347,15 @@ class ServerState:
         for rank in range(place.world_size):
             try:
                 theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
-            except RendezvousError as error:
-                raise RendezvousError(
+            except (RendezvousError, SessionFailed) as error:
+                text = (
                     f'optimizer.{call}() with update="server" is a collective call, which rank '
                     f"{rank} has not made: call it on every rank, also where the result is not "
                     f"saved ({error})"
-                ) from error
+                )
+                if isinstance(error, SessionFailed):
+                    raise SessionFailed(text, error.last_complete_step) from error
+                raise RendezvousError(text) from error
             if not theirs.startswith(f"{call} "):
                 raise RanksDiffer(
                     f"rank {place.rank} called optimizer.{call}(), and rank {rank} "

@@ -47,10 +47,13 @@ from gradlane.session_models import SessionModels
 from gradlane.session_state import SessionState
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
+from gradlane.starts import Start, agree_on_start
 from gradlane.timeline.recorder import make_recorder
 
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
+_starts: dict[Place, Start] = {}
+"""What the ranks of a job have agreed on, by this one's place."""
 
 
 class Session(SessionModels, SessionArrays, SessionState, SessionReports, SessionPace):
@@ -85,6 +88,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         )
         self._store = store
         self._prepared: list[Prepared] = []
+        self._meetings: list[Meeting] = []
         self._start_arrays()
         self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
         self._ended: str | None = None
@@ -198,6 +202,10 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._standstill.close()
+        parts = self._parts()
+        if parts and all(part.has_parted for part in parts):
+            for meeting in (one for one in self._meetings if not one.has_left):
+                meeting.leave()
         self._write_reports()
         if errors:
             raise errors[0]
@@ -259,11 +267,17 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
 
     def _meet(self) -> Meeting:
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
-        place = self._around.place
+        place, timeout_s = self._around.place, self._around.options.connect_timeout_s
         key = (place.job, place.restart, place.rank)
+        if place not in _starts:
+            _starts[place] = agree_on_start(self._store, place, timeout_s)
+        if not self._meetings:
+            self._standstill.belong_to(_starts[place].name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        return Meeting(self._store, place, number, self._around.options.connect_timeout_s)
+        meeting = Meeting(self._store, place, number, timeout_s, _starts[place])
+        self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
+        return meeting
 
     def _write_reports(self) -> None:
         self._observer.close()

@@ -56,13 +56,20 @@ class Standstill:
             store: the rendezvous store.
             place: this rank's.
         """
-        self._store = PrefixStore(f"gradlane/{place.job}/{place.restart}/standstill", store)
+        self._whole_store = store
         self._place = place
+        self.belong_to(str(place.restart))
         self._models: dict[str, tuple[Watched, Callable[[str], None]]] = {}
         self._numbers = itertools.count(1)
         self._wait: _Wait | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def belong_to(self, start: str) -> None:
+        """Look for the other ranks' words among those of this start alone, before any model."""
+        self._store = PrefixStore(
+            f"gradlane/{self._place.job}/{start}/standstill", self._whole_store
+        )
 
     def add(self, name: str, model: Watched, give_up: Callable[[str], None]) -> None:
         """Watch a model.

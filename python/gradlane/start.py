@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from gradlane.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.core import CoreModule, load_core
-from gradlane.environment import find_place, is_wanted
+from gradlane.environment import find_place, is_wanted, warn_of_unknown
 from gradlane.local.rules import with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.options import FACTOR_SCHEMES, Options, strategy_of
@@ -163,6 +163,7 @@ def init(
             "pacing": is_wanted(pacing, os.environ, "GRADLANE_PACING"),
         }
     )
+    warn_of_unknown(os.environ)
     options = with_local(options)
     core = core if core is not None else load_core()
     if options.codec != RAW:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +14,17 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane import addresses
-from gradlane.environment import Place, find_place, find_store_address, first_slurm_node
+from gradlane.environment import (
+    Place,
+    find_place,
+    find_store_address,
+    first_slurm_node,
+    is_wanted,
+    warn_of_unknown,
+)
+from gradlane.errors import PeerLost, ProgressTimeout, RendezvousError
 from gradlane.rendezvous import Meeting, first_difference
+from gradlane.starts import agree_on_start
 from gradlane.table import build_table
 from tests.adapter.fake_core import FakeCore
 from tests.adapter.models import Awkward
@@ -52,6 +63,57 @@ def test_place_from_the_environment(environment: dict[str, str], expected: Place
 def test_arguments_come_before_the_environment() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
     assert find_place(environment, rank=4, world_size=5, job="own") == Place(4, 5, "own", 0)
+
+
+def test_misspelt_variables_are_named_with_the_one_that_was_meant() -> None:
+    known = {"GRADLANE_SUMMARY": "0", "GRADLANE_SIMD": "scalar", "HOME": "/"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unknown(known)
+    with pytest.warns(
+        UserWarning, match="GRADLANE_SUMARY changes nothing.*GRADLANE_SUMMARY"
+    ) as told:
+        warn_of_unknown({**known, "GRADLANE_SUMARY": "0"})
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match="GRADLANE_WEATHER changes nothing.*known are"):
+        warn_of_unknown({"GRADLANE_WEATHER": "fine"})
+
+
+@pytest.mark.parametrize("text", ["flase", "2", "none"])
+def test_neither_yes_nor_no_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"GRADLANE_PACING is '{text}'; it must be 1 or 0"):
+        is_wanted(None, {"GRADLANE_PACING": text}, "GRADLANE_PACING")
+
+
+def test_a_meeting_leaves_nothing_in_the_store() -> None:
+    """A store lives as long as a job; sessions come and go in it."""
+    store = HashStore()
+    meetings = [Meeting(store, Place(rank, 3, "job", 0), 0, 5.0) for rank in range(3)]
+    for rank, meeting in enumerate(meetings):
+        meeting.put(f"address/{rank}", "here")
+        meeting.put(f"ending/{rank}", "well")
+        meeting.put(f"metrics/{rank}", "{}")
+    meetings[1].leave()
+    meetings[2].leave()
+    assert [meetings[0].peek(f"ending/{rank}") for rank in range(3)] == [b"well"] * 3
+    meetings[0].leave()
+    assert store.num_keys() == 0 and all(meeting.has_left for meeting in meetings)
+
+
+def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
+    meeting = Meeting(HashStore(), Place(0, 2, "job", 0), 0, 0.05)
+    with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
+        meeting.get("word", 1)
+    meeting.connected(0.2, lambda: None)
+    with pytest.raises(ProgressTimeout, match=r"rank 1.*connected.*progress_timeout_s"):
+        meeting.get("word", 1)
+
+    def lost() -> None:
+        raise PeerLost("rank 1 was lost", 1)
+
+    meeting.connected(60.0, lost)
+    with pytest.raises(PeerLost, match="rank 1 was lost"):
+        meeting.get("word", 1)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +159,42 @@ def test_addresses() -> None:
     assert addresses.resolve("localhost") in ("127.0.0.1", "::1")
     with pytest.raises(ValueError, match="no network interface 'none0'; this machine has"):
         addresses.interface_address("none0")
+
+
+def starts_of(store: Any, places: list[Place], timeout_s: float = 10.0) -> list[Any]:
+    """What all ranks agree on, each in a thread, or the error that each raised."""
+
+    def one(place: Place) -> Any:
+        try:
+            return agree_on_start(store, place, timeout_s)
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(one, places))
+
+
+def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
+    """As with torchrun on two nodes: the agent whose rank failed counts, the other one may not."""
+    store = HashStore()
+    seen = set()
+    for counts in ([0, 0, 0], [1, 0, 0], [1, 0, 0], [2, 2, 1]):
+        found = starts_of(
+            store, [Place(rank, 3, "job", count) for rank, count in enumerate(counts)]
+        )
+        assert found[0] == found[1] == found[2]
+        assert found[0].generation == counts[0]
+        seen.add(found[0].name)
+    assert len(seen) == 4, "what an earlier start has left is not read"
+
+
+def test_who_does_not_come_to_the_start_is_named() -> None:
+    places = [Place(rank, 3, "job", 0) for rank in range(3)]
+    first, second = starts_of(HashStore(), places[:2], timeout_s=0.3)
+    assert "rank 0 waited 0.3 s for rank 2 of job 'job'" in str(first)
+    assert second.generation == 0
+    (alone,) = starts_of(HashStore(), places[2:], timeout_s=0.1)
+    assert "rank 2 waited 0.1 s for rank 0" in str(alone)
 
 
 def meetings(count: int, timeout_s: float = 5.0) -> list[Meeting]:

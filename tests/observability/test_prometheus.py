@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from gradlane.observability import prometheus
 from gradlane.observability.metrics import Metrics, metrics_of
 from gradlane.observability.prometheus import (
     CONTENT_TYPE,
@@ -92,6 +94,25 @@ def test_the_endpoint_answers(endpoint: Endpoint) -> None:
         parsed(answer.read().decode())
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{address}/other", timeout=10)
+
+
+def test_who_calls_and_asks_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "ASK_WITHIN_S", 0.05)
+    one = Endpoint("127.0.0.1", 0, Complete.metrics)
+    try:
+        with socket.create_connection(("127.0.0.1", one.port), timeout=10) as caller:
+            caller.sendall(b"GET /metr")
+            assert caller.recv(1) == b""
+    finally:
+        one.close()
+
+
+def test_counters_of_petabytes_are_numbers_still() -> None:
+    found = Complete.metrics()
+    found["peers"][1]["tx_bytes"] = (1 << 63) + 1
+    _, values = parsed(exposition(found))
+    key = ("gradlane_sent_bytes_total", frozenset({("rank", "0"), ("peer", "1")}))
+    assert values[key] == 2.0**63
 
 
 def test_a_port_that_is_taken_is_named(endpoint: Endpoint) -> None:

@@ -59,6 +59,16 @@ impl Contributors {
         Contributors { coordinator, ..Contributors::default() }
     }
 
+    /// Goes on as if all ranks had been in all steps up to this one.
+    pub(crate) fn skip(&mut self, world_size: u32, step: Step) {
+        self.newest = step;
+        self.sets.clear();
+        self.sets.insert(step, RankSet::all(world_size));
+        if let Some(coordinator) = &mut self.coordinator {
+            coordinator.skip(step);
+        }
+    }
+
     /// Ranks that the next decision waits for, as far as this one knows.
     pub(crate) fn awaited(&self, world_size: u32) -> RankSet {
         let of_rank_0 = || {

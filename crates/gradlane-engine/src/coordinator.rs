@@ -88,6 +88,16 @@ impl Coordinator {
         }
     }
 
+    /// Goes on as if all ranks had been in all steps up to this one.
+    pub(crate) fn skip(&mut self, step: Step) {
+        self.decided = step;
+        self.last = RankSet::all(self.standings.len() as u32);
+        self.decided_at.clear();
+        for standing in &mut self.standings {
+            standing.step = step;
+        }
+    }
+
     /// A rank has begun a step.
     pub(crate) fn begun(
         &mut self,

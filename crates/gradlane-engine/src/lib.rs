@@ -26,6 +26,7 @@ mod each;
 mod encoding;
 mod engine;
 mod error;
+mod far;
 mod gather;
 mod headers;
 mod inbound;

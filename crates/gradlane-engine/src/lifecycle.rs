@@ -97,7 +97,8 @@ impl Engine {
             let outstanding = self.outstanding();
             let ranks: Vec<String> = outstanding.ranks.iter().map(|it| it.to_string()).collect();
             let reason = format!(
-                "no progress for {} s: waiting for {}, connected but not taking part",
+                "no progress for {} s: waiting for {}, connected but not taking part (if it evaluates, \
+                 saves or loads for longer than that: progress_timeout_s, on all ranks)",
                 timeout.as_secs_f64(),
                 ranks.join(", ")
             );

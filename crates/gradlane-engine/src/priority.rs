@@ -120,6 +120,9 @@ impl Engine {
         if payload.len() > MAX_FRAME_BYTES as usize {
             return refuse("too many tensors for one priority vector");
         }
+        if self.priorities.newest().0 == u32::MAX {
+            return refuse("priorities were switched 4294967295 times: open a new session");
+        }
         let version = self.priorities.add(from, priorities);
         let missing = RankSet::all_but(self.plan.world_size, self.rank());
         if missing.is_empty() {
@@ -151,6 +154,24 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn versions_run_out_in_words() {
+        let spec = crate::TensorSpec {
+            name: "weight".to_string(),
+            numel: 1,
+            dtype: gradlane_units::Dtype::F32,
+            role: crate::Role::Parameter,
+        };
+        let strategy = crate::Strategy::named("p3", None, 0).expect("a strategy");
+        let plan = crate::Plan::build(alloc::vec![spec], strategy, crate::Update::Worker, 2);
+        let plan = alloc::sync::Arc::new(plan.expect("a plan"));
+        let options = crate::EngineOptions::new(Rank(0));
+        let mut engine = Engine::after_initial(options, plan, alloc::vec![Priority(0)]);
+        engine.priorities.versions[0].version = u32::MAX;
+        let refused = engine.switch_priorities(alloc::vec![Priority(1)]);
+        assert!(refused.is_err_and(|error| error.to_string().contains("4294967295 times")));
+    }
 
     #[test]
     fn a_version_is_in_force_from_its_step_on() {

@@ -39,6 +39,11 @@ impl KeyMaker {
         KeyMaker { order, sequence: 0 }
     }
 
+    /// Counts on from a later number.
+    pub(crate) fn skip(&mut self, sequence: u64) {
+        self.sequence = self.sequence.max(sequence);
+    }
+
     /// Key of a slice's message or work.
     pub(crate) fn slice(
         &mut self,

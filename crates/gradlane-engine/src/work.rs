@@ -88,6 +88,11 @@ impl WorkQueue {
         WorkQueue { depth, next_id: 0, pending: BTreeMap::new(), running: BTreeMap::new() }
     }
 
+    /// Numbers works on from a later number.
+    pub(crate) fn skip(&mut self, id: u64) {
+        self.next_id = self.next_id.max(id);
+    }
+
     pub(crate) fn push(&mut self, key: Key, work: Pending) {
         self.pending.insert(key, work);
     }

@@ -22,6 +22,7 @@ use crate::ready::lock;
 use crate::send_buffer::SendBuffer;
 use crate::shared::{Command, Shared};
 use crate::syscall::EpollEvents;
+use crate::uptime::Uptime;
 use crate::works::Works;
 use gradlane_engine::{
     EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Region, Transmit,
@@ -33,7 +34,7 @@ use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Bytes sent before sockets are looked at again.
 const SEND_TURN_BYTES: usize = 1 << 20;
@@ -77,7 +78,7 @@ pub(crate) struct Driver {
     /// None where there is one peer only, where peers are on this machine, and where it is not wanted.
     pacing: Option<Pacing>,
     options: ChannelOptions,
-    origin: Instant,
+    uptime: Uptime,
     now: Time,
     /// When silence is looked at next.
     next_watch: Time,
@@ -151,8 +152,8 @@ impl Driver {
             shared,
             arrivals: Arrivals::new(plan, Rank(options.rank)),
             pacing: paced.then(|| Pacing::new(peers)),
+            uptime: Uptime::new(options.silence_timeout()),
             options,
-            origin: Instant::now(),
             now: Time::ZERO,
             next_watch: Time::ZERO,
             commands: Vec::new(),
@@ -179,7 +180,7 @@ impl Driver {
             if let Err(error) = shared.poller.wait(&mut events, Some(timeout), idle, &mut reports) {
                 self.engine.abort(&format!("cannot wait for sockets: {error}"));
             }
-            self.read_clock();
+            self.read_clock(timeout);
             // What the application said before a peer's frame came is heard before it.
             self.handle_commands();
             hurry = false;
@@ -197,9 +198,9 @@ impl Driver {
         }
     }
 
-    fn read_clock(&mut self) {
-        let nanos = self.origin.elapsed().as_nanos();
-        self.now = Time(u64::try_from(nanos).unwrap_or(u64::MAX));
+    /// After a turn that was to sleep for at most `asked`.
+    fn read_clock(&mut self, asked: Duration) {
+        self.now = self.uptime.read(asked);
         self.engine.handle_time(self.now);
     }
 

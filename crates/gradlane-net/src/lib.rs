@@ -52,6 +52,7 @@ mod send_buffer;
 mod shared;
 mod syscall;
 mod trace;
+mod uptime;
 mod works;
 
 pub use arrivals::LatenessReading;

@@ -279,11 +279,16 @@ impl Drop for ScratchBlock {
 struct Pool {
     free: std::collections::BTreeMap<usize, Vec<ScratchBlock>>,
     allocated_bytes: u64,
+    in_use_bytes: u64,
+    /// The most that was in use at once.
+    peak_bytes: u64,
 }
 
 impl Pool {
     const ALIGNMENT: usize = 64;
     const SMALLEST: usize = 256;
+    /// The pool keeps at most so many times what was in use at once.
+    const PEAKS_KEPT: u64 = 2;
 
     fn class(bytes: usize) -> usize {
         let bytes = bytes.max(Pool::SMALLEST);
@@ -293,6 +298,8 @@ impl Pool {
 
     fn take(&mut self, bytes: usize) -> ScratchBlock {
         let class = Pool::class(bytes);
+        self.in_use_bytes += class as u64;
+        self.peak_bytes = self.peak_bytes.max(self.in_use_bytes);
         if let Some(block) = self.free.get_mut(&class).and_then(Vec::pop) {
             return block;
         }
@@ -304,11 +311,30 @@ impl Pool {
             std::alloc::handle_alloc_error(layout);
         }
         self.allocated_bytes += class as u64;
+        self.shrink();
         ScratchBlock { pointer, layout }
     }
 
     fn give_back(&mut self, block: ScratchBlock) {
+        self.in_use_bytes = self.in_use_bytes.saturating_sub(block.layout.size() as u64);
         self.free.entry(block.layout.size()).or_default().push(block);
+    }
+
+    /// Gives free blocks of other sizes back to the system: blocks that are of another size in each
+    /// step would otherwise leave some of every size behind, in weeks many times what is used.
+    fn shrink(&mut self) {
+        let most = Pool::PEAKS_KEPT * self.peak_bytes;
+        while self.allocated_bytes > most {
+            let Some(mut largest) = self.free.last_entry() else {
+                return;
+            };
+            if let Some(block) = largest.get_mut().pop() {
+                self.allocated_bytes -= block.layout.size() as u64;
+            }
+            if largest.get().is_empty() {
+                largest.remove();
+            }
+        }
     }
 }
 
@@ -351,6 +377,33 @@ mod tests {
         assert_eq!(table.scratch_bytes(), 1024);
         let beyond = table.locate(region(Memory::Buffer(buffer(0, 990)), 0, 991));
         assert!(matches!(beyond, Err(MemoryError::OutOfBounds { .. })));
+    }
+
+    #[test]
+    fn blocks_of_ever_other_sizes_leave_no_more_behind_than_was_used_at_once() {
+        let mut pool = Pool::default();
+        let mut rng = gradlane_units::Rng::new(3);
+        for _ in 0..2_000 {
+            let held: Vec<_> = (0..3)
+                .map(|_| pool.take(1 << (10 + rng.below(9)) | rng.below(1024) as usize))
+                .collect();
+            held.into_iter().for_each(|block| pool.give_back(block));
+        }
+        assert_eq!(pool.in_use_bytes, 0);
+        let free: usize = pool.free.values().flatten().map(|block| block.layout.size()).sum();
+        assert_eq!(pool.allocated_bytes, free as u64);
+        assert!(pool.allocated_bytes <= 2 * pool.peak_bytes, "{pool:?}");
+        assert!(pool.peak_bytes < 3 * 400_000, "three at once");
+    }
+
+    #[test]
+    fn blocks_of_the_same_sizes_are_never_given_back() {
+        let mut pool = Pool::default();
+        let held: Vec<_> = [1_000, 70_000, 9_000].map(|bytes| pool.take(bytes)).into();
+        let before: Vec<_> = held.iter().map(|block| block.pointer).collect();
+        held.into_iter().for_each(|block| pool.give_back(block));
+        let again = [1_000, 70_000, 9_000].map(|bytes| pool.take(bytes));
+        assert_eq!(again.iter().map(|block| block.pointer).collect::<Vec<_>>(), before);
     }
 
     #[test]

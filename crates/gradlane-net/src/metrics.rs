@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// Refusals that are kept; older ones are only counted.
 const REFUSALS_KEPT: usize = 64;
+/// Refusals that are all printed; after these every one that doubles their number is.
+const REFUSALS_SAID: u64 = 16;
 
 /// What went to and came from one peer.
 #[derive(Debug, Default)]
@@ -171,11 +173,16 @@ impl Metrics {
         ThreadCount { metrics: self, index: threads.len() - 1 }
     }
 
-    /// Notes a refused caller and says so on standard error.
+    /// Notes a refused caller and says so on standard error, of many callers less and less often.
     pub(crate) fn refuse(&self, rank: Rank, address: &str, reason: &str) {
-        eprintln!("gradlane: {rank} refused a connection from {address}: {reason}");
         let mut refusals = lock(&self.refusals);
         refusals.0 += 1;
+        if is_said(refusals.0) {
+            let count = refusals.0;
+            eprintln!(
+                "gradlane: {rank} refused a connection from {address}: {reason} (number {count})"
+            );
+        }
         if refusals.1.len() == REFUSALS_KEPT {
             refusals.1.pop_front();
         }
@@ -321,6 +328,12 @@ impl Metrics {
     }
 }
 
+/// Whether the refusal of this number, from 1 on, is printed: whoever calls every second, such as a
+/// scanner of ports, must not fill the log of a run of weeks.
+fn is_said(number: u64) -> bool {
+    number <= REFUSALS_SAID || number.is_power_of_two()
+}
+
 /// By rank: bytes of trained tensors that it owns. Round a ring, and of blocks that all get, nobody
 /// owns anything.
 fn owned_bytes(plan: &Plan) -> Vec<u64> {
@@ -360,5 +373,16 @@ impl Drop for ThreadCount<'_> {
     fn drop(&mut self) {
         let cpu = &mut lock(&self.metrics.threads)[self.index].1;
         cpu.final_ns = cpu.clock.take().and_then(ThreadClock::read_ns).unwrap_or(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_said;
+
+    #[test]
+    fn a_caller_every_second_for_three_weeks_is_a_page_of_lines() {
+        let lines = (1..=1_814_400).filter(|&number| is_said(number)).count();
+        assert_eq!(lines, 16 + 16);
     }
 }

@@ -97,7 +97,13 @@ impl ReadyBoard {
 
     /// A tensor is ready. What was written to its memory before is seen by who sees this.
     pub(crate) fn publish_tensor(&self, tensor: TensorId, step: Step, absent: bool) {
-        lock(&self.news).push_back((step, tensor, absent));
+        let mut news = lock(&self.news);
+        // Where nobody takes news they must not pile up; of the step before they may still be wanted.
+        while news.front().is_some_and(|&(at, ..)| at.next() < step) {
+            news.pop_front();
+        }
+        news.push_back((step, tensor, absent));
+        drop(news);
         self.newest.store(tensor.0, Ordering::Relaxed);
         self.tensors[tensor.index()].store(step.0 + 1, Ordering::SeqCst);
         self.signal(Awaited::Tensor(tensor, step));
@@ -222,6 +228,17 @@ mod tests {
         board.publish_tensor(TensorId(1), Step(2), true);
         assert!(waiter.join().is_ok_and(|news| news == vec![(TensorId(1), true)]));
         assert!(!board.has(Awaited::News(Step(2))));
+    }
+
+    #[test]
+    fn news_that_nobody_takes_do_not_pile_up() {
+        let board = ReadyBoard::new(2);
+        for step in 0..10_000 {
+            board.publish_tensor(TensorId(0), Step(step), false);
+            board.publish_tensor(TensorId(1), Step(step), false);
+        }
+        assert_eq!(lock(&board.news).len(), 4, "of two steps");
+        assert_eq!(board.take(Step(9_999)).len(), 2);
     }
 
     #[test]

@@ -72,6 +72,8 @@ class ArrayExchange:
                 raise translate_error(around.core, error, "spreading rank 0's values") from error
             raise
         self._watch = around.observer.watch(self, self.channel, self)
+        self.has_parted = False
+        """Whether every rank has said goodbye."""
         around.standstill.add(meeting.name, self, self._stand_still)
 
     def training_step_of(self, step: int) -> int:
@@ -190,7 +192,9 @@ class ArrayExchange:
             raise
         self._around.standstill.remove(self._meeting.name)
         self._fail(SessionClosed("the session was closed"))
-        say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s)
+        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+            self._meeting.leave()
+            self.has_parted = True
 
     def abort(self, reason: str) -> None:
         """Give up and tell all ranks why."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,10 @@ def newest(root: Path) -> Manifest | None:
     Raises:
         CheckpointError: its manifest is damaged or of another version, or a file is missing.
     """
-    complete = sorted(root.glob(f"{_PREFIX}*/{_MANIFEST}"))
+    complete = _complete(root)
     if not complete:
         return None
-    path = complete[-1]
+    path = complete[-1] / _MANIFEST
     try:
         content = json.loads(path.read_bytes())
         version, step = content["version"], int(content["step"])
@@ -116,13 +116,44 @@ def check_files(manifest: Manifest) -> None:
 
 def prune(root: Path, keep: int) -> None:
     """Remove all but the last checkpoints, and what was never completed before the last one."""
-    complete = sorted(path.parent for path in root.glob(f"{_PREFIX}*/{_MANIFEST}"))
+    complete = _complete(root)
     if not complete:
         return
     kept = set(complete[-keep:])
-    for folder in sorted(root.glob(f"{_PREFIX}*")):
-        if folder not in kept and folder < complete[-1]:
+    for folder in _by_step(root.glob(f"{_PREFIX}*")):
+        if folder not in kept and _step_of(folder) < _step_of(complete[-1]):
             # First it stops being complete, so that nobody finds half of it.
             with contextlib.suppress(OSError):
                 (folder / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def withdraw(root: Path, step: int, run: str) -> None:
+    """Remove what a run has written of a checkpoint that did not become complete.
+
+    On a full disk it would keep the room that the next one needs.
+    """
+    folder = folder_of(root, step)
+    if (folder / _MANIFEST).exists():
+        return
+    for path in folder.glob(f"*-{run}.safetensors"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    # What others have there stays, and so does the folder then.
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _complete(root: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, in the order of their steps."""
+    return _by_step(path.parent for path in root.glob(f"{_PREFIX}*/{_MANIFEST}"))
+
+
+def _by_step(folders: Iterable[Path]) -> list[Path]:
+    # Names have nine digits, and more from step 10^9 on: then their order is another one.
+    return sorted(folders, key=_step_of)
+
+
+def _step_of(folder: Path) -> tuple[int, str]:
+    digits = folder.name.removeprefix(_PREFIX)
+    return int(digits) if digits.isdecimal() else -1, folder.name

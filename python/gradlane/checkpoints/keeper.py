@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,13 @@ from gradlane.checkpoints.folder import (
     folder_of,
     newest,
     prune,
+    withdraw,
 )
 from gradlane.checkpoints.shard import Piece, read_shard, write_shard
 from gradlane.checkpoints.tree import Leaf, assemble, leaves, pieces_of, put_together, take_apart
 from gradlane.environment import Place
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
+from gradlane.patience import Patience
 from gradlane.rendezvous import Meeting
 from gradlane.residual_state import MEAN_OF
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 _STRUCTURE = "structure"
 _POLL_S = 0.02
+_WORDS_KEPT = 8
+"""Words to rank 0 that stay in the store: it never is so many checkpoints behind another rank."""
 
 
 class Checkpoints:
@@ -77,6 +82,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._failures: list[str] = []
+        self._told: deque[tuple[Meeting, str]] = deque()
 
     def follow(self, prepared: Prepared, meeting: Meeting) -> None:
         """Take checkpoints of a model from now on, also of one that was connected anew.
@@ -181,6 +187,11 @@ class Checkpoints:
         """Wait until the last checkpoint is complete, or has failed."""
         self._join()
         self._warn()
+        if self._place.rank == 0 and self._meeting is not None:
+            # Who has said goodbye has read them.
+            restores = [f"checkpoint/restore/{number + 1}" for number in range(self._restores)]
+            for key in ("checkpoint/run", *restores):
+                self._meeting.drop(key)
 
     def stop(self) -> None:
         """Wait for nobody any more."""
@@ -248,19 +259,27 @@ class Checkpoints:
             word = {"error": f"rank {place.rank} cannot write: {type(error).__name__}: {error}"}
             self._failures.append(f"the checkpoint of step {step} is not complete: {word['error']}")
         try:
-            meeting.put(f"checkpoint/{step}/{place.rank}", json.dumps(word))
+            key = f"checkpoint/{step}/{place.rank}"
+            meeting.put(key, json.dumps(word))
+            self._told.append((meeting, key))
+            if len(self._told) > _WORDS_KEPT:
+                # Of a checkpoint that failed rank 0 may have left it there.
+                old, its_key = self._told.popleft()
+                old.drop(its_key)
             if place.rank == 0:
                 self._complete(step, meeting)
         except Exception as error:
             self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
+            if place.rank == 0:
+                withdraw(self._root, step, self._run)
 
     def _complete(self, step: int, meeting: Meeting) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         files = []
         for rank in range(self._place.world_size):
             key = f"checkpoint/{step}/{rank}"
             while (said := meeting.peek(key)) is None:
-                if self._stopping.is_set() or time.monotonic() > deadline:
+                if self._stopping.is_set() or patience.is_over(_POLL_S):
                     raise CheckpointError(f"rank {rank} has not written its file")
                 time.sleep(_POLL_S)
             word = json.loads(said)

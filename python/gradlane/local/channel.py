@@ -27,6 +27,7 @@ from gradlane.local.rank_calls import RankCalls
 from gradlane.local.shares import Part
 from gradlane.local.sums import copy
 from gradlane.local.waits import Waits
+from gradlane.patience import Patience
 from gradlane.timeline.recorded import CoreRow
 
 _LOOK_S = 1.0
@@ -207,12 +208,12 @@ class NodeChannel(RankCalls):
             if missing() is None:
                 return
             since_ns = time.monotonic_ns()
-            news, news_ns = len(self._news), since_ns
+            news, patience = len(self._news), Patience(self._timeout_s)
             while (tensor := missing()) is not None and self._failure is None:
                 self._changed.wait(_LOOK_S)
                 if news != (news := len(self._news)):
-                    news_ns = time.monotonic_ns()
-                if time.monotonic_ns() - news_ns > self._timeout_s * 1e9:
+                    patience.renew()
+                if patience.is_over(_LOOK_S):
                     break
             newest = self._newest
         self._check()
@@ -221,7 +222,8 @@ class NodeChannel(RankCalls):
                 Failure(
                     f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for "
                     f"{self._names[tensor]!r} in step {step}; a rank of its node, or another "
-                    "node, does not take part",
+                    "node, does not take part (if it evaluates, saves or loads for longer than "
+                    "that: progress_timeout_s, on all ranks)",
                     self._last_complete,
                     None,
                     timed_out=True,

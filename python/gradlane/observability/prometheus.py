@@ -19,6 +19,8 @@ from gradlane.observability.metrics import Metrics, waited_s
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STOP_WITHIN_S = 0.1
+ASK_WITHIN_S = 10.0
+"""Who has called is heard for so long."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,9 @@ class Endpoint:
         """
 
         class Answer(BaseHTTPRequestHandler):
+            # Who calls and asks nothing, or is cut off, must not keep thread and socket for good.
+            timeout = ASK_WITHIN_S
+
             def do_GET(self) -> None:
                 if self.path.partition("?")[0] not in ("/", "/metrics"):
                     self.send_error(404, "the metrics are at /metrics")

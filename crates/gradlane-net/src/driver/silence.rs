@@ -41,7 +41,11 @@ impl Driver {
                 let limit = link.last_received + silence + grace;
                 if self.now >= limit {
                     let silent_s = self.now.since(link.last_received).as_secs_f64();
-                    self.lose(rank, &format!("silent for {silent_s:.1} s"));
+                    let reason = format!(
+                        "silent for {silent_s:.1} s, so its machine or process stands still, or the \
+                         network is cut (longer pauses of these: silence_timeout_s)"
+                    );
+                    self.lose(rank, &reason);
                 } else {
                     next = next.min(limit);
                 }

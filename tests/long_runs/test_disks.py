@@ -1,0 +1,108 @@
+"""Checkpoints of runs of weeks: disks that fill up, and steps of ten digits."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradlane.checkpoints.folder import commit, folder_of, newest, prune, withdraw
+from gradlane.checkpoints.shard import Piece, write_shard
+from gradlane.core import load_core
+from tests.adapter.ranks import run_ranks
+from tests.checkpoints.training import train
+
+needs_core = pytest.mark.skipif(
+    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
+)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no privilege to mount a file system in memory")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@needs_core
+def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_there_is_room(
+    small_disk: Path,
+) -> None:
+    found: dict[int, Any] = {}
+
+    def between(step: int) -> None:
+        """On rank 0: fill the disk after the first checkpoint, and make room after the second."""
+        room = small_disk / "room"
+        if step == 5:
+            with room.open("wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError:
+                    # As much is left as one of two ranks needs.
+                    file.truncate(file.tell() - 80 * 1024)
+        if step == 8:
+            found[step] = (newest(small_disk), sorted(one.name for one in small_disk.iterdir()))
+            room.unlink()
+
+    def body(session: Any) -> Any:
+        return train(session, 10, after_step=between if session.rank == 0 else lambda step: None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        core: Any = load_core()
+        results = run_ranks(
+            2, body, core=core, summary=False, checkpoint=small_disk, checkpoint_every=3
+        )
+    assert [len(losses) for _, losses in results] == [10, 10]
+    texts = [str(one.message) for one in caught]
+    assert any(
+        "step 6 is not complete" in text and "No space left" in text and "goes on" in text
+        for text in texts
+    ), texts
+    kept, names = found[8]
+    assert kept is not None and kept.step == 3
+    # Nothing of the one that failed takes the room that the next one needs.
+    assert names == ["room", "step-000000003"]
+    last = newest(small_disk)
+    assert last is not None and last.step == 9
+
+
+def test_steps_of_ten_digits_are_later_than_those_of_nine(tmp_path: Path) -> None:
+    for step in (999_999_998, 999_999_999, 1_000_000_000, 1_000_000_001):
+        folder = folder_of(tmp_path, step)
+        folder.mkdir()
+        size = write_shard(folder / "one", [Piece("a", 0, torch.ones(2))], {"step": step})
+        commit(tmp_path, step, [("one", size)])
+        found = newest(tmp_path)
+        assert found is not None and found.step == step
+        prune(tmp_path, 2)
+        assert folder.exists()
+    assert sorted(int(one.name.removeprefix("step-")) for one in tmp_path.iterdir()) == [
+        1_000_000_000,
+        1_000_000_001,
+    ]
+
+
+def test_only_what_a_run_has_written_is_withdrawn(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, 5)
+    folder.mkdir()
+    (folder / "rank-00000-of-00002-aa.safetensors").write_text("own")
+    (folder / "rank-00001-of-00002-aa.safetensors").write_text("own")
+    (folder / "rank-00000-of-00002-bb.safetensors").write_text("another run's")
+    withdraw(tmp_path, 5, "aa")
+    assert [one.name for one in folder.iterdir()] == ["rank-00000-of-00002-bb.safetensors"]
+    withdraw(tmp_path, 5, "bb")
+    assert not folder.exists()
+    withdraw(tmp_path, 5, "bb")
