@@ -42,7 +42,7 @@ def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -
         from torch.distributed import distributed_c10d
 
         return distributed_c10d._get_default_store()
-    if place.world_size == 1:
+    if place.ranks == 1:
         return HashStore()
     host, port = find_store_address(environment)
     hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -50,7 +50,7 @@ def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -
         return TCPStore(
             host,
             port,
-            place.world_size,
+            place.ranks,
             is_master=place.rank == 0 and not hosted_by_agent,
             timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
@@ -80,16 +80,17 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
 class Meeting:
     """One place in the store where all ranks agree on one channel."""
 
-    def __init__(self, store: Store, place: Place, channel: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, place: Place, channel: int | str, timeout_s: float) -> None:
         """Take part in a meeting.
 
         Args:
             store: the rendezvous store.
             place: this rank's place.
-            channel: number of the channel, the same on every rank.
+            channel: number of the channel, the same on every rank; or another name.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
         """
         self.place = place
+        self.channel = channel
         self.name = f"{place.job}/{place.restart}/{channel}"
         self._store = PrefixStore(f"gradlane/{self.name}", store)
         self._timeout_s = timeout_s
@@ -117,10 +118,12 @@ class Meeting:
         try:
             while not self._store.check([key]):
                 if time.monotonic() > deadline:
+                    calls = "gradlane.init and prepare as often as the others"
+                    if rank >= self.place.world_size > 0:
+                        calls = "session.serve(), or runs it `gradlane serve`"
                     raise RendezvousError(
                         f"rank {self.place.rank} waited {self._timeout_s:g} s for rank {rank} "
-                        f"({key} of {self.name}); is it running, and does it call gradlane.init "
-                        "and prepare as often as the others?"
+                        f"({key} of {self.name}); is it running, and does it call {calls}?"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
@@ -136,6 +139,15 @@ class Meeting:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError:
             return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the store answers."""
+        try:
+            self._store.check(["anything"])
+        except RuntimeError:
+            return False
+        return True
 
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and learn what every other rank found.
@@ -206,6 +218,7 @@ class Meeting:
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
+            RanksDiffer: a rank that is to serve cannot.
         """
         node = node_name()
         own = {"host": host, "port": port, "node": node}
@@ -213,6 +226,8 @@ class Meeting:
         peers = []
         for rank in range(self.place.world_size) if ranks is None else ranks:
             peer = json.loads(self.get(f"address/{rank}", rank))
+            if "refused" in peer:
+                raise RanksDiffer(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
                 raise RendezvousError(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "

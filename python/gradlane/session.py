@@ -43,7 +43,9 @@ from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, store_address
+from gradlane.serving import Invitations, open_office
 from gradlane.session_models import SessionModels
+from gradlane.session_serving import SessionServing
 from gradlane.session_state import SessionState
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
@@ -53,7 +55,9 @@ _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
 
 
-class Session(SessionModels, SessionArrays, SessionState, SessionReports, SessionPace):
+class Session(
+    SessionModels, SessionArrays, SessionState, SessionReports, SessionPace, SessionServing
+):
     """A rank's part in a training job; made by `gradlane.init`."""
 
     def __init__(
@@ -61,10 +65,11 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store, os.environ)
-        self._recorder = make_recorder(options, place)
+        office = open_office(store, place, options.connect_timeout_s) if place.serving else None
+        self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
         self._checkpoints = make_checkpoints(
-            options.checkpoint,
+            None if place.serves else options.checkpoint,
             options.checkpoint_every,
             options.checkpoint_keep,
             place,
@@ -82,8 +87,10 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
             self._observer,
             self._checkpoints,
             self._recorder,
+            invitations=Invitations(office) if office is not None and place.rank == 0 else None,
         )
         self._store = store
+        self._server = self._make_server(office) if office is not None and place.serves else None
         self._prepared: list[Prepared] = []
         self._start_arrays()
         self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
@@ -97,7 +104,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that train: all, unless `workers` said otherwise."""
         return self._around.place.world_size
 
     @contextlib.contextmanager
@@ -198,6 +205,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._standstill.close()
+        self._stop_serving()
         self._write_reports()
         if errors:
             raise errors[0]
@@ -218,6 +226,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         for part in self._parts():
             part.abort(reason)
         self._standstill.close()
+        self._stop_serving(reason)
         self._write_reports()
 
     def __enter__(self) -> Session:
@@ -273,3 +282,4 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
+        self._check_trains()

@@ -189,6 +189,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 ranks_per_node=cluster.integer("ranks_per_node", least=1)
                 if "ranks_per_node" in cluster.source
                 else 1,
+                serving=cluster.integer("serving", least=0) if "serving" in cluster.source else 0,
             )
         ),
         source=cluster.text("source"),
