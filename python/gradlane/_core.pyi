@@ -47,6 +47,7 @@ def plan_json(
     *,
     stragglers_json: str | None = None,
     servers: int | None = None,
+    workers: int | None = None,
 ) -> str:
     """Cut tensors into slices, place them, and return the plan as JSON.
 
@@ -60,6 +61,9 @@ def plan_json(
         seed: places whole tensors on servers where the strategy draws them.
         update: `worker` or `server`.
         world_size: number of ranks.
+        stragglers_json: the rule for steps that go on without late ranks, if there is one.
+        servers: the first so many ranks own slices; None: all do.
+        workers: the first so many ranks train, and the others own all slices; None: all train.
 
     Raises:
         ValueError: the arguments make no plan; the message says why.

@@ -26,6 +26,7 @@ from gradlane.command_options import (
 from gradlane.lab.command import lab
 from gradlane.lab.ending import Terminated, end_in_order
 from gradlane.planning_commands import add_planning
+from gradlane.serve_command import serve
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
@@ -76,6 +77,7 @@ def demo(
 
 
 add_planning(app)
+app.command()(serve)
 
 
 @app.command()

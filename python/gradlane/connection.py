@@ -20,6 +20,7 @@ from gradlane.local.rules import OFF
 from gradlane.observability.observer import ModelWatch, Observer
 from gradlane.options import FACTOR_SCHEMES, Options
 from gradlane.rendezvous import Meeting
+from gradlane.serving import Invitation, Invitations
 from gradlane.standstill import Standstill
 from gradlane.stragglers import parse_stragglers
 from gradlane.timeline.recorder import Recorder
@@ -42,6 +43,7 @@ class Surroundings:
         recorder: what a timeline is recorded with, or None.
         schemes: how tensors are aggregated, by name, where a plan says it; others go by the
             strategy.
+        invitations: rank 0's word to ranks that only serve, or None.
     """
 
     core: CoreModule
@@ -55,6 +57,7 @@ class Surroundings:
     checkpoints: Checkpoints | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
+    invitations: Invitations | None = None
 
 
 def open_channel(
@@ -106,8 +109,17 @@ def _connect(
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
     options, place = around.options, around.place
+    # Ranks that only serve are the last ones of each channel.
+    everyone = [*ranks, *range(place.world_size, place.ranks)]
+    # Ranks that carry for their nodes have a channel for each local rank.
+    job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
+    settings = _channel_options(
+        around, job, meeting.generation, ranks.index(place.rank), len(everyone)
+    )
     # A core that knows nothing of them is asked for nothing of them.
     further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    if place.serving:
+        further["workers"] = len(ranks)
     rule = parse_stragglers(options.stragglers)
     if rule is not None and place.world_size > 1:
         further["stragglers_json"] = rule.core_rule(options.ahead_steps)
@@ -117,18 +129,26 @@ def _connect(
         options.slice_elems,
         options.seed,
         update,
-        len(ranks),
+        len(everyone),
         **further,
     )
-    listener, host = _listen(around)
-    try:
-        peers = meeting.exchange_addresses(host, listener.port, ranks)
-        # Ranks that carry for their nodes have a channel for each local rank.
-        job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
-        settings = _channel_options(
-            around, job, meeting.generation, ranks.index(place.rank), len(ranks)
+    if around.invitations is not None:
+        around.invitations.send(
+            Invitation(
+                channel=meeting.channel,
+                ranks=everyone,
+                rows=rows,
+                strategy=options.strategy,
+                slice_elems=options.slice_elems,
+                seed=options.seed,
+                update=update,
+                settings=settings,
+            )
         )
-        return around.core.Channel(listener, settings, plan, peers, secret)
+    listener, host = listen(around)
+    try:
+        peers = meeting.exchange_addresses(host, listener.port, everyone)
+        return around.core.Channel(listener, json.dumps(settings), plan, peers, secret)
     except around.core.ChannelError as error:
         raise RendezvousError(f"rank {place.rank} could not connect: {error.args[0]}") from error
     except BaseException:
@@ -138,30 +158,28 @@ def _connect(
 
 def _channel_options(
     around: Surroundings, job: str, generation: int, rank: int, world_size: int
-) -> str:
+) -> dict[str, Any]:
     options = around.options
-    return json.dumps(
-        {
-            "rank": rank,
-            "world_size": world_size,
-            "job": job,
-            "generation": generation,
-            "seed": options.seed,
-            "frame_bytes": options.frame_bytes,
-            "credit_bytes": options.frame_bytes,
-            "low_water_bytes": options.low_water_bytes,
-            "send_buffer_bytes": options.send_buffer_bytes,
-            "pacing": options.pacing,
-            "receive_buffer_bytes": 0,
-            "work_depth": max(2, 2 * options.work_threads),
-            "work_threads": options.work_threads,
-            "io_threads": 1,
-            "silence_timeout_s": options.silence_timeout_s,
-            "progress_timeout_s": options.progress_timeout_s,
-            "connect_timeout_s": options.connect_timeout_s,
-            "trace": options.trace or around.recorder is not None,
-        }
-    )
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "job": job,
+        "generation": generation,
+        "seed": options.seed,
+        "frame_bytes": options.frame_bytes,
+        "credit_bytes": options.frame_bytes,
+        "low_water_bytes": options.low_water_bytes,
+        "send_buffer_bytes": options.send_buffer_bytes,
+        "pacing": options.pacing,
+        "receive_buffer_bytes": 0,
+        "work_depth": max(2, 2 * options.work_threads),
+        "work_threads": options.work_threads,
+        "io_threads": 1,
+        "silence_timeout_s": options.silence_timeout_s,
+        "progress_timeout_s": options.progress_timeout_s,
+        "connect_timeout_s": options.connect_timeout_s,
+        "trace": options.trace or around.recorder is not None,
+    }
 
 
 def say_goodbye(
@@ -213,7 +231,7 @@ def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
             literal = addresses.resolve(advertised)
             # Behind address translation the advertised address is none of this machine's.
             return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
-        if around.place.world_size == 1:
+        if around.place.ranks == 1:
             return ["127.0.0.1"], None
         return [addresses.address_towards(around.store_host, around.store_port)], None
     except OSError as error:
@@ -223,7 +241,7 @@ def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
         ) from error
 
 
-def _listen(around: Surroundings) -> tuple[Listener, str]:
+def listen(around: Surroundings) -> tuple[Listener, str]:
     """Bind a socket; returns it and the address that others reach it at."""
     low, high = around.options.ports or (0, 0)
     hosts, advertised = listening_hosts(around)

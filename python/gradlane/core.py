@@ -225,6 +225,7 @@ class PlanBuilder(Protocol):
         *,
         stragglers_json: str | None = None,
         servers: int | None = None,
+        workers: int | None = None,
     ) -> str:
         """Return the plan as JSON; `ValueError` when the arguments make none."""
 

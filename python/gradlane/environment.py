@@ -12,7 +12,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
@@ -106,16 +106,34 @@ class Place:
     """Where a rank stands.
 
     Attributes:
-        rank: this rank.
-        world_size: number of ranks.
+        rank: this rank; those that only serve come after all that train.
+        world_size: number of ranks that train: all, where none only serves.
         job: name of the job, the same on every rank.
         restart: how often the launcher has restarted the job's ranks.
+        serving: number of ranks that only serve.
     """
 
     rank: int
     world_size: int
     job: str
     restart: int
+    serving: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks, those that only serve included."""
+        return self.world_size + self.serving
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank only serves."""
+        return self.rank >= self.world_size
+
+    def with_workers(self, workers: int | None) -> Place:
+        """Return the place where only the first so many ranks train; None: all do."""
+        if workers is None:
+            return self
+        return replace(self, world_size=workers, serving=self.ranks - workers)
 
 
 def find_place(

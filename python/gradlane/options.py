@@ -63,6 +63,7 @@ class Options:
     late: str = option(LATE[0], known=LATE, agreed=True)
     ahead_steps: int = option(AHEAD_STEPS, least=1, agreed=True)
     servers: int | None = option(None, least=1, agreed=True)
+    workers: int | None = option(None, least=1, agreed=True)
     interface: str | None = None
     advertise: str | None = None
     ports: tuple[int, int] | None = None
@@ -157,11 +158,24 @@ class Options:
         """
         if self.servers is not None and self.servers > world_size:
             raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+        if self.workers is not None and self.workers != world_size:
+            self._check_serving(self.workers, world_size)
         rule = parse_stragglers(self.stragglers)
         if rule is not None and rule.backup >= world_size > 1:
             raise ValueError(
                 f"stragglers is {self.stragglers!r} with {world_size} ranks: at least one has to "
                 "contribute to each step"
+            )
+
+    def _check_serving(self, workers: int, world_size: int) -> None:
+        """Check what goes with ranks that only serve."""
+        if workers > world_size:
+            raise ValueError(f"workers is {workers}, but there are {world_size} ranks")
+        why = serving_refusal(self)
+        if why:
+            raise ValueError(
+                f"workers is {workers} of {world_size} ranks, so that the others only serve, but "
+                f"{why}"
             )
 
     def agreed(self) -> dict[str, object]:
@@ -234,6 +248,34 @@ def factors_refusal(strategy: str, update: str) -> str:
         update: one of `UPDATES`.
     """
     return _serverless_refusal(strategy, update, "factors are not added up there")
+
+
+def serving_refusal(options: Options) -> str:
+    """Say why ranks that only serve do not go with other options; empty if they do."""
+    if options.servers is not None:
+        return (
+            f"servers is {options.servers}, which makes ranks servers that train: leave it out, "
+            "the ranks that do not train are the servers"
+        )
+    if options.strategy == RING:
+        return "strategy is 'ring', which has no servers: use p3"
+    if options.strategy == ASGD:
+        return (
+            "strategy is 'asgd', which keeps the optimizer's settings and state where the "
+            "training program runs: use servers= among the ranks that train"
+        )
+    if options.update == "server":
+        return (
+            "update is 'server': the optimizer's settings and state come from the owner's own "
+            "program, which these ranks do not run: use update='worker', or servers= among the "
+            "ranks that train"
+        )
+    if options.stragglers != WAIT:
+        return (
+            f"stragglers is {options.stragglers!r}: owners apart do not hear who is left out; use "
+            "stragglers='wait', or servers= among the ranks that train"
+        )
+    return ""
 
 
 def _serverless_refusal(strategy: str, update: str, why: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gradlane.command_options import CostsPath, HtmlPath, JsonPath, require_writable, write_json
+from gradlane.server_places import SERVERS_HELP, parse_servers
 
 
 def whatif(
@@ -42,9 +43,7 @@ def whatif(
     topology: Annotated[
         str, typer.Option(help="Of ring-fused: flat, hierarchical, or both.")
     ] = "flat",
-    servers: Annotated[
-        int | None, typer.Option(help="The first so many workers own slices; all if absent.")
-    ] = None,
+    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
     ranks_per_node: Annotated[
         str,
         typer.Option(
@@ -125,7 +124,8 @@ def whatif(
         base=Cluster(
             workers=1,
             rate_bps=0.0,
-            servers=servers,
+            servers=parse_servers(servers).servers,
+            serving=parse_servers(servers).serving,
             latency_s=latency_s,
             slice_elems=slice_elems,
             steps=LATE_STEPS if late else Cluster.steps,
@@ -197,10 +197,7 @@ def plan(
     ],
     workers: Annotated[int, typer.Option(help="Ranks.")],
     rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
-    servers: Annotated[
-        int | None,
-        typer.Option(help="The first so many ranks own slices; all if absent."),
-    ] = None,
+    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
     ranks_per_node: Annotated[
         int, typer.Option(help="Ranks on each node, which share its port.")
     ] = 1,
@@ -252,7 +249,15 @@ def plan(
     require_writable(json_path)
     made = run_plan(
         find_profile(profile, batch_time_s),
-        ClusterFacts(workers, parse_rate(rate), latency_s, update, servers, ranks_per_node),
+        ClusterFacts(
+            workers,
+            parse_rate(rate),
+            latency_s,
+            update,
+            servers=parse_servers(servers).servers,
+            ranks_per_node=ranks_per_node,
+            serving=parse_servers(servers).serving,
+        ),
         budget_s=budget_s,
         console=wide_console(),
         rule=rule,

@@ -39,6 +39,7 @@ from gradlane.rendezvous import Meeting
 from gradlane.residual_state import ResidualState
 from gradlane.served_parameters import ServedParameters
 from gradlane.server_state import Apart, ServerState
+from gradlane.serving import check_codecs_served
 from gradlane.steps import Driver, Phase, Steps
 from gradlane.terms import agree_on_terms
 from gradlane.timeline.recorder import Recording
@@ -98,6 +99,7 @@ class Prepared:
         self.codecs: list[CodecChoice] = without_codecs(
             choose_codecs(around.options.codec, coded, ranks), factored
         )
+        check_codecs_served(self.codecs, around.place)
         plain = [entry.plan_row() for entry in (*self._entries, *self._extras)]
         for index, one in factored.items():
             plain[index] = one.plan_row()
@@ -409,7 +411,7 @@ class Prepared:
 
     def _make_steps(self) -> Steps:
         around, optimizer = self._around, self._optimizer
-        observes = around.place.rank == 0 and around.place.world_size > 1
+        observes = around.place.rank == 0 and around.place.ranks > 1
         step_whole = self.installation.step_whole
         if self._recording is not None:
             step_whole = self._recording.timed_update(step_whole)

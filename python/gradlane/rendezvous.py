@@ -48,7 +48,7 @@ def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -
         from torch.distributed import distributed_c10d
 
         return distributed_c10d._get_default_store()
-    if place.world_size == 1:
+    if place.ranks == 1:
         return HashStore()
     host, port = find_store_address(environment)
     hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -56,7 +56,7 @@ def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -
         return TCPStore(
             host,
             port,
-            place.world_size,
+            place.ranks,
             is_master=place.rank == 0 and not hosted_by_agent,
             timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
@@ -90,7 +90,7 @@ class Meeting:
         self,
         store: Store,
         place: Place,
-        channel: int,
+        channel: int | str,
         timeout_s: float,
         start: Start | None = None,
     ) -> None:
@@ -99,12 +99,14 @@ class Meeting:
         Args:
             store: the rendezvous store.
             place: this rank's place.
-            channel: number of the channel, the same on every rank.
+            channel: number of the channel, the same on every rank; or another name.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
             start: as all ranks agreed; None: the launcher's count.
         """
         start = start or Start(str(place.restart), place.restart)
         self.place = place
+        self.start = start
+        self.channel = channel
         self.name = f"{place.job}/{start.name}/{channel}"
         self.generation = start.generation
         self._store = PrefixStore(f"gradlane/{self.name}", store)
@@ -166,10 +168,10 @@ class Meeting:
             f"({key} of {self.name})"
         )
         if self._look is None:
-            return RendezvousError(
-                f"{waited}; is it running, and does it call gradlane.init and prepare as often as "
-                "the others?"
-            )
+            calls = "gradlane.init and prepare as often as the others"
+            if rank >= self.place.world_size > 0:
+                calls = "session.serve(), or runs it `gradlane serve`"
+            return RendezvousError(f"{waited}; is it running, and does it call {calls}?")
         return ProgressTimeout(
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
             "for longer than that, give all ranks a larger progress_timeout_s"
@@ -181,6 +183,15 @@ class Meeting:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError:
             return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the store answers."""
+        try:
+            self._store.check(["anything"])
+        except RuntimeError:
+            return False
+        return True
 
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and learn what every other rank found.
@@ -251,6 +262,7 @@ class Meeting:
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
+            RanksDiffer: a rank that is to serve cannot.
         """
         node = node_name()
         own = {"host": host, "port": port, "node": node}
@@ -258,6 +270,8 @@ class Meeting:
         peers = []
         for rank in range(self.place.world_size) if ranks is None else ranks:
             peer = json.loads(self.get(f"address/{rank}", rank))
+            if "refused" in peer:
+                raise RanksDiffer(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
                 raise RendezvousError(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "

@@ -43,20 +43,22 @@ from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, store_address
+from gradlane.serving import Invitations, open_office
 from gradlane.session_models import SessionModels
+from gradlane.session_serving import SessionServing
 from gradlane.session_state import SessionState
 from gradlane.staleness import Tally
 from gradlane.standstill import Standstill
-from gradlane.starts import Start, agree_on_start
+from gradlane.starts import start_of
 from gradlane.timeline.recorder import make_recorder
 
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
-_starts: dict[Place, Start] = {}
-"""What the ranks of a job have agreed on, by this one's place."""
 
 
-class Session(SessionModels, SessionArrays, SessionState, SessionReports, SessionPace):
+class Session(
+    SessionModels, SessionArrays, SessionState, SessionReports, SessionPace, SessionServing
+):
     """A rank's part in a training job; made by `gradlane.init`."""
 
     def __init__(
@@ -64,10 +66,11 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store, os.environ)
-        self._recorder = make_recorder(options, place)
+        office = open_office(store, place, options.connect_timeout_s) if place.serving else None
+        self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
         self._checkpoints = make_checkpoints(
-            options.checkpoint,
+            None if place.serves else options.checkpoint,
             options.checkpoint_every,
             options.checkpoint_keep,
             place,
@@ -85,8 +88,10 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
             self._observer,
             self._checkpoints,
             self._recorder,
+            invitations=Invitations(office) if office is not None and place.rank == 0 else None,
         )
         self._store = store
+        self._server = self._make_server(office) if office is not None and place.serves else None
         self._prepared: list[Prepared] = []
         self._meetings: list[Meeting] = []
         self._start_arrays()
@@ -101,7 +106,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that train: all, unless `workers` said otherwise."""
         return self._around.place.world_size
 
     @contextlib.contextmanager
@@ -202,6 +207,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._standstill.close()
+        self._stop_serving()
         parts = self._parts()
         if parts and all(part.has_parted for part in parts):
             for meeting in (one for one in self._meetings if not one.has_left):
@@ -226,6 +232,7 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         for part in self._parts():
             part.abort(reason)
         self._standstill.close()
+        self._stop_serving(reason)
         self._write_reports()
 
     def __enter__(self) -> Session:
@@ -269,13 +276,12 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
         place, timeout_s = self._around.place, self._around.options.connect_timeout_s
         key = (place.job, place.restart, place.rank)
-        if place not in _starts:
-            _starts[place] = agree_on_start(self._store, place, timeout_s)
+        start = start_of(self._store, place, timeout_s)
         if not self._meetings:
-            self._standstill.belong_to(_starts[place].name)
+            self._standstill.belong_to(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        meeting = Meeting(self._store, place, number, timeout_s, _starts[place])
+        meeting = Meeting(self._store, place, number, timeout_s, start)
         self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
         return meeting
 
@@ -287,3 +293,4 @@ class Session(SessionModels, SessionArrays, SessionState, SessionReports, Sessio
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
+        self._check_trains()

@@ -121,6 +121,13 @@ class SessionModels:
                 "results; asynchronous training is none of them"
             )
         agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        place = self._around.place
+        if agreed.rule and place.serving:
+            raise ValueError(
+                f"plan={agreed.rule!r} while {place.serving} ranks only serve: a session finds "
+                "plans for the ranks that train alone; `gradlane plan --servers separate="
+                f"{place.serving}` writes one, to be given as plan="
+            )
         schemes = {"poseidon": SFB} if agreed.rule == "poseidon" else {}
         if agreed.plan is not None:
             schemes = agreed.plan.schemes
@@ -139,7 +146,7 @@ class SessionModels:
             options = agreed.plan.settings.applied_to(around.options)
             around = replace(around, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
-        learns = agreed.rule != "" and self._around.place.world_size > 1
+        learns = agreed.rule != "" and place.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)

@@ -36,6 +36,7 @@ def init(
     late: str = Options.late,
     ahead_steps: int = Options.ahead_steps,
     servers: int | None = Options.servers,
+    workers: int | None = Options.workers,
     interface: str | None = Options.interface,
     advertise: str | None = Options.advertise,
     ports: tuple[int, int] | None = Options.ports,
@@ -68,7 +69,7 @@ def init(
     Args:
         store: the rendezvous store.
         rank: this rank.
-        world_size: number of ranks.
+        world_size: number of ranks, those that only serve included.
         strategy: `p3`, `slicing`, `wfbp`, `kvstore` or `deferred-pull`, which all give the same
             results; `ring`, which gives them at two ranks and other roundings at more, see
             `docs/ring.md`; or `asgd`, asynchronous training, which does not: each rank's gradients
@@ -106,6 +107,8 @@ def init(
         ahead_steps: how many steps the others may be ahead of the slowest rank, which keeps that
             many results.
         servers: the first so many ranks own slices, the others none; None: all do.
+        workers: the first so many ranks train, and those after them only serve: they own all slices
+            and train nothing, see `Session.serve`; None: all train. See `docs/servers.md`.
         interface: network interface to use; else `GRADLANE_INTERFACE`; else the one that leads to
             the store.
         advertise: address or name that other ranks reach this one at, where it is another.
@@ -170,6 +173,56 @@ def init(
         check_codecs(options.codec)
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
     options.check_world(place.world_size)
+    place = place.with_workers(options.workers)
     if store is None:
         store = open_store(place, os.environ, connect_timeout_s)
     return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
+
+
+def init_serving(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    job: str | None = None,
+    interface: str | None = None,
+    advertise: str | None = None,
+    ports: tuple[int, int] | None = Options.ports,
+    work_threads: int = Options.work_threads,
+    connect_timeout_s: float = Options.connect_timeout_s,
+) -> Session:
+    """Open a session on a rank that only serves and does not know how many ranks train.
+
+    Args:
+        rank: as for `init`.
+        world_size: as for `init`: ranks that train and ranks that serve.
+        job: as for `init`.
+        interface: as for `init`.
+        advertise: as for `init`.
+        ports: as for `init`.
+        work_threads: as for `init`.
+        connect_timeout_s: seconds to wait for rank 0's word on who trains.
+
+    Raises:
+        ValueError: an option or the launcher's environment makes no sense.
+        RendezvousError: the store cannot be reached.
+        GradlaneError: the compiled core is missing.
+    """
+    options = Options(
+        interface=interface,
+        advertise=advertise,
+        ports=ports,
+        work_threads=work_threads,
+        connect_timeout_s=connect_timeout_s,
+        summary=is_wanted(None, os.environ, "GRADLANE_SUMMARY"),
+    )
+    core = load_core()
+    place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
+    if place.rank == 0:
+        raise ValueError(
+            f"rank 0 of {place.world_size} trains, and ranks that serve come after all that train: "
+            "give --rank and --world-size, or set RANK and WORLD_SIZE"
+        )
+    # Who trains is for rank 0 to say.
+    place = place.with_workers(0)
+    store = open_store(place, os.environ, connect_timeout_s)
+    return Session(core, options, place, store, os.environ.get("GRADLANE_SECRET"))

@@ -38,8 +38,22 @@ class Start:
     generation: int
 
 
+_agreed: dict[Place, Start] = {}
+"""What the ranks of a job have agreed on, by this one's place."""
+
+
+def start_of(store: Store, place: Place, timeout_s: float) -> Start:
+    """Return which start this process is of; the first time it asks the others.
+
+    Args and errors: as `agree_on_start`.
+    """
+    if place not in _agreed:
+        _agreed[place] = agree_on_start(store, place, timeout_s)
+    return _agreed[place]
+
+
 def agree_on_start(store: Store, place: Place, timeout_s: float) -> Start:
-    """Find out which start this is; a collective call, once in each process.
+    """Find out which start this is; a collective call of all ranks, those that only serve too.
 
     Args:
         store: the rendezvous store.
@@ -49,7 +63,7 @@ def agree_on_start(store: Store, place: Place, timeout_s: float) -> Start:
     Raises:
         RendezvousError: a rank did not appear, or the store is gone.
     """
-    if place.world_size == 1:
+    if place.ranks == 1:
         return Start(str(place.restart), place.restart)
     hall = PrefixStore(f"gradlane/{place.job}/start", store)
     try:
@@ -71,7 +85,7 @@ def agree_on_start(store: Store, place: Place, timeout_s: float) -> Start:
 def _welcome(hall: Store, place: Place, start: Start, timeout_s: float) -> None:
     """Answer every rank, also one that comes again, until all have heard the answer."""
     answered: dict[int, str] = {}
-    missing = list(range(1, place.world_size))
+    missing = list(range(1, place.ranks))
     patience = Patience(timeout_s)
     pause_s = 0.0005
     while missing:
@@ -121,5 +135,5 @@ def _missed(place: Place, missing: list[int], timeout_s: float) -> RendezvousErr
     ranks = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
     return RendezvousError(
         f"rank {place.rank} waited {timeout_s:g} s for {ranks} of job {place.job!r}; is every rank "
-        "running, and does it call gradlane.init and prepare as often as the others?"
+        "running, and does it call gradlane.init and prepare as often as the others, or serve?"
     )

@@ -484,8 +484,9 @@ class FakeCore:
         *,
         stragglers_json: str | None = None,
         servers: int | None = None,
+        workers: int | None = None,
     ) -> str:
-        assert stragglers_json is None and servers is None, "real ranks do that"
+        assert stragglers_json is None and servers is None and workers is None, "real ranks do that"
         return json.dumps(
             {
                 "tensors": json.loads(tensors_json),

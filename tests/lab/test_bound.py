@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradlane.lab.bound import bound_step_s, port_bytes
+from gradlane.lab.bound import bound_step_s, port_bytes, port_loads
 from gradlane.lab.workloads.contract import Stage, TensorTiming, timings_of
 
 seconds = st.floats(0.0, 10.0, allow_nan=False)
@@ -135,6 +135,15 @@ def test_fewer_servers_carry_more_each(servers: int, expected: float) -> None:
     # One server takes in three pushes; of two, each takes in three halves and sends one half.
     assert port_bytes(400.0, workers=4, servers=servers) == pytest.approx(expected)
     assert port_bytes(400.0, workers=4, scheme="ring", servers=servers) == pytest.approx(600.0)
+
+
+@pytest.mark.parametrize(("serving", "expected"), [(1, 1600.0), (2, 800.0), (4, 400.0), (8, 400.0)])
+def test_servers_apart_carry_what_every_worker_sends(serving: int, expected: float) -> None:
+    # 4 / S of the model through a server's port, one model through a worker's.
+    assert port_bytes(400.0, workers=4, serving=serving) == pytest.approx(expected)
+    timings = [TensorTiming(name, 100, 4, ready_s=1.0, need_s=0.0) for name in ("one", "two")]
+    loads = port_loads(timings, [400.0, 100.0], ["ps", "sfb"], workers=4, serving=serving)
+    assert loads.tolist() == [[400.0, 300.0], [1600.0 / serving, 0.0]]
 
 
 def test_servers_are_ranks() -> None:

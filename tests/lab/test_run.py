@@ -374,6 +374,33 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
 
 @needs_namespaces
 @pytest.mark.timeout(180)
+def test_servers_on_nodes_of_their_own_learn_the_same() -> None:
+    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
+    options = LabOptions(
+        workload="digits-cnn",
+        strategies=parse_strategies("none,ddp-gather,p3,wfbp"),
+        workers=2,
+        serving=1,
+        rates_bps=[1_000_000_000],
+        steps=4,
+        warmup=1,
+        paced=False,
+    )
+    rows = {one.strategy: one for one in run_lab(options)}
+    assert len({rows[name].param_digest for name in ("ddp-gather", "p3", "wfbp")}) == 1
+    assert (rows["p3"].serving, rows["ddp-gather"].serving) == (1, 0)
+    balance = rows["p3"].balance
+    workers, (server,) = balance["owners"][:2], balance["owners"][2:]
+    assert [one["owned_bytes"] for one in workers] == [0, 0]
+    assert server["owned_bytes"] > 0
+    # All gradients go to the server's node, and all results come from there.
+    loads = [min(one["rx_bytes_per_step"], one["tx_bytes_per_step"]) for one in balance["nodes"]]
+    assert loads[2] > 1.8 * max(loads[:2]) > 0
+    assert rows["p3"].expected_tx_bytes == pytest.approx(server["owned_bytes"], rel=0.01)
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
 def test_a_rank_that_cannot_build_its_workload_fails_the_run(tmp_path: Path) -> None:
     """The run ends with the rank's own words."""
     profile = tmp_path / "profile.json"

@@ -277,6 +277,7 @@ impl Engine {
             self.answer_pull(slice, step, rank);
         }
         match buffer {
+            _ if self.only_serves() => self.served(step),
             _ if self.keep_ahead(slice, step, buffer, form) => {}
             None if !in_place => self.nothing_to_install(slice, false),
             Some(buffer) if !in_place => {
@@ -291,7 +292,7 @@ impl Engine {
         if let Some(buffer) = buffer {
             self.buffers.release(buffer, &mut self.events);
         }
-        if self.plan.strategy.pull == PullRule::AfterNotice {
+        if self.plan.strategy.pull == PullRule::AfterNotice && !self.only_serves() {
             self.announced(self.plan.slice(slice).tensor);
         }
     }
@@ -305,7 +306,7 @@ impl Engine {
         form: Codec,
         priority: Priority,
     ) {
-        let others = RankSet::all_but(self.plan.world_size, self.rank());
+        let others = self.plan.workers_but(self.rank());
         if others.is_empty() {
             return;
         }

@@ -10,7 +10,6 @@ use crate::error::UsageError;
 use crate::gather::Block;
 use crate::io::{Event, Memory, Region};
 use crate::plan::Plan;
-use crate::rank_set::RankSet;
 use crate::scheme::Scheme;
 use alloc::format;
 use alloc::vec::Vec;
@@ -67,7 +66,7 @@ impl Engine {
 
     /// Sends the owner's answer to all.
     fn send_answer(&mut self, tensor: TensorId, step: Step, bytes: Option<u64>) {
-        let others = RankSet::all_but(self.plan.world_size, self.rank());
+        let others = self.plan.workers_but(self.rank());
         self.gather.entry(tensor, step).answer = Answer::Given(bytes);
         self.send_block(tensor, step, &others, bytes);
         self.complete_answer(tensor, step);
@@ -78,7 +77,7 @@ impl Engine {
         let Some(owner) = self.plan.answerer(tensor) else {
             return;
         };
-        let world_size = self.plan.world_size;
+        let workers = self.plan.workers();
         let Some(gathering) = self.gather.of(tensor, step).filter(|it| it.is_queued) else {
             return;
         };
@@ -92,10 +91,10 @@ impl Engine {
         match gathering.answer {
             Answer::Collecting => {
                 let here = gathering.blocks.values().filter(|block| block.is_here()).count();
-                if here + 1 < world_size as usize {
+                if here + 1 < workers as usize {
                     return;
                 }
-                let blocks = gathering.regions(tensor, self.rank(), world_size);
+                let blocks = gathering.regions(tensor, self.rank(), workers);
                 if blocks.iter().all(Option::is_none) {
                     return self.send_answer(tensor, step, None);
                 }
@@ -123,7 +122,7 @@ impl Engine {
             Block::Arriving { .. } | Block::Absent => (None, Vec::new()),
         };
         self.gather.hold(tensor, step, buffers);
-        let ranks = (0..self.plan.world_size).map(Rank);
+        let ranks = (0..self.plan.workers()).map(Rank);
         let blocks = ranks.map(|rank| region.filter(|_| rank == owner)).collect();
         self.events.push_back(Event::BlocksReady { tensor, step, blocks });
         self.blocks_done(tensor, region.is_some());
@@ -137,6 +136,6 @@ impl Engine {
         }
         let is_here =
             |rank: Rank| gathering.and_then(|it| it.blocks.get(&rank)).is_some_and(Block::is_here);
-        (0..self.plan.world_size).map(Rank).filter(|&rank| !is_here(rank)).collect()
+        (0..self.plan.workers()).map(Rank).filter(|&rank| !is_here(rank)).collect()
     }
 }

@@ -20,6 +20,7 @@ use crate::server::Server;
 use crate::work::WorkQueue;
 use crate::worker::Worker;
 use alloc::collections::VecDeque;
+use alloc::format;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
@@ -77,7 +78,7 @@ impl Engine {
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
             events: VecDeque::new(),
-            lifecycle: Lifecycle::new(plan.world_size),
+            lifecycle: Lifecycle::new(plan.world_size, !plan.trains(rank)),
             options,
             plan,
         }
@@ -140,6 +141,10 @@ impl Engine {
     }
 
     pub(crate) fn begin(&mut self, step: Step, entry: Entry) -> Result<(), UsageError> {
+        if self.only_serves() {
+            let what = format!("{} only serves: it begins no step", self.rank());
+            return Err(UsageError::Argument(what));
+        }
         self.lifecycle.check_open()?;
         let expected = if self.worker.begun { self.worker.step.next() } else { self.worker.step };
         if step != expected {
@@ -263,8 +268,9 @@ impl Engine {
         if self.lifecycle.has_ended() {
             return None;
         }
-        let waits = self.worker.waits_for_others();
-        let deadline = waits.then(|| self.lifecycle.deadline(self.options.progress_timeout));
+        // Whether a rank that only serves waits is looked at when the time has come.
+        let waits = self.only_serves() || self.worker.waits_for_others();
+        let deadline = waits.then(|| self.lifecycle.deadline(self.patience()));
         self.decision_timeout().into_iter().chain(deadline).min()
     }
 
@@ -280,7 +286,11 @@ impl Engine {
         if self.chooses(step) && rank == self.rank() && step == self.worker.step {
             return self.is_welcome(step);
         }
-        step.0 > 0 || rank == Rank(0)
+        if step.0 > 0 {
+            self.plan.trains(rank)
+        } else {
+            rank == Rank(0)
+        }
     }
 
     /// How many ranks contribute to a step.
@@ -288,7 +298,7 @@ impl Engine {
         if step.0 == 0 {
             1
         } else {
-            self.plan.world_size
+            self.plan.workers()
         }
     }
 

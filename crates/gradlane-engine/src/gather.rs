@@ -173,9 +173,9 @@ impl Engine {
         let gathering = self.gather.entry(tensor, step);
         gathering.is_queued = true;
         let bytes = gathering.own_bytes.filter(|_| !absent);
-        let mut receivers = RankSet::all_but(self.plan.world_size, self.rank());
+        let mut receivers = self.plan.workers_but(self.rank());
         if let Some(owner) = self.plan.answerer(tensor) {
-            receivers = RankSet::empty(self.plan.world_size);
+            receivers = RankSet::empty(self.plan.workers());
             if owner != self.rank() {
                 receivers.insert(owner);
             }
@@ -326,7 +326,7 @@ impl Engine {
         if self.plan.answerer(tensor).is_some() {
             return self.complete_answer(tensor, step);
         }
-        let others = self.plan.world_size as usize - 1;
+        let others = self.plan.workers() as usize - 1;
         let complete = self.gather.of(tensor, step).is_some_and(|it| {
             let here = it.blocks.values().filter(|block| block.is_here()).count();
             it.is_queued && it.unsent == 0 && here == others
@@ -337,7 +337,7 @@ impl Engine {
         let Some(gathering) = self.gather.forget(tensor, step) else {
             return;
         };
-        let blocks = gathering.regions(tensor, self.rank(), self.plan.world_size);
+        let blocks = gathering.regions(tensor, self.rank(), self.plan.workers());
         self.gather.hold(tensor, step, gathering.buffers());
         let has_value = blocks.iter().any(Option::is_some);
         self.events.push_back(Event::BlocksReady { tensor, step, blocks });
@@ -360,7 +360,7 @@ impl Engine {
                 && self.plan.takes_part(tensor, step)
                 && self.worker.tensor(tensor).pending > 0
         });
-        let mut missing = RankSet::empty(self.plan.world_size);
+        let mut missing = RankSet::empty(self.plan.workers());
         for tensor in open {
             if let Some(owner) = self.plan.answerer(tensor) {
                 let ranks = self.suspects_answer(tensor, owner);
@@ -373,7 +373,7 @@ impl Engine {
             let is_here = |rank: &Rank| {
                 gathering.and_then(|it| it.blocks.get(rank)).is_some_and(Block::is_here)
             };
-            let ranks = (0..self.plan.world_size).map(Rank);
+            let ranks = (0..self.plan.workers()).map(Rank);
             for rank in ranks.filter(|rank| *rank != self.rank() && !is_here(rank)) {
                 missing.insert(rank);
             }

@@ -216,6 +216,13 @@ impl Engine {
 
     /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
     fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        if !self.may_send(header.kind, from) {
+            let own = self.rank();
+            return Err(format!(
+                "{} from {from} to {own}, of which one only serves",
+                self.describe(header)
+            ));
+        }
         let scheme = self.plan.tensor(header.tensor).scheme;
         let right = match header.kind {
             FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,

@@ -45,6 +45,7 @@ mod rank_set;
 mod recent;
 mod ring;
 mod ring_encoded;
+mod roles;
 mod scheduler;
 mod scheme;
 mod server;
@@ -66,6 +67,7 @@ pub use options::EngineOptions;
 pub use plan::{
     check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
 };
+pub use roles::Roles;
 pub use scheme::{Scheme, RING_BLOCK_ELEMS, RING_ENCODED_BLOCK_ELEMS};
 pub use staleness::{Staleness, Tally};
 pub use strategy::{

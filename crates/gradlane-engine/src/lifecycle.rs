@@ -8,6 +8,7 @@ use crate::io::Event;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
+use crate::server::OwnedSlice;
 use crate::strategy::ReadyRule;
 use crate::worker::Phase;
 use alloc::collections::BTreeMap;
@@ -38,12 +39,13 @@ pub(crate) struct Lifecycle {
 }
 
 impl Lifecycle {
-    pub(crate) fn new(world_size: u32) -> Lifecycle {
+    /// The life of a rank; one that only serves leaves of itself, when the others have.
+    pub(crate) fn new(world_size: u32, only_serves: bool) -> Lifecycle {
         Lifecycle {
             now: Time::ZERO,
             progress_at: Time::ZERO,
             ended: None,
-            finishing: false,
+            finishing: only_serves,
             goodbye_said: false,
             closed: false,
             departed: BTreeMap::new(),
@@ -57,6 +59,11 @@ impl Lifecycle {
 
     pub(crate) fn has_departed(&self, peer: Rank) -> bool {
         self.departed.contains_key(&peer)
+    }
+
+    /// The last step of those that have left in good order.
+    pub(crate) fn last_departed(&self) -> Step {
+        self.departed.values().max().copied().unwrap_or_default()
     }
 
     pub(crate) fn now(&self) -> Time {
@@ -91,9 +98,12 @@ impl Engine {
         if is_due && !self.lifecycle.has_ended() {
             self.decide();
         }
-        let timeout = self.options.progress_timeout;
+        let timeout = self.patience();
         let late = self.lifecycle.now >= self.lifecycle.deadline(timeout);
-        if late && self.worker.waits_for_others() && !self.lifecycle.has_ended() {
+        if !late || self.lifecycle.has_ended() {
+            return;
+        }
+        if self.waits_for_others() {
             let outstanding = self.outstanding();
             let ranks: Vec<String> = outstanding.ranks.iter().map(|it| it.to_string()).collect();
             let reason = format!(
@@ -104,6 +114,9 @@ impl Engine {
             );
             let culprit = outstanding.ranks.first().copied();
             self.fail(culprit, &reason, true);
+        } else if self.only_serves() {
+            // The ranks that train are between two steps.
+            self.lifecycle.progressed();
         }
     }
 
@@ -164,13 +177,13 @@ impl Engine {
             && self.server.owed.is_empty();
         // Under `Each` a goodbye says that this rank pushes no more; it serves the others until
         // they have said the same.
-        if !complete || !(idle || self.serves_to_the_end()) {
+        if !complete || !self.may_leave() || !(idle || self.serves_to_the_end()) {
             return;
         }
         if !self.lifecycle.goodbye_said {
             self.lifecycle.goodbye_said = true;
             let mut header = self.control_header(FrameKind::Goodbye);
-            header.step = self.worker.last_complete().unwrap_or_default();
+            header.step = self.last_step();
             let others = RankSet::all_but(self.plan.world_size, self.rank());
             let key = self.keys.control();
             self.scheduler.push_shared(others, key, Message { header, body: Body::Empty });
@@ -230,7 +243,7 @@ impl Engine {
             peer: culprit,
             reason: reason.to_string(),
             outstanding: self.outstanding(),
-            last_complete: self.worker.last_complete(),
+            last_complete: self.last_complete(),
             timed_out,
         };
         self.lifecycle.ended = Some(reason.to_string());
@@ -263,6 +276,9 @@ impl Engine {
     /// What this rank waits for in the current step.
     #[must_use]
     pub fn outstanding(&self) -> Outstanding {
+        if self.only_serves() {
+            return self.uncollected();
+        }
         let step = self.worker.step;
         let mut outstanding = Outstanding { step, ..Outstanding::default() };
         if !self.worker.begun {
@@ -316,18 +332,21 @@ impl Engine {
             if owned.step != step || owned.reducing || !self.collects(slice, step) {
                 continue;
             }
-            let ranks = (0..self.plan.world_size).map(Rank);
-            for rank in ranks.filter(|&rank| self.contributes(rank, step) && counts(rank)) {
-                if !owned.parts.contains_key(&rank) {
-                    missing.insert(rank);
-                }
+            for rank in self.lacking(owned).filter(|&rank| counts(rank)) {
+                missing.insert(rank);
             }
         }
         missing.remove(self.rank());
         missing
     }
 
-    fn collects(&self, slice: SliceId, step: Step) -> bool {
+    /// Ranks whose contributions an owned slice lacks.
+    pub(crate) fn lacking<'a>(&'a self, owned: &'a OwnedSlice) -> impl Iterator<Item = Rank> + 'a {
+        let ranks = (0..self.plan.workers()).map(Rank);
+        ranks.filter(|&rank| self.contributes(rank, owned.step) && !owned.parts.contains_key(&rank))
+    }
+
+    pub(crate) fn collects(&self, slice: SliceId, step: Step) -> bool {
         self.plan.takes_part(self.plan.slice(slice).tensor, step)
     }
 }

@@ -6,6 +6,7 @@
 use crate::encoding::Encoding;
 use crate::error::PlanError;
 use crate::placement::{Dealt, LeastLoaded, Placer};
+use crate::roles::Roles;
 use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
 use crate::strategy::{Close, Granularity, PullRule, ReadyRule, Strategy};
 use alloc::boxed::Box;
@@ -118,6 +119,9 @@ impl From<(TensorSpec, Option<Box<dyn Coding>>)> for TensorSetting {
 pub struct Plan {
     /// Number of ranks.
     pub world_size: u32,
+    /// How many of them, the last ones, only serve: they own slices, and train nothing.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub serving: u32,
     /// The strategy.
     pub strategy: Strategy,
     /// Where the optimizer runs.
@@ -129,62 +133,46 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Cuts tensors into slices and places them by the strategy's rules, as [`Plan::build_on`] does;
-    /// every rank is a server.
-    ///
-    /// # Errors
-    /// As [`Plan::build_on`].
-    pub fn build<Tensor: Into<TensorSetting>>(
-        tensors: Vec<Tensor>,
-        strategy: Strategy,
-        update: Update,
-        world_size: u32,
-    ) -> Result<Plan, PlanError> {
-        Plan::build_on(tensors, strategy, update, world_size, world_size)
-    }
-
-    /// Cuts tensors into slices and places them by the strategy's rules on the first `servers` ranks;
+    /// Cuts tensors into slices and places them by the strategy's rules on the ranks that are servers;
     /// the others own nothing. The slices of servers are placed as if there were no others. A world
     /// of one sends nothing, and encodes nothing.
     ///
     /// # Errors
-    /// When the world is empty, there are no servers or more than ranks, a trained tensor holds plain
-    /// bytes, there are too many slices, the strategy's ready rule or a tensor's scheme does not go
-    /// with the rest, or a codec is given for a tensor that is not added up, is not trained, or is not
-    /// of f32, f16 or bf16, or is on a ring that the codec cannot go round.
-    pub fn build_on<Tensor: Into<TensorSetting>>(
+    /// When the world is empty, there are no servers or more than ranks, ranks that only serve do not
+    /// go with the other rules, a trained tensor holds plain bytes, there are too many slices, the
+    /// strategy's ready rule or a tensor's scheme does not go with the rest, or a codec is given for a
+    /// tensor that is not added up, is not trained, or is not of f32, f16 or bf16, or is on a ring that
+    /// the codec cannot go round.
+    pub fn build_for<Tensor: Into<TensorSetting>>(
         tensors: Vec<Tensor>,
         strategy: Strategy,
         update: Update,
-        world_size: u32,
-        servers: u32,
+        roles: Roles,
     ) -> Result<Plan, PlanError> {
-        if world_size == 0 {
-            return Err(PlanError::new("world_size is 0: a plan needs at least one rank"));
-        }
-        if !(1..=world_size).contains(&servers) {
-            return Err(PlanError::new(format!(
-                "{servers} servers of {world_size} ranks: slices need at least one, and each is a rank"
-            )));
-        }
+        roles.check()?;
+        let (workers, servers, world_size) = (roles.workers, roles.servers, roles.world_size());
         check_ready_rule(&strategy, update)?;
-        check_set(&strategy, world_size)?;
+        check_set(&strategy, workers)?;
         let mut placer = Placer::new(strategy.placement, servers);
-        let mut answers = LeastLoaded::new(servers);
-        let mut ring = RingPlacer::new(world_size);
+        // Who answers runs the program that trains.
+        let mut answers = LeastLoaded::new(if roles.apart { workers } else { servers });
+        let mut ring = RingPlacer::new(workers);
         // Apart, so that no codec changes where the sums of other tensors begin.
-        let mut encoded_ring = RingPlacer::new(world_size);
-        let mut plan =
-            Plan { world_size, strategy, update, tensors: Vec::new(), slices: Vec::new() };
+        let mut encoded_ring = RingPlacer::new(workers);
+        let serving = roles.serving();
+        let (slices, none) = (Vec::new(), Vec::new());
+        let mut plan = Plan { world_size, serving, strategy, update, tensors: none, slices };
+        plan.check_serving()?;
         for (index, tensor) in tensors.into_iter().enumerate() {
             let TensorSetting { spec, scheme, coding } = tensor.into();
             let scheme = scheme.unwrap_or(plan.strategy.scheme);
             check_tensor(&spec, update)?;
-            scheme.check(&spec, &plan.strategy, update, world_size)?;
+            scheme.check(&spec, &plan.strategy, update, workers)?;
             if let Some(coding) = &coding {
                 check_coding(&spec, scheme, plan.strategy.ready, coding.as_ref())?;
             }
-            let coding = coding.filter(|_| world_size > 1);
+            let alone = if scheme == Scheme::Ps { world_size == 1 } else { workers == 1 };
+            let coding = coding.filter(|_| !alone);
             let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
@@ -200,18 +188,19 @@ impl Plan {
                         let encoded = encoding.as_ref().and_then(|it| it.bytes_max(elems));
                         let bytes = encoded.unwrap_or(elems * spec.dtype.bytes());
                         let role = spec.role;
-                        let owner = placer.place(&Dealt { role, bytes, part, whole });
+                        let server = placer.place(&Dealt { role, bytes, part, whole });
+                        let owner = roles.server(server);
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
                 }
                 Scheme::Gather => {
-                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
+                    let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
                     let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
                     plan.slices.extend(slices);
                 }
                 Scheme::Answer => {
                     let owner = answers.place(spec.numel * spec.dtype.bytes());
-                    let pieces = plan.strategy.granularity.cut(spec.numel, world_size, 1);
+                    let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
                     plan.slices.extend(pieces.iter().map(|it| Slice::of(tensor, it, owner)));
                 }
                 Scheme::Ring => {
@@ -228,8 +217,7 @@ impl Plan {
                     }
                     if let Some(coding) = coding {
                         let found = encoding_of(coding.as_ref(), &all);
-                        encoding =
-                            Some(found.round_ring(&spec.name, coding.as_ref(), world_size)?);
+                        encoding = Some(found.round_ring(&spec.name, coding.as_ref(), workers)?);
                     }
                 }
             }
@@ -424,6 +412,10 @@ fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
         bytes,
         scales: Vec::new(),
     }
+}
+
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 fn narrow(count: usize) -> Result<u32, PlanError> {

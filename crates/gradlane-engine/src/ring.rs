@@ -92,12 +92,12 @@ impl Ring {
 
 impl Engine {
     pub(crate) fn next_round(&self) -> Rank {
-        Rank((self.rank().0 + 1) % self.plan.world_size)
+        Rank((self.rank().0 + 1) % self.plan.workers())
     }
 
     /// The rank on which a slice's sum begins: the one after its owner.
     pub(crate) fn sum_begins(&self, slice: SliceId) -> Rank {
-        Rank((self.plan.slice(slice).owner.0 + 1) % self.plan.world_size)
+        Rank((self.plan.slice(slice).owner.0 + 1) % self.plan.workers())
     }
 
     /// The rank from which a slice's result goes out: its owner, or rank 0 in step 0.
@@ -111,7 +111,7 @@ impl Engine {
 
     /// Hops from a rank to this one.
     pub(crate) fn hops_from(&self, rank: Rank) -> u16 {
-        let size = u64::from(self.plan.world_size);
+        let size = u64::from(self.plan.workers());
         ((u64::from(self.rank().0) + size - u64::from(rank.0)) % size) as u16
     }
 
@@ -119,7 +119,7 @@ impl Engine {
     pub(crate) fn contribute_round(&mut self, tensor: TensorId) {
         let step = self.worker.step;
         for slice in self.plan.slices_of(tensor) {
-            if step.0 == 0 || self.plan.world_size == 1 {
+            if step.0 == 0 || self.plan.workers() == 1 {
                 self.contribute_values(slice, step);
             } else if self.adds_codes(slice) {
                 self.contribute_scales(slice);
@@ -151,7 +151,7 @@ impl Engine {
     /// Where nothing is added: rank 0's values in step 0, and a rank alone.
     fn contribute_values(&mut self, slice: SliceId, step: Step) {
         let absent = self.has_nothing(slice);
-        if self.plan.world_size == 1 {
+        if self.plan.workers() == 1 {
             self.worker.slice_mut(slice).push_sent = true;
             self.slice_done(slice, !absent);
         } else if self.rank() == Rank(0) {
@@ -280,7 +280,7 @@ impl Engine {
         let operation = Operation::Reduce {
             absent: inputs.len() < 2,
             inputs,
-            divisor: if is_last { self.plan.world_size } else { 1 },
+            divisor: if is_last { self.plan.workers() } else { 1 },
             output: output.whole(),
             copy_to: if is_last { self.open_region(slice) } else { None },
         };
@@ -309,7 +309,7 @@ impl Engine {
     /// What a frame round the ring must satisfy: the neighbour and the hop.
     pub(crate) fn check_round(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
         let what = || self.describe(header);
-        let size = self.plan.world_size;
+        let size = self.plan.workers();
         let before = Rank((self.rank().0 + size - 1) % size);
         if from != before {
             return Err(format!("{}, but {before} is before this rank in the ring", what()));
@@ -445,7 +445,7 @@ impl Engine {
     /// begin on different ranks, so one rank that is missing is the only one in all of these.
     pub(crate) fn suspects_round(&self) -> Vec<Rank> {
         let step = self.worker.step;
-        let size = self.plan.world_size;
+        let size = self.plan.workers();
         let mut votes = vec![0_u32; size as usize];
         for (index, state) in self.ring.slices.iter().enumerate() {
             let slice = SliceId(index as u32);

@@ -42,7 +42,7 @@ impl Engine {
 
     /// The rank from which a slice's scales go out: so that they end where its sum begins.
     pub(crate) fn scales_begin(&self, slice: SliceId) -> Rank {
-        Rank((self.sum_begins(slice).0 + 1) % self.plan.world_size)
+        Rank((self.sum_begins(slice).0 + 1) % self.plan.workers())
     }
 
     /// The most bytes of what a frame is a part of.
@@ -140,7 +140,7 @@ impl Engine {
                 let operation = Operation::RingEncode {
                     received: came.map(BufferRef::whole),
                     own,
-                    divisor: if is_last { self.plan.world_size } else { 1 },
+                    divisor: if is_last { self.plan.workers() } else { 1 },
                     output: output.whole(),
                     copy_to,
                 };

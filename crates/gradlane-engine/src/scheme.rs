@@ -110,8 +110,16 @@ impl Scheme {
 impl Plan {
     /// To how many others a rank sends gradients and results.
     #[must_use]
-    pub fn peers_sent_to(&self) -> u32 {
-        let others = self.world_size - 1;
+    pub fn peers_sent_to(&self, rank: Rank) -> u32 {
+        let others = if self.serving == 0 {
+            self.world_size - 1
+        } else if !self.trains(rank) {
+            self.workers()
+        } else if self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ps) {
+            self.serving
+        } else {
+            self.world_size - 1
+        };
         let is_ring = self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ring);
         if is_ring && !self.tensors.is_empty() {
             others.min(1)
@@ -125,10 +133,9 @@ impl Plan {
     /// # Errors
     /// At the first one that does not; the text names the tensor and says why.
     pub fn check_schemes(&self) -> Result<(), PlanError> {
-        let Plan { strategy, update, world_size, .. } = self;
-        self.tensors
-            .iter()
-            .try_for_each(|it| it.scheme.check(&it.spec, strategy, *update, *world_size))
+        let Plan { strategy, update, .. } = self;
+        let ranks = self.workers();
+        self.tensors.iter().try_for_each(|it| it.scheme.check(&it.spec, strategy, *update, ranks))
     }
 }
 

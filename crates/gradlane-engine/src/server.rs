@@ -70,6 +70,8 @@ pub(crate) struct Owed {
 pub(crate) struct Server {
     pub(crate) owned: BTreeMap<SliceId, OwnedSlice>,
     pub(crate) owed: BTreeMap<(SliceId, Step), Owed>,
+    /// The newest step of which a slice was reduced, on a rank that only serves.
+    pub(crate) newest: Option<Step>,
 }
 
 impl Server {
@@ -87,7 +89,7 @@ impl Server {
         let served = |slice: &Slice| plan.tensor(slice.tensor).scheme == Scheme::Ps;
         let mine = slices.filter(|(_, slice)| slice.owner == rank && served(slice));
         let owned = mine.map(|(index, _)| (SliceId(index as u32), fresh())).collect();
-        Server { owned, owed: BTreeMap::new() }
+        Server { owned, owed: BTreeMap::new(), newest: None }
     }
 
     /// Step 0 is behind: collects for step 1.
@@ -97,6 +99,12 @@ impl Server {
 }
 
 impl OwnedSlice {
+    /// Whether some contributions have come, or begun to, and others are missing.
+    pub(crate) fn is_collecting(&self) -> bool {
+        let has_some = !self.parts.is_empty() || !self.arriving.is_empty();
+        has_some && !self.reducing
+    }
+
     /// Gives up the collected contributions and begins to collect for the next step.
     pub(crate) fn take_parts(&mut self) -> Vec<(Rank, Part)> {
         core::mem::take(&mut self.parts).into_iter().collect()

@@ -24,7 +24,10 @@ struct Gathering {
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     rank: Rank,
-    world_size: u32,
+    /// How many ranks contribute.
+    workers: u32,
+    /// Whether there is no other rank.
+    is_alone: bool,
     /// By slice; only this rank's own ones are used.
     slices: Vec<Gathering>,
 }
@@ -33,7 +36,7 @@ impl Arrivals {
     /// Before step 1.
     pub(crate) fn new(plan: &Plan, rank: Rank) -> Arrivals {
         let slices = vec![Gathering::default(); plan.slices.len()];
-        Arrivals { rank, world_size: plan.world_size, slices }
+        Arrivals { rank, workers: plan.workers(), is_alone: plan.world_size == 1, slices }
     }
 
     /// This rank contributes to all slices of a tensor.
@@ -66,14 +69,14 @@ impl Arrivals {
         let Some(gathering) = self.slices.get_mut(slice.index()) else {
             return;
         };
-        if step < gathering.step || step.0 == 0 || self.world_size == 1 {
+        if step < gathering.step || step.0 == 0 || self.is_alone {
             return;
         }
         if gathering.step != step {
             *gathering = Gathering { step, ranks: 0, latest: now };
         }
         gathering.ranks += 1;
-        if gathering.ranks == self.world_size {
+        if gathering.ranks == self.workers {
             lateness.note(from, step, now.since(gathering.latest));
         }
         gathering.latest = now;

@@ -26,7 +26,7 @@ use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::Trace;
-use gradlane_engine::{check_ready_rule, Plan, UsageError};
+use gradlane_engine::{check_ready_rule, Plan, Scheme, UsageError};
 use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -460,6 +460,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
             plan.world_size, options.world_size
         )));
     }
+    plan.check_serving().map_err(|error| refuse(error.to_string()))?;
     plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
     check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
     let mut next_slice = 0;
@@ -474,7 +475,8 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
         for slice in &plan.slices[slices.start as usize..slices.end as usize] {
             let fits = slice.tensor.index() == index
                 && slice.start == elements
-                && slice.owner.0 < plan.world_size;
+                && slice.owner.0 < plan.world_size
+                && (tensor.scheme == Scheme::Ps || plan.trains(slice.owner));
             if !fits {
                 return Err(refuse(format!("tensor {name:?} has a slice that is not its own")));
             }

@@ -51,7 +51,7 @@ pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Planned>>, String> {
         }
         let sums = match encoding.scales.is_empty() {
             true => None,
-            false => IntegerSums::new(codec.codec().spec(), plan.world_size)?,
+            false => IntegerSums::new(codec.codec().spec(), plan.workers())?,
         };
         codecs.push(Some(Planned { codec: Arc::clone(codec.codec()), sums }));
     }
@@ -67,7 +67,7 @@ fn check_bytes(
     plan: &Plan,
 ) -> Result<(), String> {
     let on_ring = match scheme {
-        Scheme::Ring => codec.ring_bytes(elements, plan.world_size)?,
+        Scheme::Ring => codec.ring_bytes(elements, plan.workers())?,
         _ => None,
     };
     let (scales, bytes) = match on_ring {

@@ -105,7 +105,7 @@ impl Driver {
             generation: options.generation,
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
-        let peers = plan.peers_sent_to() as usize;
+        let peers = plan.peers_sent_to(Rank(options.rank)) as usize;
         let local = |stream: &Tracked<TcpStream>| {
             stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
         };

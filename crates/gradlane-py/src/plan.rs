@@ -2,8 +2,8 @@
 //! tensor.
 
 use gradlane_engine::{
-    Coding, Plan, ReadyRule, RingBytes, Scheme, SetRule, Strategy, TensorSetting, TensorSpec,
-    Update,
+    Coding, Plan, ReadyRule, RingBytes, Roles, Scheme, SetRule, Strategy, TensorSetting,
+    TensorSpec, Update,
 };
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
@@ -38,9 +38,10 @@ fn refuse(text: impl ToString) -> PyErr {
 /// than the strategy's, and {"codec", "sizes"} of those that are to be encoded; update is "worker" or
 /// "server". stragglers_json is {"close": {"backup": {"ranks": n}}, {"deadline": {"percent": p}} or "spread",
 /// "ahead_steps": k} where a step goes on without those that are late. The first `servers` ranks own
-/// slices; None: all do.
+/// slices; None: all do. With `workers` only the first so many ranks train, and those after them only
+/// own slices.
 #[pyfunction]
-#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None))]
+#[pyo3(signature = (tensors_json, strategy, slice_elems, seed, update, world_size, *, stragglers_json = None, servers = None, workers = None))]
 #[allow(clippy::too_many_arguments, reason = "most have names in Python")]
 pub(crate) fn plan_json(
     tensors_json: &str,
@@ -51,6 +52,7 @@ pub(crate) fn plan_json(
     world_size: u32,
     stragglers_json: Option<&str>,
     servers: Option<u32>,
+    workers: Option<u32>,
 ) -> PyResult<String> {
     let rows: Vec<Row> = serde_json::from_str(tensors_json)
         .map_err(|error| refuse(format!("tensor table: {error}")))?;
@@ -77,8 +79,19 @@ pub(crate) fn plan_json(
         let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
         tensors.push(TensorSetting { spec, scheme, coding });
     }
-    let servers = servers.unwrap_or(world_size);
-    let plan = Plan::build_on(tensors, strategy, update, world_size, servers).map_err(refuse)?;
+    let roles = match (workers, servers) {
+        (Some(workers), None) if workers < world_size => {
+            Roles::apart(workers, world_size - workers)
+        }
+        (Some(workers), _) if workers != world_size => {
+            return Err(refuse(format!(
+                "{workers} of {world_size} ranks are to train, and servers is {servers:?}: the ranks \
+                 that do not train are the servers"
+            )));
+        }
+        _ => Roles::first(world_size, servers.unwrap_or(world_size)),
+    };
+    let plan = Plan::build_for(tensors, strategy, update, roles).map_err(refuse)?;
     serde_json::to_string(&plan).map_err(refuse)
 }
 

@@ -201,7 +201,7 @@ impl Run {
     }
 
     fn start_work(&mut self, rank: u32, work: &Work, time: u64) {
-        let copies = f64::from(self.workers) / self.nodes.len() as f64;
+        let copies = f64::from(self.ranks) / self.nodes.len() as f64;
         let cost = self.work_ns(rank, work, copies) as u64;
         let node = &mut self.nodes[rank as usize];
         let thread = node.work_until.iter_mut().min().expect("there is a work thread");

@@ -40,7 +40,9 @@ pub(crate) enum Input {
 /// The sending side of a connection, as the kernel has it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Connection {
-    /// Bytes that it takes before the first of them is acknowledged.
+    /// Bytes that it takes on average before the first of them is acknowledged.
+    pub(crate) middle_bytes: f64,
+    /// Bytes that it takes now.
     pub(crate) window_bytes: u32,
     /// Bytes until that changes.
     pub(crate) window_lasts_bytes: u32,

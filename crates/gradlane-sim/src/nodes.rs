@@ -80,6 +80,8 @@ impl Nodes {
 pub(crate) struct Topology {
     pub(crate) ranks: u32,
     pub(crate) per_node: u32,
+    /// How many ranks, the last ones, only serve.
+    serving: u32,
     /// How many ranks of a node carry for it; 0: every rank talks for itself.
     carriers: u32,
 }
@@ -90,6 +92,7 @@ impl Topology {
         Topology {
             ranks: simulated,
             per_node: nodes.map_or(1, |it| it.ranks),
+            serving: scenario.serving,
             carriers: nodes.map_or(0, |it| it.carried.len() as u32),
         }
     }
@@ -97,6 +100,11 @@ impl Topology {
     /// Whether ranks add up on their nodes.
     pub(crate) fn adds_up(self) -> bool {
         self.carriers > 0
+    }
+
+    /// Number of ranks that train.
+    pub(crate) fn workers(self) -> u32 {
+        self.ranks - self.serving
     }
 
     /// Number of nodes, each with a port.
@@ -153,9 +161,16 @@ impl Topology {
     }
 
     /// Bytes through an evenly loaded port over those of what all its rank's gradients are sent and
-    /// come back as, by scheme.
-    fn port_share(self, scheme: Scheme) -> f64 {
-        let (ranks, local) = (f64::from(self.ranks), f64::from(self.per_node));
+    /// come back as, by scheme: of a rank that trains, or of one that only serves.
+    fn port_share(self, scheme: Scheme, serves: bool) -> f64 {
+        let (ranks, local) = (f64::from(self.workers()), f64::from(self.per_node));
+        match scheme {
+            // What it gets from each worker is what it sends to each.
+            Scheme::Ps if serves => return ranks / f64::from(self.serving) / 2.0,
+            Scheme::Ps if self.serving > 0 => return 0.5,
+            _ if serves => return 0.0,
+            _ => {}
+        }
         let nodes = ranks / local;
         match scheme {
             _ if self.adds_up() => (nodes - 1.0) / nodes,
@@ -235,10 +250,10 @@ impl Channels {
         }
     }
 
-    /// Of what a scheme's round trip is, the share that passes an evenly loaded port. Ranks that are
-    /// folded count.
-    pub(crate) fn port_share(&self, scheme: Scheme, workers: u32) -> f64 {
-        Topology { ranks: workers, ..self.topology }.port_share(scheme)
+    /// Of what a scheme's round trip is, the share that passes an evenly loaded port, of a rank that
+    /// trains or of one that only serves. Ranks that are folded count.
+    pub(crate) fn port_share(&self, scheme: Scheme, ranks: u32, serves: bool) -> f64 {
+        Topology { ranks, ..self.topology }.port_share(scheme, serves)
     }
 
     fn number(&self, rank: u32) -> usize {

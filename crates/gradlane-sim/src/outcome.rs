@@ -11,12 +11,20 @@ use std::sync::Arc;
 
 impl Run {
     /// Bytes through the busiest port in a step, one way, without frame headers.
-    fn port_bytes(&self, workers: u32) -> f64 {
-        self.channels.plans().iter().map(|plan| self.port_bytes_of(plan, workers)).sum::<f64>()
-            + self.answer_bytes()
+    fn port_bytes(&self, scenario: &Scenario) -> f64 {
+        let of = |serves: bool| {
+            let plans = self.channels.plans().iter();
+            plans.map(|plan| self.port_bytes_of(plan, scenario.ranks(), serves)).sum::<f64>()
+        };
+        let trains = of(false) + self.answer_bytes();
+        if scenario.serving > 0 {
+            trains.max(of(true))
+        } else {
+            trains
+        }
     }
 
-    fn port_bytes_of(&self, plan: &Plan, workers: u32) -> f64 {
+    fn port_bytes_of(&self, plan: &Plan, ranks: u32, serves: bool) -> f64 {
         let slices = (0..plan.slices.len() as u32).map(SliceId);
         let taking_part = slices.filter(|&it| plan.takes_part(plan.slice(it).tensor, Step(1)));
         let bytes = taking_part.map(|slice| {
@@ -24,7 +32,7 @@ impl Run {
             if scheme == Scheme::Answer {
                 return 0.0;
             }
-            let share = self.channels.port_share(scheme, workers);
+            let share = self.channels.port_share(scheme, ranks, serves);
             if scheme == Scheme::Gather {
                 return share * plan.slice_bytes(slice) as f64;
             }
@@ -41,7 +49,7 @@ impl Run {
     /// Of those, what goes to the owners of whole tensors and back; other traffic is even.
     fn answer_bytes(&self) -> f64 {
         let topology = self.channels.topology;
-        let others = f64::from(topology.ranks - topology.per_node);
+        let others = f64::from(topology.workers() - topology.per_node);
         let mut sent = vec![0.0; topology.nodes() as usize];
         let mut received = sent.clone();
         let plan = self.channels.plan(0);
@@ -51,7 +59,7 @@ impl Run {
             let (block, answer) = (answered.block_bytes as f64, answered.answer_bytes as f64);
             let home = topology.node(owner.0) as usize;
             let local = f64::from(topology.per_node);
-            for node in 0..sent.len() {
+            for node in 0..(topology.workers() / topology.per_node) as usize {
                 let owns = node == home;
                 sent[node] += if owns { others * answer } else { local * block };
                 received[node] += if owns { others * block } else { local * answer };
@@ -77,7 +85,8 @@ impl Run {
         let sent = self.meters.sent_bytes;
         assert_eq!(sent, self.meters.received_bytes, "as many bytes arrive as were sent");
         let steps = scenario.steps as usize;
-        let ranks = self.nodes.len() as f64;
+        let training = &self.nodes[..self.channels.topology.workers() as usize];
+        let ranks = training.len() as f64;
         let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / ranks;
         let steps_s: Vec<f64> = (0..steps)
             .map(|step| {
@@ -85,17 +94,17 @@ impl Run {
                     let ends = &node.accelerator.forward_ends;
                     (ends[step + 1] - ends[step]) as f64 / 1e9
                 };
-                mean(&mut self.nodes.iter().map(length))
+                mean(&mut training.iter().map(length))
             })
             .collect();
         let waits = scenario.profile.tensors.iter().enumerate().map(|(index, tensor)| {
             let waited = |node: &Node| node.accelerator.waited[index] as f64 / 1e9;
-            let wait_s = mean(&mut self.nodes.iter().map(waited)) / steps as f64;
+            let wait_s = mean(&mut training.iter().map(waited)) / steps as f64;
             TensorWait { name: tensor.name.clone(), wait_s }
         });
         let step_s = median(&steps_s);
         let goodput_bps = scenario.network.goodput_bps();
-        let port_bytes = self.port_bytes(scenario.workers);
+        let port_bytes = self.port_bytes(scenario);
         let compute_s = scenario.profile.compute_s;
         let rebuilds: u64 = self.script.rebuild_ns.iter().sum();
         let rebuild_s = rebuilds as f64 / 1e9;
@@ -105,7 +114,7 @@ impl Run {
         // Folded ranks have a port each.
         let weighted =
             |port: usize| f64::from(self.fold.weights[port * topology.per_node as usize]);
-        let real_ports = f64::from(scenario.workers / topology.per_node);
+        let real_ports = f64::from(scenario.ranks() / topology.per_node);
         let speakers = f64::from(self.channels.speakers());
         let sent_weighted: f64 =
             self.meters.port_bytes.iter().enumerate().map(|(r, &b)| b as f64 * weighted(r)).sum();
@@ -120,6 +129,7 @@ impl Run {
         let report = Report {
             strategy: plan.strategy.name.clone(),
             workers: scenario.workers,
+            serving: scenario.serving,
             ranks_per_node: topology.per_node,
             rate_bps: scenario.network.rate_bps,
             step_s,

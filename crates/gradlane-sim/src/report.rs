@@ -7,8 +7,11 @@ use serde::Serialize;
 pub struct Report {
     /// Name of the strategy.
     pub strategy: String,
-    /// Number of ranks.
+    /// Number of ranks that train.
     pub workers: u32,
+    /// Number of ranks that only serve.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub serving: u32,
     /// Of them on a node, which share its port.
     pub ranks_per_node: u32,
     /// Rate of every port.
@@ -57,6 +60,11 @@ pub struct Report {
     pub simulated_ranks: u32,
     /// Virtual time of the whole run.
     pub end_s: f64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde asks")]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 /// How many updates lay between what gradients were computed from and what they were applied to.

@@ -11,7 +11,7 @@ use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
 use crate::straggling::Stops;
-use gradlane_engine::{Plan, ReadyRule, SetRule, Strategy, TensorSpec, Update};
+use gradlane_engine::{Plan, ReadyRule, Roles, SetRule, Strategy, TensorSpec, Update};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -220,6 +220,9 @@ pub struct Scenario {
     /// The first so many ranks are servers, too; none: all.
     #[serde(default)]
     pub servers: Option<u32>,
+    /// So many ranks beside the workers own all slices, and only serve.
+    #[serde(default)]
+    pub serving: u32,
     /// Which of them share nodes; none: each has a node and a port of its own.
     #[serde(default)]
     pub nodes: Option<Nodes>,
@@ -305,6 +308,7 @@ impl Scenario {
             profile,
             workers,
             servers: None,
+            serving: 0,
             nodes: None,
             strategy: StrategyChoice::Named(strategy.to_string()),
             stragglers: None,
@@ -355,6 +359,7 @@ impl Scenario {
         if let Some(nodes) = &self.nodes {
             nodes.validate(self)?;
         }
+        self.validate_serving()?;
         if self.work_threads == 0 || self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));
         }
@@ -412,23 +417,48 @@ impl Scenario {
         Ok(())
     }
 
+    fn validate_serving(&self) -> Result<(), SimError> {
+        let refuse = |text: String| Err(SimError::Argument(text));
+        let serving = self.serving;
+        if serving > WORKERS_MAX - self.workers {
+            return refuse(format!("serving is {serving}: use {WORKERS_MAX} ranks at most"));
+        }
+        let other = self.servers.is_some() || self.plan.is_some() || self.representatives > 0;
+        let stopped = self.stragglers.is_some() || !self.stops.is_empty();
+        if serving > 0 && (other || stopped || self.nodes.is_some()) {
+            return refuse(format!(
+                "serving is {serving}, which cannot be used with servers, nodes, representatives, \
+                 stops, stragglers or a given plan"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Number of ranks that train, and of those that only serve.
+    pub(crate) fn ranks(&self) -> u32 {
+        self.workers + self.serving
+    }
+
     /// The plan for so many ranks and tensors: the profile's, or parts of them.
     ///
     /// # Errors
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
-    pub(crate) fn plan(&self, workers: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
+    pub(crate) fn plan(&self, ranks: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
             let rows = codecs::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
             let tensors = schemes::settings(tensors, self)?;
-            let servers = self.servers.unwrap_or(workers);
-            return Plan::build_on(tensors, self.strategy()?, self.update, workers, servers)
+            let roles = match self.serving {
+                0 => Roles::first(ranks, self.servers.unwrap_or(ranks)),
+                serving => Roles::apart(ranks - serving, serving),
+            };
+            return Plan::build_for(tensors, self.strategy()?, self.update, roles)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));
         plan.check_schemes().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
-        if plan.world_size != workers {
-            return refuse(format!("plan is for {} ranks, not for {workers}", plan.world_size));
+        if plan.world_size != ranks || plan.serving > 0 {
+            return refuse(format!("plan is for {} ranks, not for {ranks}", plan.world_size));
         }
         let own = plan.tensors.iter().map(|tensor| &tensor.spec);
         if !own.eq(specs.iter()) {
@@ -441,7 +471,7 @@ impl Scenario {
                 slices.iter().all(|slice| {
                     let fits = slice.start == next
                         && slice.tensor.index() == index
-                        && slice.owner.0 < workers;
+                        && slice.owner.0 < ranks;
                     next += slice.length;
                     fits
                 }) && next == tensor.spec.numel

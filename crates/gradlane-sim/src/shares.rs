@@ -9,23 +9,20 @@ use gradlane_units::Rng;
 
 #[derive(Debug)]
 pub(crate) struct Shares {
-    middle_bytes: f64,
     spread: f64,
     rng: Rng,
 }
 
 impl Shares {
-    /// The connections of a rank that sends to so many peers.
-    pub(crate) fn new(network: &Network, peers: u32) -> Shares {
-        Shares {
-            middle_bytes: network.window_bytes(peers) as f64,
-            spread: network.share_spread,
-            rng: Rng::new(network.share_seed),
-        }
+    /// Of all connections.
+    pub(crate) fn new(network: &Network) -> Shares {
+        Shares { spread: network.share_spread, rng: Rng::new(network.share_seed) }
     }
 
-    /// A connection's first share, which lasts for a part of the usual time.
-    pub(crate) fn begin(&mut self, connection: &mut Connection) {
+    /// A connection's first share, which lasts for a part of the usual time; of a rank that sends to
+    /// so many peers.
+    pub(crate) fn begin(&mut self, connection: &mut Connection, network: &Network, peers: u32) {
+        connection.middle_bytes = network.window_bytes(peers) as f64;
         self.draw(connection);
         let part = fraction(&mut self.rng);
         connection.window_lasts_bytes = (part * f64::from(SHARE_LASTS_BYTES)) as u32;
@@ -41,7 +38,7 @@ impl Shares {
 
     fn draw(&mut self, connection: &mut Connection) {
         let off = self.spread * (2.0 * fraction(&mut self.rng) - 1.0);
-        connection.window_bytes = (self.middle_bytes * (1.0 + off)).max(1.0) as u32;
+        connection.window_bytes = (connection.middle_bytes * (1.0 + off)).max(1.0) as u32;
         connection.window_lasts_bytes = SHARE_LASTS_BYTES;
     }
 }

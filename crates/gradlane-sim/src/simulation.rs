@@ -73,7 +73,8 @@ pub(crate) struct Run {
     pub(crate) answered: Vec<Option<Answered>>,
     pub(crate) charges: Charges,
     pub(crate) fold: Fold,
-    pub(crate) workers: u32,
+    /// Of the scenario; fewer may be simulated.
+    pub(crate) ranks: u32,
     pub(crate) ns_per_byte: f64,
     /// Between two ranks of a node.
     pub(crate) local_ns_per_byte: f64,
@@ -124,13 +125,15 @@ pub(crate) struct Meters {
 
 impl Run {
     fn new(scenario: &Scenario) -> Result<Run, SimError> {
-        let mut channels = Channels::of(scenario, scenario.workers)?;
-        let peers = channels.plan(0).peers_sent_to();
+        let mut channels = Channels::of(scenario, scenario.ranks())?;
         let fold = match scenario.representatives {
-            0 => Fold::none(scenario.workers),
+            0 => Fold::none(scenario.ranks()),
             count => Fold::of(channels.plan(0), count)?,
         };
-        if fold.weights.len() < scenario.workers as usize {
+        // The last rank is one that only serves, where there are any.
+        let peers =
+            [0, scenario.ranks() - 1].map(|rank| channels.plan(0).peers_sent_to(Rank(rank)));
+        if fold.weights.len() < scenario.ranks() as usize {
             channels = Channels::of(scenario, fold.weights.len() as u32)?;
         }
         let mut rng = Rng::new(scenario.seed);
@@ -147,8 +150,14 @@ impl Run {
         });
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
-        let mut shares = Shares::new(network, peers);
-        nodes.iter_mut().flat_map(|it| &mut it.connections).for_each(|it| shares.begin(it));
+        let training = channels.topology.workers() as usize;
+        let mut shares = Shares::new(network);
+        for (rank, node) in nodes.iter_mut().enumerate() {
+            let peers = peers[usize::from(rank >= training)];
+            node.connections.iter_mut().for_each(|it| shares.begin(it, network, peers));
+            // Nor does it compute: it has finished before it begins.
+            node.accelerator.finished = rank >= training;
+        }
         let ns_per_byte = 8e9 / network.goodput_bps();
         let topology = channels.topology;
         let background = (network.background_share > 0.0 && topology.nodes() > 1).then(|| {
@@ -166,7 +175,7 @@ impl Run {
             script: Script::new(&scenario.profile).under_schemes(scenario),
             answered: answered(scenario),
             charges: Charges::new(scenario),
-            workers: scenario.workers,
+            ranks: scenario.ranks(),
             ns_per_byte,
             local_ns_per_byte: LocalCharges::new(scenario).ns_per_byte(),
             latency: nanos(network.latency_s),
@@ -184,7 +193,7 @@ impl Run {
             ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
             nodes,
             frames: FrameTable::default(),
-            finished: 0,
+            finished: scenario.serving,
             meters: Meters {
                 port_bytes: vec![0; topology.nodes() as usize],
                 tx: Histogram::new(interval),
@@ -204,7 +213,9 @@ impl Run {
         for rank in 0..self.nodes.len() as u32 {
             let slowness = self.draw_slowness(rank);
             self.nodes[rank as usize].accelerator.slowness = slowness;
-            self.calendar.at(0, Kind::Compute, rank);
+            if !self.nodes[rank as usize].accelerator.finished {
+                self.calendar.at(0, Kind::Compute, rank);
+            }
             if self.background.is_some() && self.channels.topology.local(rank) == 0 {
                 self.schedule_background(rank);
             }

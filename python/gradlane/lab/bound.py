@@ -45,6 +45,7 @@ def port_bytes(
     scheme: str = "ps",
     local_ranks: int = 1,
     servers: int | None = None,
+    serving: int = 0,
     answer_bytes: float = 0.0,
 ) -> float:
     """Bytes that one tensor sends through the busiest port, in each direction.
@@ -59,12 +60,16 @@ def port_bytes(
     Where one rank answers for all (`adam`), ports are not equal, and this is their mean, of what
     they send: `port_loads` has each.
 
+    Where S ranks beside the workers only serve, each worker sends all of its gradients, and a
+    server its 1/S of the averages to N workers: the busier of the two ports carries max(1, N/S).
+
     Args:
         size_bytes: bytes of the tensor, or of one rank's factors, as they travel.
         workers: number of ranks.
         scheme: one of `SCHEMES`.
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers, of scheme `ps` with a rank a node; None: all.
+        serving: so many ranks beside the workers are the servers instead.
         answer_bytes: bytes of the tensor, of scheme `adam`, where `size_bytes` is a rank's factors.
 
     Raises:
@@ -83,6 +88,8 @@ def port_bytes(
         return local_ranks * (workers - local_ranks) * size_bytes
     if scheme == "adam":
         return local_ranks * (workers - local_ranks) / workers * (size_bytes + answer_bytes)
+    if scheme == "ps" and serving:
+        return max(1.0, workers / serving) * size_bytes
     if scheme == "ps" and servers is not None:
         return (workers + servers - 2.0) / servers * size_bytes
     if scheme == "ps":
@@ -117,11 +124,12 @@ def port_loads(
     workers: int,
     local_ranks: int = 1,
     servers: int | None = None,
+    serving: int = 0,
 ) -> Float64Array:
     """Return the bytes of each tensor through ports that may be the busiest, one way each.
 
     Where all ports are alike that is one; with tensors of scheme `adam` it is what each node sends
-    and what each node receives.
+    and what each node receives. Where ranks only serve, the last one is theirs.
 
     Args:
         timings: of the tensors, for their sizes.
@@ -130,18 +138,23 @@ def port_loads(
         workers: number of ranks.
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers; None: all.
+        serving: so many ranks beside the workers are the servers instead.
 
     Returns:
         A row for each port and direction, a column for each tensor.
     """
     ports = 2 * (workers // local_ranks) if "adam" in schemes else 1
-    loads = np.zeros((ports, len(timings)))
+    loads = np.zeros((ports + (1 if serving else 0), len(timings)))
     answered = [index for index, scheme in enumerate(schemes) if scheme == "adam"]
     sizes = [timings[index].size_bytes for index in answered]
     owners = dict(zip(answered, answer_owners(sizes, servers or workers), strict=True))
     for index, scheme in enumerate(schemes):
+        if serving and scheme == "ps":
+            loads[:ports, index] = wire_bytes[index]
+            loads[ports, index] = workers / serving * wire_bytes[index]
+            continue
         if scheme != "adam":
-            loads[:, index] = port_bytes(
+            loads[:ports, index] = port_bytes(
                 wire_bytes[index],
                 workers=workers,
                 scheme=scheme,
@@ -170,6 +183,7 @@ def bound_step_s(
     schemes: Sequence[str] = (),
     local_ranks: int = 1,
     servers: int | None = None,
+    serving: int = 0,
 ) -> Bound:
     """Compute the perfect-overlap bound on the time of a step.
 
@@ -189,6 +203,7 @@ def bound_step_s(
         schemes: of each tensor, where they differ.
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers; None: all.
+        serving: so many ranks beside the workers are the servers instead.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -215,6 +230,7 @@ def bound_step_s(
         workers=workers,
         local_ranks=local_ranks,
         servers=servers,
+        serving=serving,
     )
     travel_s = 8.0 * loads / goodput_bps
     port_s = float(travel_s.sum(axis=1).max())

@@ -24,6 +24,7 @@ from gradlane.command_options import (
 )
 from gradlane.lab.ending import end_in_order
 from gradlane.lab.presets.command import add_presets
+from gradlane.server_places import SERVERS_HELP, parse_servers
 
 if TYPE_CHECKING:
     from gradlane.lab.options import LabOptions
@@ -90,9 +91,7 @@ def lab_run(
         Path | None,
         typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
     ] = None,
-    servers: Annotated[
-        int | None, typer.Option(help="The first so many ranks own slices; all if absent.")
-    ] = None,
+    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
     stragglers: Annotated[
         str,
         typer.Option(
@@ -117,6 +116,7 @@ def lab_run(
     from gradlane.lab.straggling import parse_straggler
     from gradlane.lab.strategy import parse_strategies, with_rules
 
+    places = parse_servers(servers)
     options = LabOptions(
         workload=workload,
         strategies=with_rules(parse_strategies(strategy), stragglers),
@@ -133,7 +133,8 @@ def lab_run(
         profile_path=None if profile is None else str(profile),
         batch_time_s=batch_time_s,
         trace_path=trace,
-        servers=servers,
+        servers=places.servers,
+        serving=places.serving,
         straggler=None if straggler is None else parse_straggler(straggler),
     )
     require_writable(json_path, html_path, trace)

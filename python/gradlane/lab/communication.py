@@ -41,6 +41,7 @@ class Place:
         trace_path: record a timeline there (gradlane only), or None.
         codec: how gradients travel (gradlane only); `raw` is none.
         servers: the first so many ranks own slices (gradlane only); None: all.
+        serving: so many ranks beside these own all slices instead (gradlane only).
         plan: for the model (gradlane only), or None.
     """
 
@@ -53,6 +54,7 @@ class Place:
     trace_path: str | None = None
     codec: str = "raw"
     servers: int | None = None
+    serving: int = 0
     plan: Plan | None = None
 
 
@@ -87,7 +89,7 @@ class Communication(Protocol):
         """Disconnect; a later run may connect anew."""
 
 
-def _prefixed(place: Place, store: "Store") -> "Store":
+def prefixed(place: Place, store: "Store") -> "Store":
     """Return the store with the run's own keys."""
     prefixed: Store = dist.PrefixStore(place.job, store)  # type: ignore[attr-defined]
     return prefixed
@@ -153,7 +155,7 @@ class DistributedDataParallel:
         self._strategy = strategy
         dist.init_process_group(
             "gloo",
-            store=_prefixed(place, store),
+            store=prefixed(place, store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=_GLOO_TIMEOUT,
@@ -212,9 +214,10 @@ class Gradlane:
         self._plan = "auto" if strategy.is_planned else place.plan
         own = strategy.is_planned or strategy.sends_factors
         self._session: Any = gradlane.init(
-            store=_prefixed(place, store),
+            store=prefixed(place, store),
             rank=place.rank,
-            world_size=place.world_size,
+            world_size=place.world_size + place.serving,
+            workers=place.world_size if place.serving else None,
             strategy=Options.strategy if own else strategy.setting,
             scheme=strategy.scheme,
             slice_elems=place.slice_elems,

@@ -30,6 +30,7 @@ from gradlane.lab.run import LabProgress
 from gradlane.lab.straggler_notes import loss_table
 from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.time_left import TimeLeft, format_duration
+from gradlane.server_places import servers_text
 
 
 class _BarProgress(LabProgress):
@@ -175,8 +176,9 @@ def _caption(row: Row, cpu_bound: bool) -> str:
             f"; rank {row.straggler['rank']} stopped for {row.straggler['share']:.0%} of the time, "
             "times are those of the others"
         )
-    if row.servers is not None:
-        text += f"; slices on {row.servers} ranks"
+    owners = servers_text(row.servers, row.serving)
+    if owners:
+        text += f"; slices on {owners}"
     if row.bound_step_s is not None:
         text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
     if cpu_bound:

@@ -60,6 +60,11 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
         from gradlane.lab.trial import TrialRequest, run_trial
 
         return run_trial(TrialRequest(**request), rank, answers.report_step)
+    if kind == "serve":
+        from gradlane.lab.serving import run_serving
+        from gradlane.lab.trial import TrialRequest
+
+        return run_serving(TrialRequest(**request), rank)
     if kind == "stream":
         from gradlane.lab.stream import run_stream
 

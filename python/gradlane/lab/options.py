@@ -40,6 +40,8 @@ class LabOptions:
         paced: whether real workloads are stretched to fixed times.
         trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
         servers: the first so many ranks own slices, of gradlane's strategies; None: all.
+        serving: so many ranks beside the workers, each a node of its own, own all slices of
+            gradlane's strategies, and train nothing.
         straggler: the rank that is stopped now and then, or None.
     """
 
@@ -61,6 +63,7 @@ class LabOptions:
     trace_path: Path | None = None
     further_warmup: Mapping[str, int] = field(default_factory=dict)
     servers: int | None = option(None, least=1)
+    serving: int = option(0, least=0, most=NODES_MAX)
     straggler: StragglerSpec | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ class LabOptions:
                 f"the straggler is rank {self.straggler.rank}, but there are {self.workers} workers"
             )
         self._check_nodes()
+        self._check_serving()
         for rate_bps in self.rates_bps:
             PortShape(round(rate_bps / self.dilation))
         factored = next((one.text for one in self.strategies if one.sends_factors), None)
@@ -128,10 +132,35 @@ class LabOptions:
         if alone == "hierarchical-shared" and codec_rules(self.codec) != RAW:
             raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
 
+    def _check_serving(self) -> None:
+        if not self.serving:
+            return
+        if self.servers is not None:
+            raise ValueError(f"servers is {self.servers}, and {self.serving} more ranks only serve")
+        if self.workers + self.serving > NODES_MAX:
+            raise ValueError(
+                f"{self.workers} workers and {self.serving} ranks that only serve are more than "
+                f"{NODES_MAX} nodes"
+            )
+        if self.ranks_per_node > 1:
+            raise ValueError(
+                f"{self.serving} ranks only serve, each on a node of its own, but ranks-per-node "
+                f"is {self.ranks_per_node}"
+            )
+        for one in self.strategies:
+            why = one.serving_refusal
+            if why:
+                raise ValueError(f"{self.serving} ranks only serve, but {why}")
+
     @property
     def nodes(self) -> int:
         """Nodes of the emulated cluster, each with one port."""
-        return self.workers // self.ranks_per_node
+        return self.workers // self.ranks_per_node + self.serving
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train, and those that only serve."""
+        return self.workers + self.serving
 
     @property
     def steps_in_total(self) -> int:

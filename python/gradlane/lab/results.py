@@ -89,6 +89,7 @@ class Row:
         stragglers: what happens to ranks that are late; `wait`: all wait for them.
         late: what becomes of their gradients.
         servers: so many ranks own slices; None: all.
+        serving: so many ranks beside the workers own all slices, and only serve.
         straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
             then, or None. `step_s` and all that follows from it is of the other ranks then.
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
@@ -137,6 +138,7 @@ class Row:
     stragglers: str = "wait"
     late: str = "discard"
     servers: int | None = None
+    serving: int = 0
     straggler: dict[str, Any] | None = None
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None

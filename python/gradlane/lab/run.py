@@ -147,7 +147,7 @@ class _Runner:
         each = self._options.ranks_per_node
         requests = [
             {"kind": "rest"} if rank % each else {**request, "node": rank // each}
-            for rank in range(self._options.workers)
+            for rank in range(self._options.ranks)
         ]
         results = self._pool.ask(requests)[::each]
         for node, result in enumerate(results):
@@ -162,16 +162,17 @@ class _Runner:
         """Run one strategy once and return its row, without bound and ratios."""
         options = self._options
         port = self._next_port()
+        addresses = [
+            address for address in self._cluster.addresses for _ in range(options.ranks_per_node)
+        ]
+        serving = options.serving if strategy.family == "gradlane" else 0
         request = {
             "kind": "trial",
             "job": f"lab-{self._session}-{port}",
             "workload": options.workload,
             "strategy": strategy.text,
-            "addresses": [
-                address
-                for address in self._cluster.addresses
-                for _ in range(options.ranks_per_node)
-            ],
+            "addresses": addresses[: options.workers],
+            "server_addresses": addresses[options.workers :],
             "store_port": port,
             "steps": options.steps,
             "warmup": options.warmup_of(strategy),
@@ -183,6 +184,7 @@ class _Runner:
             "paced": options.paced,
             "codec": options.codec_of(strategy),
             "servers": options.servers,
+            "serving": serving,
             "straggles": options.straggler is not None,
             "rate_bps": rate_bps,
         }
@@ -207,7 +209,10 @@ class _Runner:
             bursts or contextlib.nullcontext(),
             TrafficSampler(descriptors, processes=processes) as sampler,
         ):
-            results = self._pool.ask([request] * options.workers, advance)
+            served = {**request, "kind": "serve"} if serving else {"kind": "rest"}
+            requests = [request] * options.workers + [served] * options.serving
+            everyone = self._pool.ask(requests, advance)
+        results = everyone[: options.workers]
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
         self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
@@ -219,7 +224,8 @@ class _Runner:
             )
         if traced:
             self._join_timelines(rate_bps)
-        return self._row(strategy, rate_bps, repeat, goodput_bps, results, sampler.record)
+        owners = [owner for one in everyone if (owner := one.get("owner"))]
+        return self._row(strategy, rate_bps, repeat, goodput_bps, results, owners, sampler.record)
 
     def _join_timelines(self, rate_bps: int) -> None:
         """Write one timeline of all ranks, as fast as it nominally was."""
@@ -240,6 +246,7 @@ class _Runner:
         repeat: int,
         goodput_bps: float,
         results: Sequence[dict[str, Any]],
+        owners: Sequence[dict[str, Any]],
         record: TrafficRecord,
     ) -> Row:
         options = self._options
@@ -300,13 +307,14 @@ class _Runner:
             metrics=results[0]["metrics"],
             balance=balance_of(
                 record.bytes_between(start_s, end_s),
-                [owner for result in results if (owner := result["owner"])],
+                owners,
                 options.steps,
             ),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
             late=strategy.late,
             servers=options.servers if strategy.family == "gradlane" else None,
+            serving=options.serving if strategy.family == "gradlane" else 0,
             straggler=None if options.straggler is None else options.straggler.to_json(),
             versions=self._versions,
             machine=self._machine,
@@ -331,6 +339,9 @@ class _Runner:
                         local_ranks=row.ranks_per_node,
                         answer_bytes=timing.size_bytes,
                     )
+                    if scheme != "ps" or not row.serving
+                    # All of a worker's gradients leave it, and nothing else does.
+                    else size_bytes
                     for timing, size_bytes, scheme in zip(
                         self._timings, wire_bytes, schemes, strict=True
                     )
@@ -346,6 +357,7 @@ class _Runner:
                     schemes=schemes,
                     local_ranks=row.ranks_per_node,
                     servers=row.servers,
+                    serving=row.serving,
                 )
                 row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
 

@@ -125,6 +125,20 @@ class Strategy:
         return self.family != "none"
 
     @property
+    def serving_refusal(self) -> str:
+        """Why the strategy does not go with ranks that only serve; empty if it does, or if these
+        rest while it runs."""
+        if self.family != "gradlane":
+            return ""
+        if self.setting in (RING, ASGD) or self.local != "off":
+            return f"strategy {self.text} has no servers apart: run p3, slicing, wfbp or kvstore"
+        if self.stragglers != WAIT:
+            return f"strategy {self.text} leaves stragglers out, of which they do not hear"
+        if self.is_planned:
+            return f"strategy {self.text} finds a plan while it runs: ask `gradlane plan` for one"
+        return ""
+
+    @property
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
         on_servers = self.setting not in (RING, ASGD) and not self.any_rounding

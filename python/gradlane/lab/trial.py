@@ -14,8 +14,8 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class TrialRequest:
         trace_path: where ranks record their timelines, or None.
         codec: how gradlane's gradients travel; `raw` is none.
         servers: the first so many ranks own slices, of gradlane's; None: all.
+        serving: so many ranks beside these only serve, of gradlane's.
+        server_addresses: of those.
         straggles: whether a rank is stopped now and then; it does not make up for that.
         rate_bps: nominal rate of every port, for plans to say.
     """
@@ -88,6 +90,8 @@ class TrialRequest:
     trace_path: str | None = None
     codec: str = "raw"
     servers: int | None = None
+    serving: int = 0
+    server_addresses: list[str] = field(default_factory=list)
     straggles: bool = False
     rate_bps: float = 1e9
 
@@ -127,19 +131,24 @@ def run_trial(
     random.seed(request.seed)
     np.random.seed(request.seed % 2**32)
     torch.manual_seed(request.seed)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        request.addresses[0],
-        request.store_port,
-        len(request.addresses),
-        is_master=rank == 0,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-    )
+    store = open_store(request.addresses, request.store_port, rank)
     try:
         return _run_connected(request, strategy, rank, store, report_step)
     finally:
         gc.collect()
         _return_free_memory()
+
+
+def open_store(addresses: Sequence[str], port: int, rank: int) -> Store:
+    """Open the rendezvous store of a run, which is on rank 0."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        addresses[0],
+        port,
+        len(addresses),
+        is_master=rank == 0,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+    )
 
 
 def _run_connected(
@@ -176,6 +185,7 @@ def _run_connected(
             trace_path=request.trace_path,
             codec=request.codec,
             servers=request.servers,
+            serving=request.serving,
             plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
         ),
         store,
@@ -235,7 +245,7 @@ def _pace_of(communication: Communication) -> Pace:
 def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
     """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
     assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
-    facts = ClusterFacts(world_size, request.rate_bps)
+    facts = ClusterFacts(world_size, request.rate_bps, serving=request.serving)
     base = Settings(slice_elems=request.slice_elems)
     book = Coordinator(workload.profile(), facts, base=base, rule="poseidon")
     # The rule needs no simulation: ranks that share a machine do not wait for one each.

@@ -32,6 +32,8 @@ def _refusal(options: Options) -> str:
         return f"stragglers={options.stragglers!r}: a node's mean has no rank that could be late"
     if options.servers is not None:
         return f"servers={options.servers}: single ranks of a node are no servers"
+    if options.workers is not None:
+        return f"workers={options.workers}: a node's ranks add up as ranks that train"
     if options.factors:
         return f'scheme="{options.factors}": factors are each rank\'s own and are not added up'
     if options.strategy in ("kvstore", "deferred-pull"):

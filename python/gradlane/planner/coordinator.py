@@ -105,7 +105,7 @@ class Coordinator:
             "compute_s": profile.compute_s,
             "gradient_bytes": profile.size_bytes,
             "workers": facts.workers,
-            "servers": facts.servers or facts.workers,
+            "servers": facts.serving or facts.servers or facts.workers,
             "rate_bps": facts.rate_bps,
             "latency_s": facts.latency_s,
             "update": facts.update,
@@ -172,6 +172,7 @@ class Coordinator:
             wire_bytes=travelling,
             schemes=kinds,
             servers=self._facts.servers,
+            serving=self._facts.serving,
             local_ranks=self._facts.ranks_per_node,
         )
 
@@ -258,7 +259,12 @@ class Coordinator:
         return hybrid_step(
             self._layers,
             schemes,
-            Node(facts.workers, facts.rate_bps * GOODPUT_SHARE, operations_per_s(profile)),
+            Node(
+                facts.workers,
+                facts.rate_bps * GOODPUT_SHARE,
+                operations_per_s(profile),
+                facts.serving,
+            ),
             batch_rows=profile.batch_size,
             compute_s=profile.compute_s,
         )
@@ -278,7 +284,8 @@ class Coordinator:
 
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
-        counts = Counts(layer.rows or batch_size, workers, servers)
+        apart = self._facts.serving > 0
+        counts = Counts(layer.rows or batch_size, workers, servers, apart)
         among = RULES[self._rule]
         costs = costs_of(layer, counts, among if self._rule == "auto" else tuple(SCHEMES))
         best = next(cost for cost in costs if cost.scheme in among)
@@ -364,8 +371,9 @@ def _slices_of(
             0,
             facts.update,
             # Where nodes add up, they are the ranks.
-            facts.nodes if settings.adds_up_on_nodes else facts.workers,
+            (facts.nodes if settings.adds_up_on_nodes else facts.workers) + facts.serving,
             servers=facts.servers,
+            workers=facts.workers if facts.serving else None,
         )
     )
     counts = {row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in made["tensors"]}

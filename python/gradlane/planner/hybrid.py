@@ -64,17 +64,19 @@ class HybridStep:
 
 @dataclass(frozen=True)
 class Node:
-    """A cluster of equal nodes, each worker and server.
+    """A cluster of equal nodes, each worker and server, unless others only serve.
 
     Attributes:
         count: of them.
         goodput_bps: bits a second of payload that a port carries each way.
         operations_per_s: of the accelerator, for rebuilding gradients; infinite: that is free.
+        serving: so many nodes beside these are the servers, and nothing else.
     """
 
     count: int
     goodput_bps: float
     operations_per_s: float = math.inf
+    serving: int = 0
 
 
 def hybrid_step(
@@ -105,8 +107,9 @@ def hybrid_step(
         raise ValueError(f"unknown order {order!r}; choose {' or '.join(ORDERS)}")
     count = nodes.count
     bytes_per_s = nodes.goodput_bps / 8.0
-    out = [_Pipe(bytes_per_s) for _ in range(count)]
-    into = [_Pipe(bytes_per_s) for _ in range(count)]
+    everyone = range(count + nodes.serving)
+    out = [_Pipe(bytes_per_s) for _ in everyone]
+    into = [_Pipe(bytes_per_s) for _ in everyone]
     rebuilt_s, end_s, owner = 0.0, 0.0, -1
     for layer in sorted(layers, key=lambda one: one.ready_s):
         scheme = schemes[layer.name]
@@ -115,16 +118,18 @@ def hybrid_step(
         rebuild_s = _rebuild_s(layer, scheme, nodes, batch_rows)
         ready_s = layer.ready_s if order == "ready" else compute_s
         traffic = [
-            _traffic(layer, scheme, node == owner, count, batch_rows, bytes_share)
-            for node in range(count)
+            _traffic(layer, scheme, node == owner, nodes, batch_rows, bytes_share)
+            if node < count
+            else _served(layer, scheme, nodes, bytes_share)
+            for node in everyone
         ]
-        moments = [out[node].carry(ready_s, traffic[node].sends) for node in range(count)]
-        moments += [into[node].carry(ready_s, traffic[node].receives) for node in range(count)]
+        moments = [out[node].carry(ready_s, traffic[node].sends) for node in everyone]
+        moments += [into[node].carry(ready_s, traffic[node].receives) for node in everyone]
         if any(one.answers for one in traffic):
             # Project Adam's server makes the gradient of the factors before it answers.
             answer_s = max(moments) + rebuild_s
-            moments += [out[node].carry(answer_s, traffic[node].answers) for node in range(count)]
-            moments += [into[node].carry(answer_s, traffic[node].gets) for node in range(count)]
+            moments += [out[node].carry(answer_s, traffic[node].answers) for node in everyone]
+            moments += [into[node].carry(answer_s, traffic[node].gets) for node in everyone]
         elif rebuild_s > 0.0:
             rebuilt_s += rebuild_s
             moments.append(max(moments) + rebuild_s)
@@ -164,13 +169,13 @@ class _Pipe:
 
 
 def _traffic(
-    layer: Layer, scheme: str, owns: bool, count: int, batch_rows: int, bytes_share: float
+    layer: Layer, scheme: str, owns: bool, nodes: Node, batch_rows: int, bytes_share: float
 ) -> Traffic:
     """What a layer is for the port of one node: table 1, sent and received apart."""
-    whole = layer.size_bytes * bytes_share
+    whole, count = layer.size_bytes * bytes_share, nodes.count
     if scheme == "ps":
-        # To and from the others' shards, and as many for the own shard.
-        each = 2.0 * (count - 1) / count * whole
+        # To and from the others' shards, and as many for the own shard, where there is one.
+        each = whole if nodes.serving else 2.0 * (count - 1) / count * whole
         return Traffic(each, each)
     if scheme == WHOLE:
         factor_bytes = whole
@@ -187,3 +192,11 @@ def _traffic(
     if owns:
         return Traffic(0.0, (count - 1) * factor_bytes, answers=(count - 1) * whole)
     return Traffic(factor_bytes, 0.0, gets=whole)
+
+
+def _served(layer: Layer, scheme: str, nodes: Node, bytes_share: float) -> Traffic:
+    """What a layer is for the port of a node that only serves."""
+    if scheme != "ps":
+        return Traffic(0.0, 0.0)
+    each = nodes.count / nodes.serving * layer.size_bytes * bytes_share
+    return Traffic(each, each)

@@ -94,13 +94,14 @@ def factors_of(layer: Layer, profile: Profile) -> Factors | None:
     return Factors(tensor, block_bytes + _HEADER_BYTES, operations)
 
 
-def schemes_by_rule(rule: str, profile: Profile, workers: int) -> Schemes:
+def schemes_by_rule(rule: str, profile: Profile, workers: int, serving: int = 0) -> Schemes:
     """Return the layers that travel as factors under a rule.
 
     Args:
         rule: one of `SCHEME_RULES`.
         profile: what a step computes.
-        workers: ranks, each a worker and a server.
+        workers: ranks that train; servers, too, unless others only serve.
+        serving: so many ranks beside them that only serve.
 
     Raises:
         ValueError: there is no such rule.
@@ -110,7 +111,8 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int) -> Schemes:
 
     def is_factored(layer: Layer) -> bool:
         if rule == "poseidon":
-            counts = Counts(layer.rows or profile.batch_size, workers, workers)
+            rows = layer.rows or profile.batch_size
+            counts = Counts(rows, workers, serving or workers, apart=serving > 0)
             return costs_of(layer, counts, RULES["poseidon"])[0].scheme == "sfb"
         return factors_of(layer, profile) is not None
 

@@ -191,6 +191,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 if "ranks_per_node" in cluster.source
                 else 1,
                 stragglers=cluster.text("stragglers") if "stragglers" in cluster.source else WAIT,
+                serving=cluster.integer("serving", least=0) if "serving" in cluster.source else 0,
             )
         ),
         source=cluster.text("source"),

@@ -65,6 +65,8 @@ class Allowed:
             ring = ""
         if facts.servers is not None:
             ring = f"slices are to be on {facts.servers} ranks, and a ring has no servers"
+        if facts.serving:
+            ring = f"{facts.serving} ranks only serve, which a ring would leave idle"
         if codec not in (None, RAW):
             ring = f"codec {codec} is asked for, which rounds otherwise on a ring than on servers"
         return cls(ring, factors)

@@ -62,11 +62,13 @@ class Counts:
         rows: K, rows of the factors of one worker.
         workers: P1.
         servers: P2.
+        apart: whether no node is both worker and server.
     """
 
     rows: int
     workers: int
     servers: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,14 @@ class Scheme:
     both_floats: Callable[[int, int, Counts], float] | None
 
     def node_floats(self, rows: int, columns: int, counts: Counts) -> float:
-        """Numbers that the busiest node sends and receives where every node is both."""
-        return (self.both_floats or self.worker_floats)(rows, columns, counts)
+        """Numbers that the busiest node sends and receives: one that is both, where there are such,
+        else the busier of a worker and a server."""
+        if not counts.apart:
+            return (self.both_floats or self.worker_floats)(rows, columns, counts)
+        worker_floats = self.worker_floats(rows, columns, counts)
+        if self.server_floats is None:
+            return worker_floats
+        return max(worker_floats, self.server_floats(rows, columns, counts))
 
 
 SCHEMES: dict[str, Scheme] = {

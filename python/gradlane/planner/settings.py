@@ -9,6 +9,7 @@ from gradlane.codec_choice import RAW, codec_rules, rules_text
 from gradlane.lab.rates import format_rate
 from gradlane.local.rules import OFF, with_local
 from gradlane.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
+from gradlane.server_places import servers_text
 from gradlane.stragglers import WAIT, parse_stragglers
 
 LEARNING_STEPS = 7
@@ -108,6 +109,7 @@ class ClusterFacts:
         servers: the first so many ranks own slices; None: all.
         ranks_per_node: ranks on each node, which share its port.
         stragglers: who a step goes on without, as in `gradlane.init`.
+        serving: so many ranks beside the workers own all slices, and only serve.
     """
 
     workers: int
@@ -117,6 +119,7 @@ class ClusterFacts:
     servers: int | None = None
     ranks_per_node: int = 1
     stragglers: str = WAIT
+    serving: int = 0
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -142,6 +145,13 @@ class ClusterFacts:
                 f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
                 "share a node"
             )
+        if self.serving and (self.servers is not None or self.ranks_per_node > 1):
+            raise ValueError(
+                f"{self.serving} ranks only serve: leave out servers= and ranks_per_node=, since "
+                "workers are no servers then, and each rank has a node"
+            )
+        if self.serving and self.update == "server":
+            raise ValueError(f"{self.serving} ranks only serve, which asks for update='worker'")
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
         parse_stragglers(self.stragglers)
@@ -159,14 +169,16 @@ class ClusterFacts:
     @property
     def where(self) -> str:
         """The cluster in words."""
-        owners = "" if self.servers is None else f", {self.servers} of them servers,"
+        owners = servers_text(self.servers, self.serving)
+        owners = owners and f", {owners},"
         if self.ranks_per_node > 1:
             owners = f" on {self.nodes} nodes of {self.ranks_per_node}"
         return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts by name; `servers` only where not all ranks are, `ranks_per_node`
-        only where nodes have several, and `stragglers` only where not all are waited for."""
+        """Return the facts by name; `servers` only where not all ranks are, `serving` only where
+        some train nothing, `ranks_per_node` only where nodes have several, and `stragglers` only
+        where not all are waited for."""
         facts = asdict(self)
         if not self.leaves_out:
             del facts["stragglers"]
@@ -174,4 +186,6 @@ class ClusterFacts:
             del facts["ranks_per_node"]
         if self.servers is None:
             del facts["servers"]
+        if not self.serving:
+            del facts["serving"]
         return facts

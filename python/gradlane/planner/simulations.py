@@ -41,6 +41,7 @@ def predict_step_s(
         workers=facts.workers,
         rate_bps=facts.rate_bps,
         servers=facts.servers,
+        serving=facts.serving,
         strategy=settings.strategy,
         latency_s=facts.latency_s,
         slice_elems=settings.slice_elems,
@@ -85,7 +86,7 @@ def simulated_frames(
             frames += math.ceil(factored[tensor.name] / settings.frame_bytes / 2)
             continue
         elems = min(
-            split or math.ceil(tensor.numel / (facts.servers or facts.workers)),
+            split or math.ceil(tensor.numel / (facts.serving or facts.servers or facts.workers)),
             max(1, tensor.numel),
         )
         slices = math.ceil(max(1, tensor.numel) / elems)

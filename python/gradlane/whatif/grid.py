@@ -40,6 +40,8 @@ class Row:
     workers: int
     servers: int | None
     """So many workers are servers; None: all, or there are none."""
+    serving: int
+    """So many ranks beside the workers only serve."""
     rate_bps: float
     compression: float
     """Bytes of gradients over bytes that travel for them, those of the codec included."""
@@ -181,6 +183,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         topology=cluster.topology,
         workers=cluster.workers,
         servers=cluster.servers,
+        serving=cluster.serving,
         ranks_per_node=cluster.ranks_per_node,
         rate_bps=cluster.rate_bps,
         compression=_ratio(profile, cluster),
@@ -238,6 +241,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         wire_bytes=[bytes_ / cluster.compression for bytes_ in travelling],
         schemes=kinds,
         servers=cluster.servers,
+        serving=cluster.serving,
         local_ranks=cluster.ranks_per_node,
     ).step_s
 

@@ -106,6 +106,8 @@ def reports_of(
         workers=int(row["workers"]),
         rate_bps=float(row["rate_bps"]) / dilation,
         strategy=strategy.setting,
+        servers=row.get("servers"),
+        serving=int(row.get("serving", 0)),
         ranks_per_node=int(row.get("ranks_per_node", 1)),
         local=strategy.local,
         slice_elems=row["slice_elems"],

@@ -62,6 +62,8 @@ class Cluster:
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
     servers: int | None = None
     """The first so many workers are servers; None: all."""
+    serving: int = 0
+    """So many ranks beside the workers are the servers instead, and only serve."""
     ranks_per_node: int = 1
     """Workers on each node, which share its port."""
     local: str = "off"
@@ -132,7 +134,7 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     why = nodes_refusal(cluster)
     if why:
         raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
-    if cluster.servers is not None:
+    if cluster.servers is not None or cluster.serving:
         raise ValueError(
             f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
             "--servers or --ranks-per-node"
@@ -167,7 +169,7 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
     """
     schemes = cluster.schemes
     if cluster.strategy in SCHEME_STRATEGIES:
-        schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers)
+        schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers, cluster.serving)
     speed = cluster.costs.operations_per_s
     return simulated_schemes(profile, schemes, cluster.workers, speed)
 
@@ -190,6 +192,11 @@ def scenario_of(
         raise ValueError(
             f"unknown strategy {cluster.strategy!r}; choose from {', '.join(STRATEGIES)}"
         )
+    if cluster.serving and cluster.strategy in (options.RING, RING_FUSED):
+        raise ValueError(
+            f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "
+            "leave out --servers, or simulate p3, slicing, wfbp or kvstore"
+        )
     rules = codec_rules(cluster.codec)
     if cluster.strategy == RING_FUSED:
         if rules != RAW:
@@ -203,6 +210,7 @@ def scenario_of(
         "profile": profile.to_scenario(),
         "workers": cluster.workers,
         "servers": cluster.servers,
+        "serving": cluster.serving,
         "strategy": engine_strategy(cluster.strategy),
         "slice_elems": cluster.slice_elems,
         "update": "server" if cluster.strategy == options.ASGD else "worker",
@@ -246,7 +254,7 @@ def scenario_of(
                 "decode_byte_s": cost.decode_byte_s,
             }
     late = cluster.straggler is not None or cluster.stragglers != WAIT
-    alike = cluster.ranks_per_node == 1 and not late and not schemes
+    alike = cluster.ranks_per_node == 1 and not (late or schemes or cluster.serving)
     if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario

@@ -129,9 +129,14 @@ impl Cluster {
         self.nodes.len() as u32
     }
 
-    /// Spreads rank 0's values; afterwards all ranks hold them.
+    /// Ranks that train: all but those that only serve.
+    pub fn workers(&self) -> u32 {
+        self.nodes[0].engine.plan().workers()
+    }
+
+    /// Spreads rank 0's values; afterwards all ranks that train hold them.
     pub fn step_zero(&mut self) {
-        for rank in 0..self.nodes.len() {
+        for rank in 0..self.workers() as usize {
             let engine = &mut self.nodes[rank].engine;
             engine.step_begin(Step(0)).expect("step 0 begins");
             for tensor in 0..engine.plan().tensors.len() as u32 {
@@ -307,7 +312,8 @@ impl Cluster {
     }
 
     pub fn begin(&mut self, step: Step) {
-        for node in &mut self.nodes {
+        let workers = self.workers() as usize;
+        for node in &mut self.nodes[..workers] {
             node.engine.step_begin(step).expect("the step begins");
             node.take_events();
         }

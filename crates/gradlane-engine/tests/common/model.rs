@@ -14,10 +14,10 @@ pub fn gradient(rank: u32, tensor: usize, step: u64, numel: u64) -> Vec<f32> {
     std::iter::repeat_with(value).take(numel as usize).collect()
 }
 
-/// The mean over all ranks of a tensor. `gradient` is a rank's, none where it has no gradient; that
+/// The mean over all ranks that train of a tensor. `gradient` is a rank's, none where it has no gradient; that
 /// counts as zeros. Servers add in rank order; on a ring the rank after a slice's owner is first.
 pub fn mean(plan: &Plan, tensor: TensorId, gradient: impl Fn(u32) -> Option<Vec<f32>>) -> Vec<f32> {
-    let world = plan.world_size;
+    let world = plan.workers();
     let numel = plan.tensor(tensor).spec.numel as usize;
     let parts: Vec<Vec<f32>> =
         (0..world).map(|rank| gradient(rank).unwrap_or_else(|| vec![0.0; numel])).collect();
