@@ -5,7 +5,8 @@
 mod common;
 
 use common::model::gradient;
-use common::{tensors, Cluster, Toy};
+use common::toy::Toy;
+use common::{tensors, Cluster};
 use gradlane_engine::{
     check_ready_rule, Close, Coding, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
 };

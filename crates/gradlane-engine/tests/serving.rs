@@ -5,7 +5,8 @@
 mod common;
 
 use common::model::{self, gradient};
-use common::{block_header, names_the_lost, tensors, Cluster, Toy};
+use common::toy::Toy;
+use common::{block_header, names_the_lost, tensors, Cluster};
 use gradlane_engine::{
     Close, Coding, Plan, ReadyRule, Roles, Scheme, SetRule, Strategy, TensorSetting, Update,
 };
