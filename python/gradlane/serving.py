@@ -9,6 +9,7 @@ same plan is checked in the core's handshake, as between ranks that train.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -34,13 +35,33 @@ _sessions: dict[tuple[str, int, int], int] = {}
 """Sessions with ranks that serve, so far, by (job, restart, rank)."""
 
 
-def open_office(store: Store, place: Place, timeout_s: float) -> Meeting:
-    """Open the place in the store where a session's invitations are left; on every rank alike."""
-    key = (place.job, place.restart, place.rank)
-    number = _sessions.get(key, 0)
-    _sessions[key] = number + 1
-    start = start_of(store, place, timeout_s)
-    return Meeting(store, place, f"serving/{number}", timeout_s, start)
+class Office:
+    """The place in the store where a session's invitations are left; on every rank alike."""
+
+    def __init__(self, store: Store, place: Place, timeout_s: float) -> None:
+        """Count the session; nobody is waited for yet.
+
+        Args:
+            store: the rendezvous store.
+            place: this rank's.
+            timeout_s: how long to wait for other ranks, in seconds, for each question.
+        """
+        key = (place.job, place.restart, place.rank)
+        self._number = _sessions.get(key, 0)
+        _sessions[key] = self._number + 1
+        self._store = store
+        self._timeout_s = timeout_s
+        self.place = place
+
+    @functools.cached_property
+    def meeting(self) -> Meeting:
+        """The place itself; the first time all ranks of the job come together.
+
+        Raises:
+            RendezvousError: they do not, or the store is gone.
+        """
+        start = start_of(self._store, self.place, self._timeout_s)
+        return Meeting(self._store, self.place, f"serving/{self._number}", self._timeout_s, start)
 
 
 def decline(meeting: Meeting, why: str) -> None:
@@ -110,8 +131,8 @@ class Invitation:
 class Invitations:
     """Rank 0's word to the ranks that serve."""
 
-    def __init__(self, office: Meeting) -> None:
-        """Say that there is a session, and who trains in it.
+    def __init__(self, office: Office) -> None:
+        """Invite nobody yet.
 
         Args:
             office: where invitations are left.
@@ -119,25 +140,30 @@ class Invitations:
         self._office = office
         self._count = 0
         self._ended = False
-        place = office.place
-        office.put("terms", json.dumps(_terms(place)))
 
     def send(self, invitation: Invitation) -> None:
-        """Invite all ranks that serve to a channel.
+        """Invite all ranks that serve to a channel; with the first one, say who trains.
 
         Raises:
             RendezvousError: the store is gone.
         """
-        self._office.put(f"channel/{self._count}", json.dumps(asdict(invitation)))
+        meeting = self._office.meeting
+        if self._count == 0:
+            meeting.put("terms", json.dumps(_terms(self._office.place)))
+        meeting.put(f"channel/{self._count}", json.dumps(asdict(invitation)))
         self._count += 1
 
     def end(self, reason: str = "") -> None:
-        """Say that there will be no more channels, and why, if the session was given up."""
-        if self._ended:
+        """Say that there will be no more channels, and why, if the session was given up.
+
+        Before the first channel nobody has met: who serves finds the store gone, or gives up.
+        """
+        if self._ended or self._count == 0:
             return
         self._ended = True
         try:
-            self._office.put("end", json.dumps({"reason": reason, "channels": self._count}))
+            word = json.dumps({"reason": reason, "channels": self._count})
+            self._office.meeting.put("end", word)
         except RendezvousError:
             # Who serves has heard of the end through its channels, or finds the store gone.
             return
@@ -216,7 +242,7 @@ class Server:
     def __init__(
         self,
         core: CoreModule,
-        office: Meeting,
+        office: Office,
         store: Store,
         secret: str | None,
         listen: Callable[[Place], tuple[Listener, str]],
@@ -266,7 +292,7 @@ class Server:
         try:
             while True:
                 self._raise_failure()
-                word = self._office.peek(f"channel/{len(self._channels)}")
+                word = self._office.meeting.peek(f"channel/{len(self._channels)}")
                 if word is not None:
                     self._channels.append(self._serve(Invitation(**json.loads(word)), place))
                     on_channel(self._channels[-1].served())
@@ -300,7 +326,7 @@ class Server:
         """Wait for rank 0's word on who trains, and compare it with this rank's own."""
         place = self._office.place
         try:
-            terms = json.loads(self._office.get("terms", 0))
+            terms = json.loads(self._office.meeting.get("terms", 0))
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error}; a rank that serves waits for a training script that calls "
@@ -324,12 +350,12 @@ class Server:
         place = self._office.place
         # Without a channel the others fail by themselves: a rank that should train is missing.
         with contextlib.suppress(RendezvousError):
-            invitation = Invitation(**json.loads(self._office.get("channel/0", 0)))
+            invitation = Invitation(**json.loads(self._office.meeting.get("channel/0", 0)))
             decline(self._meet(place, invitation.channel, self._patience_s), why)
         raise RanksDiffer(why)
 
     def _meet(self, place: Place, channel: int | str, timeout_s: float) -> Meeting:
-        return Meeting(self._store, place, channel, timeout_s, self._office.start)
+        return Meeting(self._store, place, channel, timeout_s, self._office.meeting.start)
 
     def _serve(self, invitation: Invitation, place: Place) -> _Serving:
         settings = dict(invitation.settings)
@@ -362,9 +388,9 @@ class Server:
         """Whether rank 0 has said that there is no more to serve, or is gone after its goodbye."""
         if self._given_up is not None:
             return True
-        word = self._office.peek("end")
+        word = self._office.meeting.peek("end")
         if word is None:
-            gone = not self._office.is_alive
+            gone = not self._office.meeting.is_alive
             if gone and not self._channels:
                 raise RendezvousError(
                     f"rank {self._office.place.rank} lost the rendezvous store before any of the "

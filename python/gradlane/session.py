@@ -43,7 +43,7 @@ from gradlane.pace import SessionPace
 from gradlane.planner.in_force import PlanInForce
 from gradlane.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.rendezvous import Meeting, store_address
-from gradlane.serving import Invitations, open_office
+from gradlane.serving import Invitations, Office
 from gradlane.session_models import SessionModels
 from gradlane.session_serving import SessionServing
 from gradlane.session_state import SessionState
@@ -66,7 +66,7 @@ class Session(
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store, os.environ)
-        office = open_office(store, place, options.connect_timeout_s) if place.serving else None
+        office = Office(store, place, options.connect_timeout_s) if place.serving else None
         self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
         self._checkpoints = make_checkpoints(

@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from gradlane.connection import Surroundings, listen
 from gradlane.errors import UsageError
-from gradlane.rendezvous import Meeting
-from gradlane.serving import Served, Server
+from gradlane.serving import Office, Served, Server
 
 _TOLD_EVERY_S = 0.5
 
@@ -84,7 +83,7 @@ class SessionServing:
             file=sys.stderr,
         )
 
-    def _make_server(self, office: Meeting) -> Server:
+    def _make_server(self, office: Office) -> Server:
         around = self._around
         return Server(
             around.core,
