@@ -18,10 +18,6 @@ pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0;
 /// The send buffer of a connection whose path is short: the kernel doubles the 64 kB that it is asked
 /// for (`gradlane-net`'s `send_buffer.rs`).
 pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 131_072;
-/// What a faster connection holds lasts for so long; before the kernel doubles it.
-pub(crate) const SEND_BUFFER_HELD_S: f64 = 0.003;
-/// And what of it is not sent yet.
-pub(crate) const SEND_BUFFER_NOT_SENT_S: f64 = 0.001;
 
 /// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab, and the
 /// only constant that is fitted: `gradlane lab grid --fit`.

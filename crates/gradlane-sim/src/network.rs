@@ -107,11 +107,11 @@ impl Run {
     }
 
     fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
-        let node = &self.nodes[rank as usize];
+        let waiting = self.nodes[rank as usize].connections[peer as usize].waiting_bytes;
         let topology = self.channels.topology;
         let (port, _) = topology.ports(rank, topology.peer(rank, peer));
         self.ports[port as usize].outgoing_bytes <= self.queue_bytes
-            || u64::from(node.connections[peer as usize].waiting_bytes) < node.not_sent_bytes
+            || u64::from(waiting) < self.low_water_bytes
     }
 
     fn queue(&mut self, time: u64, piece: Piece) {

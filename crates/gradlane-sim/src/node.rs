@@ -70,8 +70,6 @@ pub(crate) struct Node {
     pub(crate) accelerator: Accelerator,
     /// By rank.
     pub(crate) connections: Vec<Connection>,
-    /// Bytes of a connection that wait behind the port before it counts as busy.
-    pub(crate) not_sent_bytes: u64,
     /// Frames that the kernel has not taken whole, by rank.
     pub(crate) partial: BTreeMap<u32, Partial>,
     /// Frames behind them that the engine has chosen, by rank.

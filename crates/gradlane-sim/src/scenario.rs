@@ -2,10 +2,7 @@
 //! same scenario gives the same report to the byte.
 
 use crate::codecs::{self, CodedTensor};
-use crate::costs::{
-    Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SEND_BUFFER_HELD_S, SEND_BUFFER_NOT_SENT_S,
-    SHARE_SPREAD,
-};
+use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
@@ -56,8 +53,7 @@ pub struct Network {
     /// Another number, another draw of it.
     #[serde(default)]
     pub share_seed: u64,
-    /// Bytes of a connection that wait behind the port before the connection counts as busy; more on
-    /// fast ones, where the transport fits its send buffer to the path.
+    /// Bytes of a connection that wait behind the port before the connection counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u64,
     /// What connections send at once: frames are cut into pieces of this size. 0 is the kernel's
@@ -123,9 +119,9 @@ impl Network {
     }
 
     /// Bytes that the kernel takes of a connection before the first of them is acknowledged. Fitted to
-    /// the path it is twice the bandwidth-delay product, and the floor or what lasts for some time,
-    /// doubled by the kernel. Few peers share out the floors of three (`gradlane-net`'s
-    /// `send_buffer.rs`).
+    /// the path it is the floor plus twice the bandwidth-delay product, doubled by the kernel. Few peers
+    /// share out the floors of three (`gradlane-net`'s `send_buffer.rs`, which lets fast connections
+    /// hold more; why not here is in decision 39).
     pub(crate) fn window_bytes(&self, peers: u32) -> u64 {
         if self.send_buffer_bytes > 0 {
             return self.send_buffer_bytes.min(WINDOW_BYTES_MAX);
@@ -133,22 +129,7 @@ impl Network {
         let product = self.goodput_bps() / 8.0 * 2.0 * self.latency_s;
         let floor_bytes = self.send_buffer_floor_bytes;
         let floor_bytes = floor_bytes.max(3 * floor_bytes / u64::from(peers.max(1)));
-        let held_bytes = (2.0 * self.connection_bytes_per_s(peers) * SEND_BUFFER_HELD_S) as u64;
-        (floor_bytes.max(held_bytes) + (4.0 * product) as u64).min(WINDOW_BYTES_MAX)
-    }
-
-    /// Bytes of a connection that wait behind the port before it counts as busy.
-    pub(crate) fn not_sent_bytes(&self, peers: u32) -> u64 {
-        if self.send_buffer_bytes > 0 {
-            return self.low_water_bytes;
-        }
-        let in_time = self.connection_bytes_per_s(peers) * SEND_BUFFER_NOT_SENT_S;
-        self.low_water_bytes.max(in_time as u64)
-    }
-
-    /// Of a connection that shares its port evenly with those to all other peers.
-    fn connection_bytes_per_s(&self, peers: u32) -> f64 {
-        self.goodput_bps() / 8.0 / f64::from(peers.max(1))
+        (floor_bytes + (4.0 * product) as u64).min(WINDOW_BYTES_MAX)
     }
 
     fn validate(&self) -> Result<(), SimError> {

@@ -81,6 +81,7 @@ pub(crate) struct Run {
     pub(crate) latency: u64,
     pub(crate) shares: Shares,
     pub(crate) queue_bytes: u64,
+    pub(crate) low_water_bytes: u64,
     pub(crate) piece_bytes: u32,
     /// Time of what a shaped port lets through at once; 0 is a wire.
     pub(crate) burst_ns: u64,
@@ -154,7 +155,6 @@ impl Run {
         for (rank, node) in nodes.iter_mut().enumerate() {
             let peers = peers[usize::from(rank >= training)];
             node.connections.iter_mut().for_each(|it| shares.begin(it, network, peers));
-            node.not_sent_bytes = network.not_sent_bytes(peers);
             // Nor does it compute: it has finished before it begins.
             node.accelerator.finished = rank >= training;
         }
@@ -181,6 +181,7 @@ impl Run {
             latency: nanos(network.latency_s),
             shares,
             queue_bytes: network.queue_bytes,
+            low_water_bytes: network.low_water_bytes,
             piece_bytes,
             burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
             jitter: scenario.compute_jitter,
@@ -433,7 +434,6 @@ fn new_node(
         engine,
         accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
         connections: vec![Connection::default(); plan.world_size as usize],
-        not_sent_bytes: 0,
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
         inbox: VecDeque::new(),
