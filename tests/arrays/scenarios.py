@@ -203,8 +203,11 @@ def lost(store: Any, rank: int, world_size: int, job: str) -> str:
     session.push("w", np.zeros(2, np.float32))
     session.wait("w")
     if rank == 1:
+        # The other rank is through with the step, too.
+        store.wait([f"{job}/through"])
         session.abort("the test says so")
         return ""
+    store.set(f"{job}/through", "")
     said = []
     for _ in range(2):
         try:
