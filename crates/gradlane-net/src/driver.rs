@@ -117,16 +117,9 @@ impl Driver {
                 Some(socket) => {
                     shared.poller.add(socket.as_fd(), rank as u64, false)?;
                     engine.handle_writable(Rank(rank as u32), true);
-                    let (fixed_bytes, low_water_bytes) =
-                        (options.send_buffer_bytes, options.low_water_bytes);
-                    let descriptor = socket.as_fd();
+                    let (fixed, low_water) = (options.send_buffer_bytes, options.low_water_bytes);
                     Some(Link {
-                        send_buffer: SendBuffer::new(
-                            descriptor,
-                            fixed_bytes,
-                            low_water_bytes,
-                            peers,
-                        )?,
+                        send_buffer: SendBuffer::new(socket.as_fd(), fixed, low_water, peers)?,
                         flow: PacedFlow::default(),
                         connection: Connection::new(socket),
                         open: true,

@@ -39,8 +39,8 @@ impl Driver {
                     // A size that the kernel refuses leaves the last one in force.
                     let _ = link.send_buffer.sent(link.connection.socket.as_fd(), bytes);
                 }
-                let full = || link.send_buffer.is_full(link.connection.socket.as_fd());
-                let writable = flushed == Flushed::All && !full();
+                let writable = flushed == Flushed::All
+                    && !link.send_buffer.is_full(link.connection.socket.as_fd());
                 self.set_writable(rank, writable);
                 bytes
             }
