@@ -176,9 +176,10 @@ def _caption(row: Row, cpu_bound: bool) -> str:
             f"; rank {row.straggler['rank']} stopped for {row.straggler['share']:.0%} of the time, "
             "times are those of the others"
         )
-    owners = servers_text(row.servers, row.serving)
-    if owners:
-        text += f"; slices on {owners}"
+    if row.serving:
+        text += f"; slices on {servers_text(None, row.serving)}"
+    elif row.servers is not None:
+        text += f"; slices on {row.servers} ranks"
     if row.bound_step_s is not None:
         text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
     if cpu_bound:
