@@ -24,6 +24,7 @@ from gradlane.codec_choice import CodecChoice
 from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.environment import Place
 from gradlane.errors import GradlaneError, PeerLost, RanksDiffer, RendezvousError
+from gradlane.patience import Patience
 from gradlane.rendezvous import Meeting
 from gradlane.starts import start_of
 
@@ -288,7 +289,7 @@ class Server:
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
         place = self._place()
-        last = time.monotonic()
+        patience = Patience(self._patience_s)
         try:
             while True:
                 self._raise_failure()
@@ -300,7 +301,7 @@ class Server:
                     time.sleep(_TICK_S)
                 elif self._has_ended():
                     return
-                elif time.monotonic() - last > self._patience_s:
+                elif patience.is_over(_TICK_S):
                     raise RendezvousError(
                         f"rank {place.rank} serves, and the ranks that train have opened nothing "
                         f"for {self._patience_s:g} s: do they run, and do they call prepare?"
@@ -309,7 +310,7 @@ class Server:
                     time.sleep(_TICK_S)
                     on_tick()
                     continue
-                last = time.monotonic()
+                patience.renew()
                 on_tick()
         except BaseException as error:
             self.abort(f"rank {place.rank}, which serves, gave up: {error or type(error).__name__}")

@@ -215,6 +215,7 @@ def init_serving(
         connect_timeout_s=connect_timeout_s,
         summary=is_wanted(None, os.environ, "GRADLANE_SUMMARY"),
     )
+    warn_of_unknown(os.environ)
     core = load_core()
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
     if place.rank == 0:
