@@ -91,5 +91,4 @@ def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {"update": "server"}
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), given)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +14,7 @@ from gradlane.checkpoints.folder import newest
 from gradlane.core import load_core
 from gradlane.errors import CheckpointError, UsageError
 from tests.adapter.ranks import run_ranks
+from tests.checkpoints.kills import check_kills
 from tests.checkpoints.training import Model, train
 
 pytestmark = pytest.mark.skipif(
@@ -140,18 +136,4 @@ def test_restore_needs_a_folder_a_model_and_the_right_moment(tmp_path: Path) -> 
 
 
 def test_ranks_killed_at_random_moments_leave_the_last_checkpoint(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoints.killed_ranks", str(tmp_path), str(seed), "3"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    rounds = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rounds) == 3
-    for one in rounds:
-        assert one["begun"] == one["before"] < one["step"]
+    check_kills(tmp_path, 3, {"update": "server"})

@@ -7,12 +7,9 @@ that was ever given is in the parameters, in residuals or carried on, whoever wa
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import random
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +23,7 @@ from gradlane.core import load_core
 from gradlane.errors import GradlaneError
 from gradlane.planner import learning
 from tests.adapter.ranks import run_ranks
+from tests.checkpoints.kills import check_kills
 from tests.checkpoints.training import train
 from tests.planner.scenarios import OTHER, Decided
 
@@ -42,6 +40,25 @@ def given(rank: int, step: int) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def give(
+    session: gradlane.Session,
+    model: nn.Linear,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    pause_s: Callable[[], float],
+) -> list[int]:
+    """Train with the given gradients; the steps that this rank took part in."""
+    gave = []
+    for step in session.keep_pace(steps):
+        time.sleep(pause_s())
+        (model.weight * given(session.rank, step)).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        gave.append(step)
+    session.synchronize()
+    return gave
+
+
 def follow(session: gradlane.Session, last: int, sleeps: float = 0.004) -> dict[str, Any]:
     """Go on from the last checkpoint to a step; say what was given, and what is left."""
     model = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
@@ -50,14 +67,8 @@ def follow(session: gradlane.Session, last: int, sleeps: float = 0.004) -> dict[
     begun = session.restore()
     after_restore = session.state_dict()["models"][0]
     chance = random.Random(session.rank)
-    gave = []
-    for step in session.keep_pace(range(begun + 1, last + 1)):
-        time.sleep(sleeps * chance.random())
-        (model.weight * given(session.rank, step)).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        gave.append(step)
-    session.synchronize()
+    steps = range(begun + 1, last + 1)
+    gave = give(session, model, optimizer, steps, lambda: sleeps * chance.random())
     return {
         "begun": begun,
         "gave": gave,
@@ -171,23 +182,8 @@ def test_what_only_some_ranks_do_together_is_told_to_all() -> None:
 
 
 def test_ranks_killed_at_random_moments_go_on_with_what_they_carried(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     options = {"update": "worker", "stragglers": "backup=1", "late": "carry", "codec": "onebit"}
-    command = [sys.executable, "-m", "tests.checkpoints.killed_ranks", str(tmp_path), str(seed)]
-    result = subprocess.run(
-        [*command, "2", json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    rounds = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rounds) == 2
-    for one in rounds:
-        assert one["begun"] == one["before"] < one["step"]
+    check_kills(tmp_path, 2, options)
 
 
 def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
@@ -226,14 +222,7 @@ def test_a_plan_is_put_into_force_in_the_middle_of_a_training(tmp_path: Path) ->
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         model, optimizer = session.prepare(model, optimizer, plan="auto")
-        gave = []
-        for step in session.keep_pace(range(1, 21)):
-            time.sleep(0.003 * session.rank)
-            (model.weight * given(session.rank, step)).sum().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            gave.append(step)
-        session.synchronize()
+        gave = give(session, model, optimizer, range(1, 21), lambda: 0.003 * session.rank)
         return {
             "gave": gave,
             "state": session.state_dict()["models"][0],
