@@ -105,7 +105,7 @@ class Coordinator:
             "compute_s": profile.compute_s,
             "gradient_bytes": profile.size_bytes,
             "workers": facts.workers,
-            "servers": facts.serving or facts.servers or facts.workers,
+            "servers": facts.owners,
             "rate_bps": facts.rate_bps,
             "latency_s": facts.latency_s,
             "update": facts.update,

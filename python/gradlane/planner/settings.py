@@ -157,6 +157,11 @@ class ClusterFacts:
         parse_stragglers(self.stragglers)
 
     @property
+    def owners(self) -> int:
+        """Number of ranks that own slices."""
+        return self.serving or self.servers or self.workers
+
+    @property
     def leaves_out(self) -> bool:
         """Whether steps go on without ranks that are late."""
         return self.stragglers != WAIT

@@ -86,7 +86,7 @@ def simulated_frames(
             frames += math.ceil(factored[tensor.name] / settings.frame_bytes / 2)
             continue
         elems = min(
-            split or math.ceil(tensor.numel / (facts.serving or facts.servers or facts.workers)),
+            split or math.ceil(tensor.numel / facts.owners),
             max(1, tensor.numel),
         )
         slices = math.ceil(max(1, tensor.numel) / elems)
