@@ -305,6 +305,7 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
             optimizer.zero_grad()
             sent.append(session.metrics()["channels"][-1]["tx_bytes"])
         session.synchronize()
+        sent.append(session.metrics()["channels"][-1]["tx_bytes"])
         local = None if session.plan is None else session.plan.settings.local
         weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
     return {
