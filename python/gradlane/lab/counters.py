@@ -40,13 +40,16 @@ def read_port_bytes(descriptor: int) -> tuple[int, int]:
     raise OSError(f"{INTERFACE} is missing from the node's counters")
 
 
-def read_processor_ticks() -> tuple[int, int]:
-    """Return (busy, total) clock ticks of all processors of the machine since it started."""
+def read_processor_ticks() -> tuple[int, int, int]:
+    """Return clock ticks of all processors of the machine since it started: busy, total, stolen.
+
+    Stolen ticks are busy ones that the host of a virtual machine gave to others.
+    """
     first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     ticks = [int(field_text) for field_text in first.split()[1:9]]
     idle = ticks[3] + ticks[4]
     total = sum(ticks)
-    return total - idle, total
+    return total - idle, total, ticks[7]
 
 
 def read_process_cpu_ns(process: int) -> int:
@@ -95,8 +98,8 @@ class TrafficRecord:
         self._ports.times_s.append(time_s)
         self._ports.values.append(tuple(count for pair in port_bytes for count in pair))
 
-    def add_processors(self, time_s: float, ticks: tuple[int, int]) -> None:
-        """Append a sample: (busy, total) ticks."""
+    def add_processors(self, time_s: float, ticks: tuple[int, int, int]) -> None:
+        """Append a sample, as `read_processor_ticks` returns it."""
         self._processors.times_s.append(time_s)
         self._processors.values.append(ticks)
 
@@ -115,9 +118,16 @@ class TrafficRecord:
 
     def processor_share(self, start_s: float, end_s: float) -> float:
         """Return the share, 0 to 1, of the machine's processor time that was busy in a window."""
+        return self._tick_share(0, start_s, end_s)
+
+    def stolen_share(self, start_s: float, end_s: float) -> float:
+        """Return the share, 0 to 1, of that time that went to other virtual machines."""
+        return self._tick_share(2, start_s, end_s)
+
+    def _tick_share(self, column: int, start_s: float, end_s: float) -> float:
         before, after = self._processors.at(start_s), self._processors.at(end_s)
         total = after[1] - before[1]
-        return (after[0] - before[0]) / total if total > 0 else 0.0
+        return (after[column] - before[column]) / total if total > 0 else 0.0
 
     def utilization(self, start_s: float, end_s: float, goodput_bps: float) -> float:
         """Return carried bits over carriable bits, mean over nodes and both directions."""

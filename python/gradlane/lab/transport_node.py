@@ -305,7 +305,11 @@ class Exchange:
 
 
 def machine_seconds() -> dict[str, float]:
-    """Return the whole machine's busy, softirq and total processor seconds since it started."""
+    """Return the whole machine's processor seconds since it started.
+
+    Those that were busy, those of them in network interrupts and those that other virtual machines
+    of the host took, and all.
+    """
     first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     ticks = [int(field) for field in first.split()[1:9]]
     tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -313,6 +317,7 @@ def machine_seconds() -> dict[str, float]:
     return {
         "machine_busy_s": busy * tick_s,
         "machine_softirq_s": ticks[6] * tick_s,
+        "machine_stolen_s": ticks[7] * tick_s,
         "machine_total_s": sum(ticks) * tick_s,
     }
 
