@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Hyperparameters, compare_endings, tell_ending
-from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.carrier import Carrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
@@ -40,6 +40,7 @@ from gradlane.residual_state import ResidualState
 from gradlane.served_parameters import ServedParameters
 from gradlane.server_state import Apart, ServerState
 from gradlane.serving import check_codecs_served
+from gradlane.staging import carrier_for
 from gradlane.steps import Driver, Phase, Steps
 from gradlane.terms import agree_on_terms
 from gradlane.timeline.recorder import Recording
@@ -396,11 +397,7 @@ class Prepared:
     def _make_carrier(self) -> Carrier:
         carried = dict(enumerate(self._trained))
         carried.update(enumerate(self._extras, len(self._entries)))
-        if all(entry.device.type == "cpu" for entry in carried.values()):
-            return DirectCarrier(self.channel, carried)
-        from gradlane.staging import StagedCarrier
-
-        return StagedCarrier(self.channel, carried, self._staging_failed)
+        return carrier_for(self.channel, carried, self._staging_failed)
 
     def _staging_failed(self, error: Exception) -> None:
         core = self._around.core
