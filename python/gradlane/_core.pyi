@@ -97,6 +97,9 @@ def simulate(scenario_json: str) -> str:
         RuntimeError: the simulation came to no end.
     """
 
+def keep_awake(parent: int) -> None:
+    """Spin, without the GIL, until this process has another parent than `parent`."""
+
 class Blocks:
     """All ranks' blocks of a tensor in a step, until `release` or the end of the object.
 

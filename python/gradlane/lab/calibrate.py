@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradlane.lab import calibrate_local
+from gradlane.lab.awake import Awake
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.option_fields import check_options, on_command_line, option
@@ -180,6 +181,7 @@ def run_calibration(
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
+        Awake(),
         Cluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
     ):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW
+from gradlane.lab.awake import Awake
 from gradlane.lab.balance import balance_of
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import (
@@ -99,6 +100,7 @@ def run_lab(
     progress.phase("building the cluster")
     with (
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
+        Awake(),
         Cluster(options.nodes, real_rates_bps[0]) as cluster,
         RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
     ):
