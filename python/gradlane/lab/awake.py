@@ -22,10 +22,14 @@ NAME = "gradlane-awake"
 _PROGRAM = """
 import os, sys
 processor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+try:
+    os.sched_setaffinity(0, {processor})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+except OSError:
+    # Where that is forbidden nothing spins: with any other priority it would be in the way.
+    sys.exit()
 with open("/proc/self/comm", "w") as comm:
     comm.write(name)
-os.sched_setaffinity(0, {processor})
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 spin = None
 try:
     from gradlane._core import keep_awake as spin
