@@ -366,7 +366,7 @@ class NodeChannel(RankCalls):
             self._link.tell(peer, FAILED, failure.to_bytes(), waits=False)
         if self._carriage is not None:
             self._carriage.let_go()
-            self._carriage.abort(told or failure.message)
+            self._carriage.abort(told or failure.words())
 
     def _check(self) -> None:
         if self._failure is not None:
