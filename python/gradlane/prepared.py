@@ -24,7 +24,7 @@ from gradlane.carrier import Carrier, DirectCarrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
-from gradlane.core import translate_error
+from gradlane.core import Channel, translate_error
 from gradlane.errors import GradlaneError, SessionFailed, UsageError
 from gradlane.exchange import Exchange
 from gradlane.factors.choice import without_codecs
@@ -33,6 +33,8 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
+from gradlane.local.channel import NodeChannel
+from gradlane.local.collective_carrier import CollectiveCarrier
 from gradlane.members import lay_out
 from gradlane.options import FACTOR_SCHEMES, RING, Options, ring_ranks
 from gradlane.rendezvous import Meeting
@@ -41,6 +43,7 @@ from gradlane.served_parameters import ServedParameters
 from gradlane.server_state import Apart, ServerState
 from gradlane.serving import check_codecs_served
 from gradlane.steps import Driver, Phase, Steps
+from gradlane.table import Entry
 from gradlane.terms import agree_on_terms
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
@@ -104,13 +107,16 @@ class Prepared:
         for index, one in factored.items():
             plain[index] = one.plan_row()
         rows = rows_with_codecs(plain, coded, self.codecs)
-        self.channel = open_channel(around, meeting, rows, update=around.options.update)
+        gradients = [entry.tensor for entry in self._trained]
+        self.channel = opened = open_channel(
+            around, meeting, rows, update=around.options.update, gradients=gradients
+        )
         self._recording: Recording | None = None
         if around.recorder is not None:
             names = [str(row["name"]) for row in rows]
             self._recording = around.recorder.record(self.channel, names)
             self.channel = self._recording.channel
-        self._carrier = self._make_carrier()
+        self._carrier = self._make_carrier(opened)
         self._served = ServedParameters(self.channel, self._trained) if self._serves else None
         try:
             everything = [*self._entries, *self._extras]
@@ -393,9 +399,14 @@ class Prepared:
 
     # ---- inside
 
-    def _make_carrier(self) -> Carrier:
-        carried = dict(enumerate(self._trained))
-        carried.update(enumerate(self._extras, len(self._entries)))
+    def _make_carrier(self, opened: Channel) -> Carrier:
+        trained = dict(enumerate(self._trained))
+        extras = dict(enumerate(self._extras, len(self._entries)))
+        if isinstance(opened, NodeChannel) and opened.lane_tensors:
+            return CollectiveCarrier(opened, trained, self._carrier_of(extras))
+        return self._carrier_of({**trained, **extras})
+
+    def _carrier_of(self, carried: dict[int, Entry]) -> Carrier:
         if all(entry.device.type == "cpu" for entry in carried.values()):
             return DirectCarrier(self.channel, carried)
         from gradlane.staging import StagedCarrier
