@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.adapter.pool import RankPool
+from tests.local.killing import check_that_all_hear
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
 )
 HERE = "tests.local.scenarios"
-NODES, LOCAL_SIZE = 2, 2
 
 
 def digests(ranks: list[dict[str, Any]]) -> set[str]:
@@ -122,23 +122,7 @@ def test_a_rank_that_gives_up_is_named_everywhere(pool: RankPool) -> None:
     ("victim", "how", "local"), [(3, "kill", "leader"), (0, "kill in step", "shared")]
 )
 def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, how: str, local: str) -> None:
-    ranks = RankPool(NODES * LOCAL_SIZE)
-    try:
-        arguments = {"victim": victim, "how": how, "local": local, "local_sums": "collective"}
-        ranks._start()
-        for pipe in ranks._pipes:
-            pipe.send((f"{HERE}:lost", 4, f"lost-collective-{victim}", arguments))
-        for rank, pipe in enumerate(ranks._pipes):
-            if rank == victim:
-                continue
-            assert pipe.poll(60)
-            words = pipe.recv()["result"]
-            on_its_node = rank // LOCAL_SIZE == victim // LOCAL_SIZE
-            assert words[0] == victim or not on_its_node
-            assert words[0] // LOCAL_SIZE == victim // LOCAL_SIZE
-            assert words[3] < 15
-    finally:
-        ranks.kill()
+    check_that_all_hear(victim, how, local=local, local_sums="collective")
 
 
 def test_nothing_of_a_group_outlives_its_session(pool: RankPool) -> None:
