@@ -116,6 +116,26 @@ def test_a_zero_keeps_its_sign_beside_a_rank_that_has_nothing() -> None:
         assert gradient.tolist() == [0.0, 1.5]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "terms", "mean"),
+    [(torch.float16, [60_000.0, 60_000.0], 60_000.0), (torch.bfloat16, [256.0, 1.0, 1.0], 86.0)],
+)
+def test_halves_are_added_up_in_f32(dtype: torch.dtype, terms: list[float], mean: float) -> None:
+    """Their own sums would be infinite, or rounded after each addition."""
+    example = torch.zeros(1, dtype=dtype)
+    node = Node(len(terms), rows_of([example], NAMES), [example])
+    for side in node.sides:
+        side.begin()
+    gradients = [torch.tensor([term], dtype=dtype) for term in terms]
+    for rank, gradient in enumerate(gradients):
+        node.lanes[rank].give(0, 1, gradient, absent=False)
+    for side in node.sides:
+        side.wait()
+    node.stop()
+    for gradient in gradients:
+        assert gradient.item() == torch.tensor(mean, dtype=dtype).item()
+
+
 def test_memory_is_let_go_when_its_tensor_is_ready() -> None:
     example = torch.zeros(3)
     node = Node(2, rows_of([example], NAMES), [example])
