@@ -184,7 +184,7 @@ def _channel_options(
         "receive_buffer_bytes": 0,
         "work_depth": max(2, 2 * options.work_threads),
         "work_threads": options.work_threads,
-        "io_threads": 1,
+        "io_threads": options.io_threads,
         "silence_timeout_s": options.silence_timeout_s,
         "progress_timeout_s": options.progress_timeout_s,
         "connect_timeout_s": options.connect_timeout_s,

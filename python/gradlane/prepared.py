@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradlane import optimizers
 from gradlane.agreement import AgreementCheck
 from gradlane.ballot import Hyperparameters, compare_endings, tell_ending
-from gradlane.carrier import Carrier, DirectCarrier
+from gradlane.carrier import Carrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
@@ -42,8 +42,8 @@ from gradlane.residual_state import ResidualState
 from gradlane.served_parameters import ServedParameters
 from gradlane.server_state import Apart, ServerState
 from gradlane.serving import check_codecs_served
+from gradlane.staging import carrier_for
 from gradlane.steps import Driver, Phase, Steps
-from gradlane.table import Entry
 from gradlane.terms import agree_on_terms
 from gradlane.timeline.recorder import Recording
 from gradlane.updates import DeferredUpdate
@@ -403,15 +403,9 @@ class Prepared:
         trained = dict(enumerate(self._trained))
         extras = dict(enumerate(self._extras, len(self._entries)))
         if isinstance(opened, NodeChannel) and opened.lane_tensors:
-            return CollectiveCarrier(opened, trained, self._carrier_of(extras))
-        return self._carrier_of({**trained, **extras})
-
-    def _carrier_of(self, carried: dict[int, Entry]) -> Carrier:
-        if all(entry.device.type == "cpu" for entry in carried.values()):
-            return DirectCarrier(self.channel, carried)
-        from gradlane.staging import StagedCarrier
-
-        return StagedCarrier(self.channel, carried, self._staging_failed)
+            others = carrier_for(self.channel, extras, self._staging_failed)
+            return CollectiveCarrier(opened, trained, others)
+        return carrier_for(self.channel, {**trained, **extras}, self._staging_failed)
 
     def _staging_failed(self, error: Exception) -> None:
         core = self._around.core

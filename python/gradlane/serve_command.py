@@ -35,6 +35,9 @@ def serve(
         str | None, typer.Option(help="Lowest and highest port to listen on, such as 4000-4010.")
     ] = None,
     work_threads: Annotated[int, typer.Option(help="Threads that add gradients up.")] = 1,
+    io_threads: Annotated[
+        int, typer.Option(help="Threads that drive the sockets, each those of some ranks.")
+    ] = 1,
     connect_timeout_s: Annotated[
         float, typer.Option(help="Seconds to wait for the ranks that train to begin.")
     ] = 300.0,
@@ -60,6 +63,7 @@ def serve(
         advertise=advertise,
         ports=None if ports is None else parse_ports(ports),
         work_threads=work_threads,
+        io_threads=io_threads,
         connect_timeout_s=connect_timeout_s,
     )
     console = Console(stderr=True)

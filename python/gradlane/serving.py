@@ -249,6 +249,7 @@ class Server:
         listen: Callable[[Place], tuple[Listener, str]],
         *,
         work_threads: int,
+        io_threads: int,
         patience_s: float,
     ) -> None:
         """Serve nothing yet.
@@ -260,6 +261,7 @@ class Server:
             secret: the user's own, or None.
             listen: binds a socket; returns it and the address that others reach it at.
             work_threads: threads that add gradients up.
+            io_threads: threads that drive the sockets.
             patience_s: seconds to wait for a channel where none is open.
         """
         self._core = core
@@ -268,6 +270,7 @@ class Server:
         self._secret = secret
         self._listen = listen
         self._work_threads = work_threads
+        self._io_threads = io_threads
         self._patience_s = patience_s
         self._channels: list[_Serving] = []
         self._given_up: str | None = None
@@ -372,6 +375,7 @@ class Server:
         settings["rank"] = invitation.ranks.index(place.rank)
         settings["work_threads"] = self._work_threads
         settings["work_depth"] = max(2, 2 * self._work_threads)
+        settings["io_threads"] = self._io_threads
         settings["trace"] = False
         try:
             peers = meeting.exchange_addresses(host, listener.port, invitation.ranks)

@@ -92,6 +92,7 @@ class SessionServing:
             around.secret,
             lambda place: listen(replace(around, place=place)),
             work_threads=around.options.work_threads,
+            io_threads=around.options.io_threads,
             patience_s=around.options.progress_timeout_s,
         )
 

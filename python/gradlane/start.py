@@ -51,6 +51,7 @@ def init(
     send_buffer_bytes: int = Options.send_buffer_bytes,
     pacing: bool | None = None,
     work_threads: int = Options.work_threads,
+    io_threads: int = Options.io_threads,
     check_every: int = Options.check_every,
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
@@ -132,7 +133,10 @@ def init(
             A fixed one must cover bandwidth times delay.
         pacing: hold each connection to its part of what this rank's port was seen to carry, so that
             no queue of the network overflows; None: unless `GRADLANE_PACING` is 0.
-        work_threads: threads that add gradients up; 0: the thread that drives the sockets does.
+        work_threads: threads that add gradients up; 0: the threads that drive the sockets do.
+        io_threads: threads that drive the sockets, each those of its part of the peers. One carries
+            some 10 Gbit/s in each direction; more help faster ports, where there are processors for
+            them.
         check_every: compare all ranks' parameters every so many steps; 0: never.
         trace: keep a trace of frames, for `Session.take_trace`.
         trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
@@ -195,6 +199,7 @@ def init_serving(
     advertise: str | None = None,
     ports: tuple[int, int] | None = Options.ports,
     work_threads: int = Options.work_threads,
+    io_threads: int = Options.io_threads,
     connect_timeout_s: float = Options.connect_timeout_s,
 ) -> Session:
     """Open a session on a rank that only serves and does not know how many ranks train.
@@ -207,6 +212,7 @@ def init_serving(
         advertise: as for `init`.
         ports: as for `init`.
         work_threads: as for `init`.
+        io_threads: as for `init`.
         connect_timeout_s: seconds to wait for rank 0's word on who trains.
 
     Raises:
@@ -219,6 +225,7 @@ def init_serving(
         advertise=advertise,
         ports=ports,
         work_threads=work_threads,
+        io_threads=io_threads,
         connect_timeout_s=connect_timeout_s,
         summary=is_wanted(None, os.environ, "GRADLANE_SUMMARY"),
     )

@@ -141,7 +141,7 @@ def test_rows_of_a_busy_machine_are_measured_again(
 ) -> None:
     cell = bandwidth(**SMALL).cells[0]
     preset = Preset("bandwidth", [cell], lambda rows: [])
-    with pytest.raises(LabError, match="no run is evidence"):
+    with pytest.raises(LabError, match="no evidence"):
         run_made(preset, tmp_path, Machine(busy=True))
     again = Machine()
     rows = run_made(preset, tmp_path, again)

@@ -80,6 +80,7 @@ def counted(start_s: float, end_s: float, **counters: float) -> dict[str, Any]:
         "system_s",
         "machine_busy_s",
         "machine_softirq_s",
+        "machine_stolen_s",
         "machine_total_s",
         "sent_bytes",
         "received_bytes",
@@ -90,7 +91,12 @@ def counted(start_s: float, end_s: float, **counters: float) -> dict[str, Any]:
 
 def test_a_turn_lasts_from_the_slowest_start_to_the_slowest_end() -> None:
     """Goodput counts headers, processor seconds are per payload gigabyte that a rank sends."""
-    machine = {"machine_busy_s": 3.0, "machine_softirq_s": 0.5, "machine_total_s": 4.0}
+    machine = {
+        "machine_busy_s": 3.0,
+        "machine_softirq_s": 0.5,
+        "machine_stolen_s": 0.25,
+        "machine_total_s": 4.0,
+    }
     results = [
         counted(
             10.0, 14.0, gradlane_tx_bytes=2.1e9, gradlane_rx_bytes=2.1e9, user_s=1.0, **machine
@@ -108,6 +114,7 @@ def test_a_turn_lasts_from_the_slowest_start_to_the_slowest_end() -> None:
     assert turn.machine_s_per_gb == pytest.approx(0.75)
     assert turn.softirq_s_per_gb == pytest.approx(0.125)
     assert turn.cpu_share == 0.75
+    assert turn.stolen_share == 0.0625
     gloo = summarize_turn(results, "gloo", 2, 1e9)
     assert gloo.port_bytes_per_step == 1e9
 

@@ -6,19 +6,13 @@ use crate::engine::Engine;
 use crate::error::ProtocolError;
 use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
-use crate::scheduler::{Body, Message};
-use crate::scheme::Scheme;
 use crate::server::{Arriving, Part};
 use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
 use alloc::format;
 use alloc::string::String;
-use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SliceId, Step};
+use gradlane_units::{Rank, SliceId, Step};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
-
-/// Longest reason in an abort frame.
-const ABORT_TEXT_BYTES_MAX: u32 = 4096;
 
 pub(crate) type Checked<T> = Result<T, String>;
 
@@ -116,148 +110,6 @@ impl Engine {
         };
         self.say_goodbye_when_done();
         taken.map_err(|what| ProtocolError { peer: from, what })
-    }
-
-    fn check_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let refuse = |what: String| Err(what);
-        if header.sender != from {
-            return refuse(format!("a frame in the name of {}", header.sender));
-        }
-        if header.generation != self.options.generation {
-            let (found, own) = (header.generation, self.options.generation);
-            return refuse(format!("a frame of generation {found}, this rank is in {own}"));
-        }
-        match header.kind {
-            FrameKind::Heartbeat | FrameKind::Goodbye | FrameKind::PlanSwitchAck => {
-                (header.length == 0).then_some(()).ok_or_else(|| {
-                    format!("{:?} with a payload of {} bytes", header.kind, header.length)
-                })
-            }
-            FrameKind::Abort => (header.length <= ABORT_TEXT_BYTES_MAX)
-                .then_some(())
-                .ok_or_else(|| format!("an abort with a reason of {} bytes", header.length)),
-            FrameKind::PlanSwitch => self.check_switch_length(header),
-            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors => {
-                self.check_choosing(from, header)
-            }
-            _ => self.check_slice_header(from, header),
-        }
-    }
-
-    fn check_switch_length(&self, header: &FrameHeader) -> Checked<()> {
-        let expected = 8 + 4 * self.plan.tensors.len() as u64;
-        if u64::from(header.length) == expected {
-            return Ok(());
-        }
-        Err(format!("a priority vector of {} bytes instead of {expected}", header.length))
-    }
-
-    /// What every frame about a slice must satisfy.
-    fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let serves = header.kind == FrameKind::Broadcast && self.applies_each(header.step);
-        if self.lifecycle.has_departed(from) && !serves {
-            return Err(format!("{} after its goodbye", self.describe(header)));
-        }
-        let Some(slice) = self.plan.slices.get(header.slice.index()) else {
-            let count = self.plan.slices.len();
-            return Err(format!("{}, but there are {count} slices", header.slice));
-        };
-        if slice.tensor != header.tensor {
-            let (found, right) = (header.tensor, slice.tensor);
-            return Err(format!("{} as part of {found}; it is of {right}", header.slice));
-        }
-        if !self.plan.takes_part(slice.tensor, header.step) {
-            return Err(format!("{}, a tensor that is not trained", self.describe(header)));
-        }
-        let version = self.priorities.version(header.step);
-        if header.plan_version != version && !(self.switches_alone() && header.step.0 > 0) {
-            return Err(format!(
-                "{} under plan version {}, this rank has {version}",
-                self.describe(header),
-                header.plan_version
-            ));
-        }
-        self.check_route(from, header)?;
-        if header.kind == FrameKind::Block {
-            return self.check_block(from, header);
-        }
-        let encoded = header.codec == Codec::Encoded;
-        let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
-            && !header.flags.contains(FrameFlags::ABSENT);
-        let may_be_encoded =
-            has_body && self.plan.may_be_encoded(header.kind, header.slice, header.step);
-        if encoded && !may_be_encoded {
-            return Err(format!("{} as encoded bytes", self.describe(header)));
-        }
-        let is_scales = header.kind == FrameKind::RingScale;
-        let shares = self.plan.scale_bytes(header.slice).is_some() && header.step.0 > 0;
-        if is_scales && !(shares && encoded == has_body) {
-            return Err(format!("{}, whose ranks share no scales", self.describe(header)));
-        }
-        let bytes = if has_body { self.bytes_of(header) } else { 0 };
-        // Where encodings differ in length, the last frame says how long this one is.
-        let varies = !is_scales
-            && encoded
-            && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
-        let end = header.offset.checked_add(u64::from(header.length));
-        let last = header.flags.contains(FrameFlags::LAST);
-        let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
-        let moves = header.length > 0 || last;
-        if fits && moves {
-            return Ok(());
-        }
-        Err(format!(
-            "{} with {} bytes at offset {} of {bytes}, last: {last}",
-            self.describe(header),
-            header.length,
-            header.offset
-        ))
-    }
-
-    /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
-    fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        if !self.may_send(header.kind, from) {
-            let own = self.rank();
-            return Err(format!(
-                "{} from {from} to {own}, of which one only serves",
-                self.describe(header)
-            ));
-        }
-        let scheme = self.plan.tensor(header.tensor).scheme;
-        let right = match header.kind {
-            FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
-            FrameKind::Block if scheme.has_blocks() => scheme,
-            FrameKind::Block => Scheme::Gather,
-            _ => Scheme::Ps,
-        };
-        if scheme != right {
-            let name = scheme.name();
-            return Err(format!("{}, a tensor of scheme {name}", self.describe(header)));
-        }
-        match scheme {
-            Scheme::Ps => {}
-            Scheme::Ring => return self.check_round(from, header),
-            Scheme::Gather | Scheme::Answer if from == self.rank() => {
-                return Err(format!("{} from this rank itself", self.describe(header)));
-            }
-            Scheme::Answer => {
-                let owner = self.plan.slice(header.slice).owner;
-                if owner == self.rank() || owner == from {
-                    return Ok(());
-                }
-                return Err(format!("{}, but {owner} answers for it", self.describe(header)));
-            }
-            Scheme::Gather => return Ok(()),
-        }
-        let owner = match header.kind {
-            FrameKind::Push | FrameKind::Pull => self.rank(),
-            _ => from,
-        };
-        let right = self.plan.slice(header.slice).owner;
-        if right != owner {
-            return Err(format!("{}, but {right} owns it", self.describe(header)));
-        }
-        Ok(())
     }
 
     fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
@@ -441,59 +293,6 @@ impl Engine {
         } else if let Some(owned) = self.server.owned.get_mut(&header.slice) {
             owned.early_pulls.push(from);
         }
-    }
-
-    fn take_switch(&mut self, from: Rank, header: &FrameHeader, payload: &[u8]) -> Checked<()> {
-        let mut words = payload.chunks_exact(4).map(|word| {
-            let mut bytes = [0; 4];
-            bytes.copy_from_slice(word);
-            u32::from_le_bytes(bytes)
-        });
-        let (Some(low), Some(high)) = (words.next(), words.next()) else {
-            return Err(format!("a priority vector of {} bytes", payload.len()));
-        };
-        let step = Step(u64::from(low) | u64::from(high) << 32);
-        let (newest, newest_from) = self.priorities.newest();
-        let next = header.plan_version == newest + 1;
-        let alone = self.switches_alone();
-        let late = step <= self.worker.step || step <= newest_from;
-        if from != Rank(0) || !next || (late && !alone) {
-            return Err(format!(
-                "priorities of version {} from {step}; this rank has version {newest} and is in {}",
-                header.plan_version, self.worker.step
-            ));
-        }
-        let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
-        if priorities.len() != self.plan.tensors.len() {
-            return Err(format!("{} priorities", priorities.len()));
-        }
-        if alone {
-            self.priorities.add(self.worker.step.next(), priorities);
-            return Ok(());
-        }
-        self.priorities.add(step, priorities);
-        let mut ack = self.control_header(FrameKind::PlanSwitchAck);
-        ack.plan_version = header.plan_version;
-        let key = self.keys.control();
-        self.scheduler.push(from, key, Message { header: ack, body: Body::Empty });
-        Ok(())
-    }
-
-    fn take_switch_ack(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let version = header.plan_version;
-        let expected =
-            self.switch.as_mut().filter(|it| it.version == version).map(|it| &mut it.missing);
-        let Some(missing) = expected.filter(|missing| missing.contains(from)) else {
-            return Err(format!("an unexpected acknowledgement of plan version {version}"));
-        };
-        missing.remove(from);
-        if missing.is_empty() {
-            let held = self.switch.take().map(|switch| switch.held);
-            for tensor in held.into_iter().flatten() {
-                self.send_contribution(tensor);
-            }
-        }
-        Ok(())
     }
 
     /// "Push of slice 7 of "fc.weight" in step 3".

@@ -28,6 +28,7 @@ mod engine;
 mod error;
 mod far;
 mod gather;
+mod header_checks;
 mod headers;
 mod inbound;
 mod io;

@@ -6,13 +6,15 @@
 
 use crate::engine::Engine;
 use crate::error::UsageError;
+use crate::inbound::Checked;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
 use crate::strategy::ReadyRule;
+use alloc::format;
 use alloc::string::ToString;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, Step, TensorId};
-use gradlane_wire::{FrameKind, MAX_FRAME_BYTES};
+use gradlane_wire::{FrameHeader, FrameKind, MAX_FRAME_BYTES};
 
 #[derive(Debug)]
 struct Version {
@@ -142,6 +144,75 @@ impl Engine {
         }
         let hold_from = self.worker.step.next();
         self.switch = Some(PendingSwitch { version, hold_from, missing, held: Vec::new() });
+        Ok(())
+    }
+
+    /// The size of a vector that is announced.
+    pub(crate) fn check_switch_length(&self, header: &FrameHeader) -> Checked<()> {
+        let expected = 8 + 4 * self.plan.tensors.len() as u64;
+        if u64::from(header.length) == expected {
+            return Ok(());
+        }
+        Err(format!("a priority vector of {} bytes instead of {expected}", header.length))
+    }
+
+    /// Rank 0 has announced other priorities.
+    pub(crate) fn take_switch(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+        payload: &[u8],
+    ) -> Checked<()> {
+        let mut words = payload.chunks_exact(4).map(|word| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(word);
+            u32::from_le_bytes(bytes)
+        });
+        let (Some(low), Some(high)) = (words.next(), words.next()) else {
+            return Err(format!("a priority vector of {} bytes", payload.len()));
+        };
+        let step = Step(u64::from(low) | u64::from(high) << 32);
+        let (newest, newest_from) = self.priorities.newest();
+        let next = header.plan_version == newest + 1;
+        let alone = self.switches_alone();
+        let late = step <= self.worker.step || step <= newest_from;
+        if from != Rank(0) || !next || (late && !alone) {
+            return Err(format!(
+                "priorities of version {} from {step}; this rank has version {newest} and is in {}",
+                header.plan_version, self.worker.step
+            ));
+        }
+        let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
+        if priorities.len() != self.plan.tensors.len() {
+            return Err(format!("{} priorities", priorities.len()));
+        }
+        if alone {
+            self.priorities.add(self.worker.step.next(), priorities);
+            return Ok(());
+        }
+        self.priorities.add(step, priorities);
+        let mut ack = self.control_header(FrameKind::PlanSwitchAck);
+        ack.plan_version = header.plan_version;
+        let key = self.keys.control();
+        self.scheduler.push(from, key, Message { header: ack, body: Body::Empty });
+        Ok(())
+    }
+
+    /// A rank has taken up the priorities that this one announced.
+    pub(crate) fn take_switch_ack(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+        let version = header.plan_version;
+        let expected =
+            self.switch.as_mut().filter(|it| it.version == version).map(|it| &mut it.missing);
+        let Some(missing) = expected.filter(|missing| missing.contains(from)) else {
+            return Err(format!("an unexpected acknowledgement of plan version {version}"));
+        };
+        missing.remove(from);
+        if missing.is_empty() {
+            let held = self.switch.take().map(|switch| switch.held);
+            for tensor in held.into_iter().flatten() {
+                self.send_contribution(tensor);
+            }
+        }
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use crate::attendance::Standing;
 use crate::blocks::Blocks;
 use crate::descriptors;
 use crate::doorman::Doorman;
-use crate::driver::{Driver, Ending};
+use crate::driver::Driver;
 use crate::error::{ChannelError, ChannelFailure};
 use crate::handshake::{digest, Identity};
 use crate::ledger::Ledger;
@@ -28,6 +28,7 @@ use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::Trace;
 use gradlane_engine::{check_ready_rule, Plan, Scheme, UsageError};
 use gradlane_units::{Priority, Rank, Step, TensorId};
+use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -90,8 +91,10 @@ impl Channel {
         let metrics = Arc::new(Metrics::new(rank, &plan));
         let mesh = mesh::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
+        let threads = options.io_threads.clamp(1, peers.len().max(2) - 1);
+        let pollers: io::Result<Vec<Poller>> = (0..threads).map(|_| Poller::new()).collect();
         let shared = Arc::new(Shared {
-            poller: Poller::new().map_err(system)?,
+            pollers: pollers.map_err(system)?,
             commands: Mutex::default(),
             ready: ReadyBoard::new(plan.tensors.len()),
             blocks: Mutex::default(),
@@ -105,7 +108,10 @@ impl Channel {
             .map_err(system)?;
         let io = std::thread::Builder::new()
             .name("gradlane-io".to_owned())
-            .spawn(move || drive(driver))
+            .spawn({
+                let shared = Arc::clone(&shared);
+                move || drive(driver, &shared)
+            })
             .map_err(system)?;
         let ledger = Mutex::new(Ledger::new(plan.tensors.len()));
         let threads = Mutex::new(Some(Threads { io, doorman: mesh.doorman }));
@@ -429,24 +435,12 @@ impl Drop for Channel {
     }
 }
 
-/// The I/O thread from start to end.
-fn drive(mut driver: Driver) {
-    let shared = Arc::clone(&driver.shared);
-    let _count = shared.metrics.count_this_thread("io");
-    let result = catch_unwind(AssertUnwindSafe(|| {
-        let ending: Ending = driver.run();
-        driver.conclude(ending);
-    }));
+/// The first I/O thread from start to end.
+fn drive(driver: Driver, shared: &Shared) {
+    let result = catch_unwind(AssertUnwindSafe(|| driver.run().conclude()));
     if let Err(panic) = result {
-        // Works may still run; dropping the driver waits for them and closes all connections.
-        driver.works.stop();
-        drop(driver);
-        shared.end(Ended::Failed(ChannelFailure {
-            message: format!("the I/O thread panicked: {}", panic_text(&*panic)),
-            last_complete: shared.ready.last_complete(),
-            peer: None,
-            timed_out: false,
-        }));
+        // What it had was dropped: works have been waited for, and all connections are closed.
+        shared.end_of_panic(&panic_text(&*panic));
     }
 }
 

@@ -8,11 +8,12 @@ use crate::descriptors::Tracked;
 use crate::memory::Span;
 use crate::syscall::{Gather, Scatter};
 use gradlane_engine::Transmit;
-use gradlane_wire::{FrameHeader, HEADER_BYTES};
+use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 /// Bytes of what follows a payload that one read may take along.
 const STAGING_BYTES: usize = 4096;
@@ -40,7 +41,7 @@ impl OutgoingPayload {
 
 /// A frame on its way out.
 #[derive(Debug)]
-struct Outgoing {
+pub(crate) struct Outgoing {
     header: FrameHeader,
     /// The encoded header with its checksums, once they are computed.
     encoded: Option<[u8; HEADER_BYTES]>,
@@ -50,6 +51,15 @@ struct Outgoing {
 }
 
 impl Outgoing {
+    /// A frame that nothing has been sent of. The engine hears of `transmit` once it is sent.
+    pub(crate) fn new(
+        header: FrameHeader,
+        payload: OutgoingPayload,
+        transmit: Option<Transmit>,
+    ) -> Outgoing {
+        Outgoing { header, encoded: None, payload, transmit }
+    }
+
     fn length(&self) -> usize {
         HEADER_BYTES + self.payload.length()
     }
@@ -87,14 +97,9 @@ pub(crate) struct Sender {
 }
 
 impl Sender {
-    /// Adds a frame behind those that are waiting.
-    pub(crate) fn push(
-        &mut self,
-        header: FrameHeader,
-        payload: OutgoingPayload,
-        transmit: Option<Transmit>,
-    ) {
-        self.queue.push_back(Outgoing { header, encoded: None, payload, transmit });
+    /// Moves frames behind those that are waiting.
+    pub(crate) fn append(&mut self, frames: &mut VecDeque<Outgoing>) {
+        self.queue.append(frames);
     }
 
     /// Whether nothing is waiting.
@@ -103,13 +108,13 @@ impl Sender {
     }
 
     /// Gives the kernel as much as it takes. Calls `sent` for each frame that it has whole, and
-    /// returns the bytes that it took beside the outcome.
+    /// adds the bytes that it took to `total`, also beside an error.
     pub(crate) fn flush(
         &mut self,
         socket: BorrowedFd<'_>,
+        total: &mut usize,
         mut sent: impl FnMut(&FrameHeader, Option<Transmit>),
-    ) -> io::Result<(usize, Flushed)> {
-        let mut total = 0;
+    ) -> io::Result<Flushed> {
         while !self.queue.is_empty() {
             for outgoing in &mut self.queue {
                 outgoing.seal();
@@ -119,18 +124,18 @@ impl Sender {
             let count = match gather.send(socket) {
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Ok((total, Flushed::Blocked));
+                    return Ok(Flushed::Blocked);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };
-            total += count;
+            *total += count;
             self.advance(count, &mut sent);
             if count < offered {
-                return Ok((total, Flushed::Blocked));
+                return Ok(Flushed::Blocked);
             }
         }
-        Ok((total, Flushed::All))
+        Ok(Flushed::All)
     }
 
     fn gather(&self) -> Gather<'_> {
@@ -165,9 +170,9 @@ impl Sender {
         }
     }
 
-    /// Lets go of registered memory: drops frames that have not begun, and copies one that has, so
-    /// that later frames (the reason of an abort) still find the stream in order. Returns what the
-    /// engine had chosen and is dropped.
+    /// Lets go of registered memory: drops frames that have not begun, but for the reason of an
+    /// abort, and copies one that has, so that what follows still finds the stream in order. Returns
+    /// what the engine had chosen and is dropped.
     pub(crate) fn let_go_of_memory(&mut self) -> Vec<Transmit> {
         let begun = usize::from(self.first_sent > 0);
         for outgoing in self.queue.iter_mut().take(begun) {
@@ -175,8 +180,15 @@ impl Sender {
                 outgoing.payload = OutgoingPayload::Owned(span.to_vec());
             }
         }
-        let dropped = self.queue.split_off(begun.min(self.queue.len()));
-        dropped.into_iter().filter_map(|outgoing| outgoing.transmit).collect()
+        let mut dropped = Vec::new();
+        for outgoing in self.queue.split_off(begun.min(self.queue.len())) {
+            if outgoing.header.kind == FrameKind::Abort {
+                self.queue.push_back(outgoing);
+            } else {
+                dropped.extend(outgoing.transmit);
+            }
+        }
+        dropped
     }
 }
 
@@ -392,23 +404,24 @@ fn finish(incoming: Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
 /// The socket of a connection with both directions.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    pub(crate) socket: Tracked<TcpStream>,
+    pub(crate) socket: Arc<Tracked<TcpStream>>,
     pub(crate) sender: Sender,
     pub(crate) receiver: Receiver,
 }
 
 impl Connection {
     /// A connection on which the handshake is done.
-    pub(crate) fn new(socket: Tracked<TcpStream>) -> Connection {
+    pub(crate) fn new(socket: Arc<Tracked<TcpStream>>) -> Connection {
         Connection { socket, sender: Sender::default(), receiver: Receiver::new() }
     }
 
-    /// Gives the kernel what is waiting to be sent.
+    /// Gives the kernel what is waiting to be sent, as [`Sender::flush`].
     pub(crate) fn flush(
         &mut self,
+        total: &mut usize,
         sent: impl FnMut(&FrameHeader, Option<Transmit>),
-    ) -> io::Result<(usize, Flushed)> {
-        self.sender.flush(self.socket.as_fd(), sent)
+    ) -> io::Result<Flushed> {
+        self.sender.flush(self.socket.as_fd(), total, sent)
     }
 
     /// Reads what has come.

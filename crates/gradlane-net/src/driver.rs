@@ -1,94 +1,60 @@
-//! The I/O thread: tells the engine what happens and does what it asks for.
+//! The I/O threads: they tell the engine what happens and do what it asks for.
 //!
-//! One turn of the loop handles commands, finished works and socket events, and after each of them
-//! asks the engine for works, frames and events until it has none. A frame is chosen only when its
-//! socket can take it; nothing here blocks but the wait for the next event. What the application asks
-//! for is in `commands`, what peers' sockets take and give in `sockets`, their signs of life in `silence`.
+//! `core` is the engine with all that its decisions are carried out with, one for all threads and
+//! behind a lock. Each thread (`io_thread`) has the connections of its part of the peers, and does
+//! by itself what takes time: system calls, copies, checksums. What the application asks for is in
+//! `commands`, what peers' sockets take and give in `sockets`, their signs of life in `silence`.
 
 mod commands;
+mod core;
+mod io_thread;
 mod silence;
 mod sockets;
 
 use crate::arrivals::Arrivals;
-use crate::blocks;
-use crate::connection::{Connection, OutgoingPayload};
+use crate::connection::Connection;
 use crate::descriptors::Tracked;
+use crate::ending::Finished;
 use crate::executor::Executor;
 use crate::memory::MemoryTable;
-use crate::metrics::count;
 use crate::options::ChannelOptions;
-use crate::pacing::{PacedFlow, Pacing};
+use crate::pacing::Pacing;
 use crate::ready::lock;
 use crate::send_buffer::SendBuffer;
-use crate::shared::{Command, Shared};
-use crate::syscall::EpollEvents;
+use crate::shared::Shared;
 use crate::uptime::Uptime;
 use crate::works::Works;
-use gradlane_engine::{
-    EngineOptions, Event, Failure, JournaledEngine, Payload, Plan, Region, Transmit,
-};
-use gradlane_units::{Rank, Step, TensorId, Time};
-use gradlane_wire::FrameKind;
+use gradlane_engine::{EngineOptions, Failure, JournaledEngine, Plan};
+use gradlane_units::{Rank, Time};
+use io_thread::{IoThread, Link};
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 
-/// Bytes sent before sockets are looked at again.
-const SEND_TURN_BYTES: usize = 1 << 20;
+pub(crate) use core::{Core, Peer};
+pub(crate) use io_thread::Links;
 
-/// How a session ends, as the loop finds it.
+/// How a session ends, as the I/O threads find it.
 #[derive(Debug)]
 pub(crate) enum Ending {
     Closed,
     Failed(Failure),
+    /// A mistake of this program; the text of the panic.
+    Panicked(String),
 }
 
-/// A connection and what the driver knows of it.
-#[derive(Debug)]
-pub(crate) struct Link {
-    pub(crate) connection: Connection,
-    send_buffer: SendBuffer,
-    flow: PacedFlow,
-    /// Whether bytes can still come.
-    pub(crate) open: bool,
-    /// Whether the engine was told that it can take frames.
-    writable: bool,
-    /// Whether the poller reports it as writable.
-    armed: bool,
-    last_sent: Time,
-    last_received: Time,
-    heard: bool,
-    said_goodbye: bool,
-    pub(crate) heard_goodbye: bool,
-}
-
-/// Everything that the I/O thread owns.
+/// The engine and the connections that the I/O threads begin with.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    pub(crate) engine: JournaledEngine,
-    /// By rank; none for this rank itself.
-    pub(crate) links: Vec<Option<Link>>,
-    pub(crate) memory: MemoryTable,
-    pub(crate) works: Works,
-    pub(crate) shared: Arc<Shared>,
-    arrivals: Arrivals,
-    /// None where there is one peer only, where peers are on this machine, and where it is not wanted.
-    pacing: Option<Pacing>,
-    options: ChannelOptions,
-    uptime: Uptime,
-    now: Time,
-    /// When silence is looked at next.
-    next_watch: Time,
-    commands: Vec<Command>,
-    dirty: Vec<Rank>,
-    ending: Option<Ending>,
+    core: Mutex<Core>,
+    /// By I/O thread.
+    links: Vec<Links>,
 }
 
 impl Driver {
-    /// A driver with all connections, before step 0.
+    /// A driver with all connections, before step 0, and with a thread for each of the pollers.
     pub(crate) fn new(
         options: ChannelOptions,
         plan: &Arc<Plan>,
@@ -105,213 +71,80 @@ impl Driver {
             generation: options.generation,
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
-        let peers = plan.peers_sent_to(Rank(options.rank)) as usize;
+        let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
         let local = |stream: &Tracked<TcpStream>| {
             stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
         };
-        let paced = options.pacing && peers > 1 && !streams.iter().flatten().all(local);
-        let mut links = Vec::with_capacity(streams.len());
+        let paced = options.pacing && sent_to > 1 && !streams.iter().flatten().all(local);
+        let threads = shared.pollers.len();
+        let mut links: Vec<Links> = (0..threads).map(|_| Vec::new()).collect();
+        let mut peers = Vec::with_capacity(streams.len());
         for (rank, stream) in streams.into_iter().enumerate() {
-            links.push(match stream {
-                None => None,
-                Some(socket) => {
-                    shared.poller.add(socket.as_fd(), rank as u64, false)?;
-                    engine.handle_writable(Rank(rank as u32), true);
-                    let (fixed, low_water) = (options.send_buffer_bytes, options.low_water_bytes);
-                    Some(Link {
-                        send_buffer: SendBuffer::new(socket.as_fd(), fixed, low_water, peers)?,
-                        flow: PacedFlow::default(),
-                        connection: Connection::new(socket),
-                        open: true,
-                        writable: true,
-                        armed: false,
-                        last_sent: Time::ZERO,
-                        last_received: Time::ZERO,
-                        heard: false,
-                        said_goodbye: false,
-                        heard_goodbye: false,
-                    })
-                }
-            });
+            links.iter_mut().for_each(|links| links.push(None));
+            let Some(socket) = stream.map(Arc::new) else {
+                peers.push(None);
+                continue;
+            };
+            let thread = peers.iter().flatten().count() % threads;
+            shared.pollers[thread].add(socket.as_fd(), rank as u64, false)?;
+            engine.handle_writable(Rank(rank as u32), true);
+            let (fixed, low_water) = (options.send_buffer_bytes, options.low_water_bytes);
+            let send_buffer = SendBuffer::new(socket.as_fd(), fixed, low_water, sent_to)?;
+            peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
+            links[thread][rank] = Some(Link::new(Connection::new(socket), send_buffer));
         }
         let executor = Executor::start(&shared, options.work_threads)?;
         let works = Works::new(executor, plan, Rank(options.rank), options.seed)
             .map_err(io::Error::other)?;
-        Ok(Driver {
+        let core = Core {
             engine,
-            links,
+            peers,
             memory: MemoryTable::new(plan.tensors.len()),
             works,
             shared,
             arrivals: Arrivals::new(plan, Rank(options.rank)),
-            pacing: paced.then(|| Pacing::new(peers)),
+            pacing: paced.then(|| Pacing::new(sent_to)),
             uptime: Uptime::new(options.silence_timeout()),
             options,
             now: Time::ZERO,
-            next_watch: Time::ZERO,
             commands: Vec::new(),
-            dirty: Vec::new(),
+            chosen: vec![Vec::new(); threads],
             ending: None,
-        })
+        };
+        Ok(Driver { core: Mutex::new(core), links })
     }
 
-    /// Runs until the session ends.
-    pub(crate) fn run(&mut self) -> Ending {
-        let mut events = EpollEvents::new();
-        let mut reports = Vec::new();
-        let mut hurry = false;
-        loop {
-            self.watch_silence();
-            hurry |= self.pump();
-            if let Some(ending) = self.ending.take() {
-                return ending;
-            }
-            self.pace();
-            let timeout = if hurry { Duration::ZERO } else { self.time_to_next() };
-            let (shared, works) = (Arc::clone(&self.shared), &self.works);
-            let idle = || lock(&shared.commands).is_empty() && !works.has_done();
-            if let Err(error) = shared.poller.wait(&mut events, Some(timeout), idle, &mut reports) {
-                self.engine.abort(&format!("cannot wait for sockets: {error}"));
-            }
-            self.read_clock(timeout);
-            // What the application said before a peer's frame came is heard before it.
-            self.handle_commands();
-            hurry = false;
-            for report in &reports {
-                let rank = Rank(report.key as u32);
-                if report.readable {
-                    self.receive(rank);
-                }
-                if report.writable {
-                    self.on_writable(rank);
-                }
-                hurry |= self.pump();
-            }
-            count(&self.shared.metrics.turns, 1);
-        }
-    }
-
-    /// After a turn that was to sleep for at most `asked`.
-    fn read_clock(&mut self, asked: Duration) {
-        self.now = self.uptime.read(asked);
-        self.engine.handle_time(self.now);
-    }
-
-    fn time_to_next(&self) -> Duration {
-        let next = self.engine.poll_timeout().map_or(self.next_watch, |it| it.min(self.next_watch));
-        next.since(self.now)
-    }
-
-    /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so
-    /// that sockets get their turn.
-    fn pump(&mut self) -> bool {
-        let mut sent_bytes = 0;
-        while self.ending.is_none() {
-            let mut progressed = self.run_works();
-            while let Some(transmit) = self.engine.poll_transmit() {
-                self.stage(transmit);
-            }
-            // In the order of choice: the most urgent frame reaches its socket first.
-            for rank in std::mem::take(&mut self.dirty) {
-                progressed = true;
-                sent_bytes += self.flush(rank);
-            }
-            while let Some(event) = self.engine.poll_event() {
-                progressed = true;
-                self.on_event(event);
-            }
-            if !progressed {
-                return false;
-            }
-            if sent_bytes >= SEND_TURN_BYTES {
-                return true;
-            }
-        }
-        false
-    }
-
-    /// Reports finished works and starts new ones.
-    fn run_works(&mut self) -> bool {
-        let result = self.works.advance(&mut self.engine, &mut self.memory);
-        self.shared.metrics.works_in_flight.store(self.works.in_flight(), Ordering::Relaxed);
-        result.unwrap_or_else(|error| {
-            self.engine.abort(&error);
-            true
-        })
-    }
-
-    fn on_event(&mut self, event: Event) {
-        let ready = &self.shared.ready;
-        match event {
-            Event::TensorReady { tensor, step, absent } => {
-                ready.publish_tensor(tensor, step, absent);
-            }
-            Event::BlocksReady { tensor, step, blocks } => {
-                self.hold_blocks(tensor, step, &blocks);
-            }
-            Event::BlocksCollected { tensor, step, blocks } => {
-                self.hold_blocks(tensor, step, &blocks);
-                self.shared.ready.publish_question(tensor, step);
-            }
-            Event::StepComplete { step } => ready.publish_step(step),
-            Event::Applied { rank, staleness, .. } => {
-                lock(&self.shared.metrics.staleness).note(rank, staleness);
-            }
-            Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
-                lock(&self.shared.metrics.attendance).note(&event);
-                if let Event::Decided { step, contributors } = event {
-                    if !contributors.contains(&self.engine.rank()) {
-                        self.works.left_out(step);
+    /// Runs until the session ends, on this thread and as many more as there are other pollers.
+    /// Afterwards no thread uses a connection.
+    pub(crate) fn run(self) -> Finished {
+        let Driver { core, links } = self;
+        let mut threads = links.into_iter().enumerate();
+        let merged = std::thread::scope(|scope| {
+            let first = threads.next().map(|(index, links)| IoThread::new(index, &core, links));
+            let others: Vec<ScopedJoinHandle<'_, Links>> = threads
+                .filter_map(|(index, links)| {
+                    let thread = IoThread::new(index, &core, links);
+                    let builder = std::thread::Builder::new().name("gradlane-io".to_owned());
+                    let spawned = builder.spawn_scoped(scope, move || thread.run());
+                    let refused = |error| {
+                        let mut core = lock(&core);
+                        core.engine.abort(&format!("cannot start I/O thread {index}: {error}"));
+                    };
+                    spawned.map_err(refused).ok()
+                })
+                .collect();
+            let mut merged = first.map_or_else(Vec::new, IoThread::run);
+            for handle in others {
+                // Their turns are guarded: the threads themselves do not panic.
+                for (slot, link) in merged.iter_mut().zip(handle.join().unwrap_or_default()) {
+                    if link.is_some() {
+                        *slot = link;
                     }
-                    ready.publish_decided(step);
                 }
             }
-            Event::PlanSwitched { version, .. } => {
-                let current = &self.shared.metrics.plan_version;
-                current.store(u64::from(version), Ordering::Relaxed);
-            }
-            Event::BufferFree(buffer) => {
-                self.memory.free(buffer);
-                let scratch = &self.shared.metrics.scratch_bytes;
-                scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
-            }
-            Event::Closed => self.ending = Some(Ending::Closed),
-            Event::Failed(failure) => self.ending = Some(Ending::Failed(failure)),
-        }
-    }
-
-    /// Keeps gathered blocks for the application to take.
-    fn hold_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
-        match blocks::hold(&mut self.memory, self.engine.rank(), blocks) {
-            Ok(held) => {
-                lock(&self.shared.blocks).insert((tensor, step), held);
-            }
-            Err(error) => self.engine.abort(&error),
-        }
-    }
-
-    /// Puts a frame that the engine has chosen in front of its socket.
-    pub(crate) fn stage(&mut self, transmit: Transmit) {
-        let (peer, header) = (transmit.peer, transmit.header);
-        let payload = match &transmit.payload {
-            Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
-            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
-            Payload::Region(region) => self.memory.locate(*region).map(OutgoingPayload::Span),
-        };
-        let payload = match payload {
-            Ok(payload) => payload,
-            Err(error) => {
-                return self.engine.abort(&format!("cannot send to {peer}: {error}"));
-            }
-        };
-        if let Some(Some(link)) = self.links.get_mut(peer.index()) {
-            link.said_goodbye |= header.kind == FrameKind::Goodbye;
-            self.shared.trace.chosen(peer);
-            link.connection.sender.push(header, payload, Some(transmit));
-            count(&self.shared.metrics.outgoing_frames, 1);
-            if !self.dirty.contains(&peer) {
-                self.dirty.push(peer);
-            }
-        }
+            merged
+        });
+        let core = core.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Finished::new(core, merged)
     }
 }

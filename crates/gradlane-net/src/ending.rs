@@ -1,123 +1,142 @@
-//! The last moments of a session, on the I/O thread.
+//! The last moments of a session, when no I/O thread but the first is left.
 //!
 //! Memory of the application is let go of first; only then is anybody told that the session is
 //! over. After a failure the other ranks are told why for at most a second.
 
-use crate::driver::{Driver, Ending};
+use crate::connection::Connection;
+use crate::driver::{Core, Ending, Links};
 use crate::error::ChannelFailure;
 use crate::ready::lock;
-use crate::shared::Ended;
+use crate::shared::{Ended, Shared};
 use crate::syscall::{EpollEvents, Scatter};
 use gradlane_engine::Failure;
 use gradlane_units::Rank;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Longest time for telling the others and for letting their last bytes come.
 const LINGER: Duration = Duration::from_secs(1);
 
-impl Driver {
-    /// Ends the session. Afterwards the driver is of no further use.
-    pub(crate) fn conclude(&mut self, ending: Ending) {
-        self.works.stop();
-        *lock(&self.shared.journal) = self.engine.take_journal();
-        match ending {
+/// A session that no I/O thread drives any more.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    core: Core,
+    ending: Ending,
+    /// Connections on which something can still come.
+    open: Vec<(Rank, Connection)>,
+}
+
+impl Finished {
+    /// What the I/O threads have left behind.
+    pub(crate) fn new(mut core: Core, links: Links) -> Finished {
+        let ending = core.take_ending();
+        let links = links.into_iter().enumerate();
+        let open = links
+            .filter_map(|(index, link)| Some((Rank(index as u32), link?.connection)))
+            .filter(|(rank, _)| core.is_open(*rank))
+            .collect();
+        Finished { core, ending, open }
+    }
+
+    /// Tells the application and the other ranks how the session has ended.
+    pub(crate) fn conclude(mut self) {
+        let shared = Arc::clone(&self.core.shared);
+        self.core.works.stop();
+        *lock(&shared.journal) = self.core.engine.take_journal();
+        match std::mem::replace(&mut self.ending, Ending::Closed) {
             Ending::Closed => {
-                for link in self.links.iter().flatten().filter(|link| link.open) {
+                for (_, connection) in &self.open {
                     // A peer that has closed already needs no end of stream.
-                    let _ = link.connection.socket.get().shutdown(Shutdown::Write);
+                    let _ = connection.socket.get().shutdown(Shutdown::Write);
                 }
-                self.shared.end(Ended::Closed);
+                shared.end(Ended::Closed);
             }
             Ending::Failed(failure) => {
                 self.let_go_of_memory();
                 self.send_reasons();
-                self.shared.end(Ended::Failed(channel_failure(&failure)));
-                self.linger(Instant::now() + LINGER);
+                shared.end(Ended::Failed(channel_failure(&failure)));
+                self.linger(&shared, Instant::now() + LINGER);
+            }
+            Ending::Panicked(text) => {
+                // The engine may be in any state: nobody is told more than that the connections close.
+                drop(self);
+                shared.end_of_panic(&text);
             }
         }
     }
 
     fn let_go_of_memory(&mut self) {
-        for link in self.links.iter_mut().flatten() {
-            for dropped in link.connection.sender.let_go_of_memory() {
-                self.engine.handle_sent(&dropped);
+        for (rank, connection) in &mut self.open {
+            self.core.take_chosen(*rank, connection);
+            for dropped in connection.sender.let_go_of_memory() {
+                self.core.engine.handle_sent(&dropped);
             }
         }
-        let open: Vec<Rank> = self.open_ranks();
-        for rank in open {
-            self.engine.handle_writable(rank, true);
+        for (rank, _) in &self.open {
+            self.core.engine.handle_writable(*rank, true);
         }
-    }
-
-    fn open_ranks(&self) -> Vec<Rank> {
-        let links = self.links.iter().enumerate();
-        let open = links.filter(|(_, link)| link.as_ref().is_some_and(|link| link.open));
-        open.map(|(index, _)| Rank(index as u32)).collect()
     }
 
     /// Stages and sends what the engine has left to say: the reason.
     fn send_reasons(&mut self) {
-        while let Some(transmit) = self.engine.poll_transmit() {
-            self.stage(transmit);
+        let core = &mut self.core;
+        while let Some(transmit) = core.engine.poll_transmit() {
+            core.stage(transmit);
         }
-        for rank in self.open_ranks() {
-            self.flush_last(rank);
-        }
-    }
-
-    fn flush_last(&mut self, rank: Rank) {
-        let engine = &mut self.engine;
-        if let Some(Some(link)) = self.links.get_mut(rank.index()) {
-            let result = link.connection.flush(|_, transmit| {
+        // Who cannot be told any more is not told.
+        self.open.retain_mut(|(rank, connection)| {
+            core.take_chosen(*rank, connection);
+            let sent = |_: &_, transmit: Option<_>| {
                 if let Some(transmit) = transmit {
-                    engine.handle_sent(&transmit);
+                    core.engine.handle_sent(&transmit);
                 }
-            });
-            // Who cannot be told any more is not told.
-            link.open &= result.is_ok();
-        }
+            };
+            connection.flush(&mut 0, sent).is_ok()
+        });
     }
 
     /// Sends the rest and reads until the others have closed too: closing with unread bytes would
     /// destroy what they have not read yet.
-    fn linger(&mut self, deadline: Instant) {
+    fn linger(&mut self, shared: &Shared, deadline: Instant) {
         let mut events = EpollEvents::new();
         let mut reports = Vec::new();
-        let mut shut = vec![false; self.links.len()];
-        for (rank, link) in self.links.iter().enumerate() {
-            if let Some(link) = link.as_ref().filter(|link| link.open) {
-                // Readiness to send is looked at now and then below; reported all the time, it
-                // would keep this thread busy. A socket that is gone needs no change.
-                let socket = link.connection.socket.as_fd();
-                let _ = self.shared.poller.modify(socket, rank as u64, false);
+        let mut shut = Vec::new();
+        // One poller takes them all over. Readiness to send is looked at now and then below; reported
+        // all the time, it would keep this thread busy.
+        let poller = &shared.pollers[0];
+        for (rank, connection) in &self.open {
+            let socket = connection.socket.as_fd();
+            for former in &shared.pollers {
+                // All but one have never known it, and a socket that is gone needs no change.
+                let _ = former.delete(socket);
             }
+            // What cannot be watched is looked at now and then.
+            let _ = poller.add(socket, u64::from(rank.0), false);
         }
         loop {
             self.send_reasons();
-            for (link, shut) in self.links.iter_mut().zip(&mut shut) {
-                let Some(link) = link.as_mut().filter(|link| link.open) else {
-                    continue;
-                };
-                if link.connection.sender.is_empty() && !*shut {
-                    *shut = true;
+            self.open.retain(|(rank, connection)| {
+                if connection.sender.is_empty() && !shut.contains(rank) {
+                    shut.push(*rank);
                     // A peer that has closed already needs no end of stream.
-                    let _ = link.connection.socket.get().shutdown(Shutdown::Write);
+                    let _ = connection.socket.get().shutdown(Shutdown::Write);
                 }
-                link.open = discard(link.connection.socket.as_fd());
-                if !link.open {
+                let goes_on = discard(connection.socket.as_fd());
+                if !goes_on {
                     // The socket is closed in a moment; an error changes nothing.
-                    let _ = self.shared.poller.delete(link.connection.socket.as_fd());
+                    let _ = poller.delete(connection.socket.as_fd());
                 }
-            }
+                goes_on
+            });
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.open_ranks().is_empty() {
+            if left.is_zero() || self.open.is_empty() {
                 return;
             }
             let nap = Some(left.min(Duration::from_millis(20)));
-            if self.shared.poller.wait(&mut events, nap, || true, &mut reports).is_err() {
+            if poller.wait(&mut events, nap, || true, &mut reports).is_err() {
                 return;
             }
         }

@@ -1,4 +1,4 @@
-//! The threads that execute works with the kernels, so that the I/O thread can go on.
+//! The threads that execute works with the kernels, so that I/O threads can go on.
 //!
 //! Jobs start in the order in which they are given. After [`Executor::stop`] no job runs any more
 //! and no thread of this file is left.
@@ -104,7 +104,7 @@ fn run_jobs(queue: &Queue, shared: &Shared) {
         };
         let done = run_guarded(job, &shared.trace);
         lock(&queue.done).push(done);
-        shared.poller.wake();
+        shared.wake(0);
     }
 }
 

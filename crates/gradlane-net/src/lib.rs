@@ -1,9 +1,9 @@
 //! The engine over real sockets and real memory.
 //!
 //! A [`Channel`] connects all ranks of a job for one prepared model and runs the engine of
-//! `gradlane-engine` on a thread of its own: frames leave straight from gradient memory and arrive
+//! `gradlane-engine` on threads of its own: frames leave straight from gradient memory and arrive
 //! straight in it, reductions run on work threads. Calls of application threads are commands to
-//! that thread and return at once, except those that wait.
+//! those threads and return at once, except those that wait.
 //!
 //! What always holds: a payload is released only after its checksum was right; a lost or
 //! misbehaving peer ends the session with a message that names rank, tensors and bytes, on every
@@ -13,10 +13,11 @@
 //! # Structure
 //!
 //! [`Listener`] and `mesh` (with `handshake` and `doorman`) make connections; `driver` (with
-//! `connection`, `inbound`, `ending`) is the I/O thread; `works`, `executor`, `kernels` and `encoded` compute;
-//! `memory` knows addresses; `ready` tells waiters. One I/O thread drives all connections: the
-//! engine's choice of the next frame is global, because all peers share one port. Unsafe code is in
-//! `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux (epoll, eventfd).
+//! `connection`, `inbound`, `ending`) is the I/O threads; `works`, `executor`, `kernels` and `encoded` compute;
+//! `memory` knows addresses; `ready` tells waiters. Each I/O thread has the connections of some peers,
+//! but there is one engine for all: its choice of the next frame is global, because all peers share one
+//! port. Unsafe code is in `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux
+//! (epoll, eventfd).
 
 mod arrivals;
 mod attendance;

@@ -50,10 +50,10 @@ pub struct ChannelOptions {
     /// Of all random draws of codecs; the same on every rank.
     #[serde(default)]
     pub seed: u64,
-    /// Threads that execute works; 0 executes them on the I/O thread.
+    /// Threads that execute works; 0 executes them on the I/O threads.
     #[serde(default = "one")]
     pub work_threads: usize,
-    /// Threads that drive sockets. One drives all of them; no other number is supported yet.
+    /// Threads that drive sockets, each those of its part of the peers.
     #[serde(default = "one")]
     pub io_threads: usize,
     /// A peer without bytes or heartbeats for this long is lost, in seconds.
@@ -176,11 +176,8 @@ impl ChannelOptions {
         if self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 0 to 256", self.work_threads));
         }
-        if self.io_threads != 1 {
-            return refuse(format!(
-                "io_threads is {}: this version drives all sockets from 1 thread",
-                self.io_threads
-            ));
+        if self.io_threads == 0 || self.io_threads > 64 {
+            return refuse(format!("io_threads is {}: use 1 to 64", self.io_threads));
         }
         for (name, value) in [
             ("silence_timeout_s", self.silence_timeout_s),
@@ -225,7 +222,7 @@ mod tests {
             (r#"{"rank": 4, "world_size": 4}"#, "rank"),
             (r#"{"rank": 0, "world_size": 1, "frame_byte": 1}"#, "frame_byte"),
             (r#"{"rank": 0, "world_size": 1, "frame_bytes": 1}"#, "frame_bytes"),
-            (r#"{"rank": 0, "world_size": 1, "io_threads": 2}"#, "io_threads"),
+            (r#"{"rank": 0, "world_size": 1, "io_threads": 0}"#, "io_threads"),
             (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 0}"#, "silence_timeout_s"),
             (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 1e99}"#, "silence_timeout_s"),
         ] {

@@ -1,4 +1,4 @@
-//! What the threads of a channel share: commands to the I/O thread, results from it.
+//! What the threads of a channel share: commands to the I/O threads, results from them.
 
 use crate::blocks::Held;
 use crate::error::{ChannelError, ChannelFailure};
@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// What application threads tell the I/O thread.
+/// What application threads tell the I/O threads.
 #[derive(Debug)]
 pub(crate) enum Command {
     StepBegin(Step),
@@ -55,7 +55,8 @@ pub(crate) enum Ended {
 /// The shared state.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) poller: Poller,
+    /// Where each I/O thread sleeps.
+    pub(crate) pollers: Vec<Poller>,
     pub(crate) commands: Mutex<Vec<Command>>,
     pub(crate) ready: ReadyBoard,
     /// Blocks that are complete and that nobody has taken.
@@ -70,10 +71,17 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Queues a command. The I/O thread is woken only when it sleeps.
+    /// Queues a command.
     pub(crate) fn command(&self, command: Command) {
         lock(&self.commands).push(command);
-        self.poller.wake();
+        self.wake(0);
+    }
+
+    /// Wakes an I/O thread, if it sleeps: the first one where it does not matter which.
+    pub(crate) fn wake(&self, io_thread: usize) {
+        if let Some(poller) = self.pollers.get(io_thread) {
+            poller.wake();
+        }
     }
 
     /// Keeps a misuse for the next call.
@@ -90,6 +98,16 @@ impl Shared {
         let _ = self.ended.set(ended);
         self.metrics.depths.close();
         self.ready.publish_end();
+    }
+
+    /// Ends the session since an I/O thread panicked.
+    pub(crate) fn end_of_panic(&self, text: &str) {
+        self.end(Ended::Failed(ChannelFailure {
+            message: format!("the I/O thread panicked: {text}"),
+            last_complete: self.ready.last_complete(),
+            peer: None,
+            timed_out: false,
+        }));
     }
 
     /// An error when the session is over.

@@ -4,6 +4,7 @@
 //! The GIL is released in every call that blocks, and Python's signal handlers run every 50 ms
 //! while one waits.
 
+mod awake;
 mod blocks;
 mod channel;
 mod codec;
@@ -15,6 +16,8 @@ mod simulate;
 /// The compiled core of gradlane.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::awake::keep_awake;
     #[pymodule_export]
     use crate::blocks::Blocks;
     #[pymodule_export]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradlane.lab import calibrate_local
+from gradlane.lab.awake import Awake
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.option_fields import check_options, on_command_line, option
@@ -180,6 +181,7 @@ def run_calibration(
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
+        Awake(),
         Cluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
     ):
@@ -201,6 +203,7 @@ def run_calibration(
             "processors": os.cpu_count(),
             "load_average": os.getloadavg()[0],
             "cpu_share": calibration.cpu_share,
+            "stolen_share": calibration.stolen_share,
             "seconds": time.monotonic() - start_s,
             "options": asdict(options),
         },
@@ -228,6 +231,7 @@ class _Calibration:
         self._on_phase = on_phase
         self._port = _FIRST_PORT
         self.cpu_share = 0.0
+        self.stolen_share = 0.0
         self._reduce_byte_s = 0.0
 
     def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
@@ -276,8 +280,9 @@ class _Calibration:
         self._open(options.tensor_elems, frame_bytes, slice_elems)
         results = self._ask("run", implementation="gradlane", steps=options.steps, warmup=1)
         self._ask("close")
-        busy_s = results[0]["machine_busy_s"] / max(results[0]["machine_total_s"], 1e-9)
-        self.cpu_share = max(self.cpu_share, busy_s)
+        total_s = max(results[0]["machine_total_s"], 1e-9)
+        self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)
+        self.stolen_share = max(self.stolen_share, results[0]["machine_stolen_s"] / total_s)
         return load_of(results, options.tensor_elems, slice_elems, options.steps)
 
     def thread_costs(self) -> dict[str, Constant]:

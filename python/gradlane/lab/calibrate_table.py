@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradlane.lab.results import CPU_BOUND_SHARE
+from gradlane.lab.evidence import NO_EVIDENCE, measures_machine
 
 
 def print_constants(console: Console, content: dict[str, Any]) -> None:
@@ -33,12 +33,8 @@ def print_constants(console: Console, content: dict[str, Any]) -> None:
             )
     console.print(table)
     measured = content["measured"]
-    if measured["cpu_share"] > CPU_BOUND_SHARE:
-        console.print(
-            f"the machine was busy to {measured['cpu_share']:.0%}: these are no evidence, measure "
-            "again when it is idle",
-            style="bold",
-        )
+    if measures_machine(measured["cpu_share"], measured["stolen_share"]):
+        console.print(f"{NO_EVIDENCE}: measure again when it is idle", style="bold")
 
 
 def _with_unit(name: str, value: float) -> str:

@@ -179,6 +179,9 @@ def lab_transport(
     repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
     steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
     trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
+    io_threads: Annotated[
+        int, typer.Option(help="Threads of a rank that drive sockets; at most one a peer.")
+    ] = 1,
     json_path: JsonPath = None,
 ) -> None:
     """Measure goodput, processor time and urgency of exchanges without any compute."""
@@ -195,6 +198,7 @@ def lab_transport(
         repeat=repeat,
         steps=steps,
         urgent_trials=trials,
+        settings={"io_threads": io_threads},
     )
     require_writable(json_path)
     ensure_namespaces(sys.argv[1:])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from gradlane.lab.awake import awake_processes
 from gradlane.lab.namespaces import INTERFACE
 
 _PREFIX = f"{INTERFACE}:".encode()
@@ -40,13 +41,20 @@ def read_port_bytes(descriptor: int) -> tuple[int, int]:
     raise OSError(f"{INTERFACE} is missing from the node's counters")
 
 
-def read_processor_ticks() -> tuple[int, int]:
-    """Return (busy, total) clock ticks of all processors of the machine since it started."""
+def read_processor_ticks(spinning: Sequence[int] = ()) -> tuple[int, int, int]:
+    """Return clock ticks of all processors of the machine since it started: busy, total, stolen.
+
+    Stolen ticks are busy ones that the host of a virtual machine gave to others.
+
+    Args:
+        spinning: processes that only keep processors awake; theirs are no busy ticks.
+    """
     first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     ticks = [int(field_text) for field_text in first.split()[1:9]]
     idle = ticks[3] + ticks[4]
     total = sum(ticks)
-    return total - idle, total
+    spun = round(spinning_s(spinning) * os.sysconf("SC_CLK_TCK"))
+    return total - idle - spun, total, ticks[7]
 
 
 def read_process_cpu_ns(process: int) -> int:
@@ -56,6 +64,15 @@ def read_process_cpu_ns(process: int) -> int:
     """
     per_process_scheduler_clock = 2
     return time.clock_gettime_ns((~process << 3) | per_process_scheduler_clock)
+
+
+def spinning_s(processes: Sequence[int]) -> float:
+    """Return the processor time of processes that only keep processors awake."""
+    total_ns = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            total_ns += read_process_cpu_ns(process)
+    return total_ns / 1e9
 
 
 @dataclass
@@ -95,8 +112,8 @@ class TrafficRecord:
         self._ports.times_s.append(time_s)
         self._ports.values.append(tuple(count for pair in port_bytes for count in pair))
 
-    def add_processors(self, time_s: float, ticks: tuple[int, int]) -> None:
-        """Append a sample: (busy, total) ticks."""
+    def add_processors(self, time_s: float, ticks: tuple[int, int, int]) -> None:
+        """Append a sample, as `read_processor_ticks` returns it."""
         self._processors.times_s.append(time_s)
         self._processors.values.append(ticks)
 
@@ -115,9 +132,17 @@ class TrafficRecord:
 
     def processor_share(self, start_s: float, end_s: float) -> float:
         """Return the share, 0 to 1, of the machine's processor time that was busy in a window."""
+        return self._tick_share(0, start_s, end_s)
+
+    def stolen_share(self, start_s: float, end_s: float) -> float:
+        """Return the share, 0 to 1, of that time that went to other virtual machines."""
+        return self._tick_share(2, start_s, end_s)
+
+    def _tick_share(self, column: int, start_s: float, end_s: float) -> float:
         before, after = self._processors.at(start_s), self._processors.at(end_s)
         total = after[1] - before[1]
-        return (after[0] - before[0]) / total if total > 0 else 0.0
+        # Ticks are counted when a timer happens to fire, processor time is measured.
+        return max(0.0, after[column] - before[column]) / total if total > 0 else 0.0
 
     def utilization(self, start_s: float, end_s: float, goodput_bps: float) -> float:
         """Return carried bits over carriable bits, mean over nodes and both directions."""
@@ -213,6 +238,7 @@ class TrafficSampler:
         self.record = TrafficRecord(len(descriptors))
         self._descriptors = list(descriptors)
         self._processes = list(processes)
+        self._spinning = awake_processes()
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="gradlane-lab-traffic")
@@ -248,4 +274,4 @@ class TrafficSampler:
         with contextlib.suppress(OSError):
             self.record.add_processes(now_s, [read_process_cpu_ns(it) for it in self._processes])
         if processors:
-            self.record.add_processors(now_s, read_processor_ticks())
+            self.record.add_processors(now_s, read_processor_ticks(self._spinning))

@@ -120,7 +120,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             )
         if row.cpu_bound:
             sentences.append(
-                f"This machine's processors were {row.cpu_share:.0%} busy: a quieter machine, or "
-                "more dilation, is needed for evidence."
+                f"This machine's processors were {row.cpu_share:.0%} busy, {row.stolen_share:.0%} "
+                "for other virtual machines: a quieter machine, or more dilation, is needed for "
+                "evidence."
             )
     return sentences

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from gradlane.lab.balance import balance_notes
 from gradlane.lab.cells import CellsProgress
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row
@@ -183,7 +184,7 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     if row.bound_step_s is not None:
         text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
     if cpu_bound:
-        text += "\n* over 80% of this machine's processors busy: no evidence"
+        text += f"\n* {NO_EVIDENCE}"
     return text
 
 

@@ -17,9 +17,6 @@ from typing import Any
 from gradlane.lab.strategy import parse_strategy
 from gradlane.whole_files import replace_text
 
-CPU_BOUND_SHARE = 0.8
-"""Above this share of the machine's processors, a row measures them and is no evidence."""
-
 
 @dataclass
 class OverRepeats:
@@ -77,7 +74,7 @@ class Row:
         utilization_over_time: `time_s`, `transmit` and `receive`, equal bins of the window.
         cpu_s_per_step: real processor seconds of a rank, mean over ranks.
         cpu_share: busy share of all of the machine's processors, by whomever.
-        cpu_bound: whether that is over 80%.
+        cpu_bound: whether the row measures the machine (`gradlane.lab.evidence`).
         wall_lag_s: real time by which the worst rank's pace fell behind, at the end.
         loss: mean over ranks of each step's loss, warm-up included.
         param_digest: SHA-256 of rank 0's parameters after the last step.
@@ -85,6 +82,8 @@ class Row:
         verified_tensors: averaged gradients that were compared with their expectation.
         evaluation: quality on held-out samples after the last step, or None.
         metrics: the strategy's own counters on rank 0.
+        stolen_share: share of the processors' time that went to other virtual machines, while the
+            row or the goodput of its ports was measured; 0 in older results.
         step_s_mean: mean of `step_s`: what steps that wait for a rank add shows here.
         stragglers: what happens to ranks that are late; `wait`: all wait for them.
         late: what becomes of their gradients.
@@ -134,6 +133,7 @@ class Row:
     verified_tensors: int
     evaluation: dict[str, Any] | None
     metrics: dict[str, Any]
+    stolen_share: float = 0.0
     step_s_mean: float = 0.0
     stragglers: str = "wait"
     late: str = "discard"

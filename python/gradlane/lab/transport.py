@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.awake import Awake
 from gradlane.lab.bound import port_bytes
+from gradlane.lab.evidence import measures_machine
 from gradlane.lab.namespaces import NODES_MAX, Cluster
 from gradlane.lab.ranks import RankPool
-from gradlane.lab.results import CPU_BOUND_SHARE
 from gradlane.lab.transport_trace import TraceRow, UrgentSlice, urgent_slices
 from gradlane.option_fields import check_options, on_command_line, option
 from gradlane.options import Options
@@ -36,7 +37,14 @@ _PROGRAM = ("-m", "gradlane.lab.transport_node")
 _FIRST_PORT = 21_000
 _FLOAT_BYTES = 4
 _GB = 1e9
-_SETTINGS = ("frame_bytes", "low_water_bytes", "send_buffer_bytes", "pacing", "work_threads")
+_SETTINGS = (
+    "frame_bytes",
+    "low_water_bytes",
+    "send_buffer_bytes",
+    "pacing",
+    "work_threads",
+    "io_threads",
+)
 _PAYLOAD_SHARE = 1448 / 1514
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
 _STREAM_LEAD_S = 0.5
@@ -117,6 +125,7 @@ class Turn:
         softirq_s_per_gb: the part of it that the kernel spent in network interrupts on nobody's
             account.
         cpu_share: share of the machine's processors that was busy.
+        stolen_share: share of their time that went to other virtual machines.
         wire_bytes_per_step: bytes that the kernel counted on a port, in one direction.
     """
 
@@ -129,6 +138,7 @@ class Turn:
     machine_s_per_gb: float
     softirq_s_per_gb: float
     cpu_share: float
+    stolen_share: float
     wire_bytes_per_step: float
 
 
@@ -164,6 +174,7 @@ def summarize_turn(
         machine_s_per_gb=machine["machine_busy_s"] / sent_gb / len(results),
         softirq_s_per_gb=machine["machine_softirq_s"] / sent_gb / len(results),
         cpu_share=machine["machine_busy_s"] / max(machine["machine_total_s"], 1e-9),
+        stolen_share=machine["machine_stolen_s"] / max(machine["machine_total_s"], 1e-9),
         wire_bytes_per_step=(mean("sent_bytes") + mean("received_bytes")) / 2 / steps,
     )
 
@@ -182,7 +193,7 @@ def run_transport(
     """
     rows: list[Row] = []
     on_phase("building the cluster")
-    with Cluster(options.workers, options.rate_bps) as cluster:
+    with Awake(), Cluster(options.workers, options.rate_bps) as cluster:
         if options.repeat:
             with RankPool(cluster, program=_PROGRAM) as pool:
                 rows += _Measurement(options, cluster, pool, on_phase).exchanges()
@@ -319,7 +330,9 @@ def compare_turns(gradlane: Turn, gloo: Turn, stream_bps: float) -> Row:
         "goodput_share": gradlane.goodput_bps / stream_bps,
         "gloo_goodput_share": gloo.goodput_bps / stream_bps,
         "cpu_ratio": gradlane.cpu_s_per_gb / gloo.cpu_s_per_gb,
-        "cpu_bound": max(gradlane.cpu_share, gloo.cpu_share) > CPU_BOUND_SHARE,
+        "cpu_bound": any(
+            measures_machine(turn.cpu_share, turn.stolen_share) for turn in (gradlane, gloo)
+        ),
         **{f"gradlane_{name}": value for name, value in asdict(gradlane).items()},
         **{f"gloo_{name}": value for name, value in asdict(gloo).items()},
     }

@@ -27,7 +27,8 @@ from torch import nn
 import gradlane
 from gradlane import core as core_module
 from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
-from gradlane.lab.counters import read_port_bytes
+from gradlane.lab.awake import awake_processes
+from gradlane.lab.counters import read_port_bytes, spinning_s
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.stream import run_stream
 
@@ -305,14 +306,19 @@ class Exchange:
 
 
 def machine_seconds() -> dict[str, float]:
-    """Return the whole machine's busy, softirq and total processor seconds since it started."""
+    """Return the whole machine's processor seconds since it started.
+
+    Those that were busy (but not with keeping processors awake), those of them in network
+    interrupts and those that other virtual machines of the host took, and all.
+    """
     first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     ticks = [int(field) for field in first.split()[1:9]]
     tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
     busy = sum(ticks) - ticks[3] - ticks[4]
     return {
-        "machine_busy_s": busy * tick_s,
+        "machine_busy_s": busy * tick_s - spinning_s(awake_processes()),
         "machine_softirq_s": ticks[6] * tick_s,
+        "machine_stolen_s": ticks[7] * tick_s,
         "machine_total_s": sum(ticks) * tick_s,
     }
 

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.rates import format_rate
 from gradlane.lab.transport import Row
 
@@ -76,7 +77,7 @@ def _processors(rows: Sequence[Row]) -> Table:
         f"{_verdict(last, 'cpu_ratio')}; the machine's seconds hold all other work on it too"
     )
     if last["cpu_bound"]:
-        caption += "\n* over 80% of this machine's processors busy: no evidence"
+        caption += f"\n* {NO_EVIDENCE}"
     table = _table(
         "processor seconds for each gigabyte that a rank sends",
         caption,

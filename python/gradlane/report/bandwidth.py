@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradlane.lab.cells import CEILING
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.presets import findings
 from gradlane.lab.rates import format_rate
 from gradlane.lab.strategy import parse_strategy
@@ -260,7 +261,7 @@ def _table(rows: Sequence[Row]) -> Table:
     caption = (
         "Medians of the measured steps, nominal. × best DDP: how many times as fast as the fastest "
         "DDP of the same cluster. Error: simulated over measured step, minus one. Ports: share of "
-        "the goodput used. CPU: of all processors of this machine; over 80 % a row is no evidence. "
+        f"the goodput used. CPU: of all processors of this machine; * {NO_EVIDENCE}. "
         "The fastest that communicates is set off."
     )
     used = [index for index in range(len(columns)) if any(line[index] is not None for line in body)]

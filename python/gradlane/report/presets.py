@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.presets.findings import measured
 from gradlane.report.page import Cell, Measurement, Section, Table, write_report
 
@@ -100,7 +101,7 @@ def measurement(rows: Sequence[Row]) -> Section:
     facts["runs"] = f"{len(measured(rows))} measured, {len(rows) - len(evidence)} simulated"
     busy = sum(bool(row["cpu_bound"]) for row in evidence)
     if busy:
-        facts["no evidence (over 80 % CPU)"] = str(busy)
+        facts[f"runs with {NO_EVIDENCE}"] = str(busy)
     for name, text in (("workers", "workers"), ("dilation", "dilation"), ("steps", "steps a run")):
         numbers = sorted({float(row[name]) for row in evidence if row.get(name) is not None})
         if numbers:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.balance import balance_notes
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.rates import format_rate
 from gradlane.lab.straggler_notes import loss_over_time
@@ -50,6 +51,7 @@ TABLE_FIELDS = (
     "link_utilization",
     "cpu_s_per_step",
     "cpu_share",
+    "stolen_share",
     "cpu_bound",
     "params_equal",
     "param_digest",
@@ -188,7 +190,7 @@ def _overview(rows: Sequence[Row]) -> Table:
         "of the machine. The fastest that communicates is set off."
     )
     if any(row.get("cpu_bound") for row in rows):
-        caption += " * the machine's processors were busy for over 80%: no evidence."
+        caption += f" * {NO_EVIDENCE}."
     for rate in _distinct(rows, "rate_bps"):
         at_rate = _at(rows, rate_bps=rate)
         caption = " ".join([caption, *factor_notes(at_rate), *balance_notes(at_rate)])

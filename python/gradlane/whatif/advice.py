@@ -280,6 +280,11 @@ def _text(
             f"{where}: {what} is the bottleneck; {_named(baseline)} reaches {reached}, "
             f"{waiting_s * 1e3:.0f} ms of a step of {baseline.step_s * 1e3:.0f} ms are waiting."
         ]
+        if bottleneck == "host":
+            sentences.append(
+                "Where a rank has processors to spare, gradlane.init(io_threads=2) drives its "
+                "sockets from two threads; what is simulated has one."
+            )
         if enough:
             sentences.append(
                 f"The cheapest change that reaches {_percent(GOAL)}: {_described(enough[0])}."

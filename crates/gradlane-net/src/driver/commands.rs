@@ -1,12 +1,12 @@
 //! What the application asked for: each command in the order in which it was given.
 
-use super::Driver;
+use super::core::Core;
 use crate::ready::lock;
 use crate::shared::Command;
 use gradlane_engine::ReadyRule;
 use gradlane_units::{Step, TensorId};
 
-impl Driver {
+impl Core {
     pub(super) fn handle_commands(&mut self) {
         std::mem::swap(&mut self.commands, &mut *lock(&self.shared.commands));
         let mut commands = std::mem::take(&mut self.commands);

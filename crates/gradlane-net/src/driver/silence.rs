@@ -1,63 +1,62 @@
 //! Signs of life: heartbeats to peers that would hear nothing otherwise, and the end of peers that
 //! give none.
 
-use super::Driver;
-use crate::connection::OutgoingPayload;
+use super::io_thread::IoThread;
+use crate::connection::{Outgoing, OutgoingPayload};
 use crate::options::ChannelOptions;
-use gradlane_engine::ReadyRule;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::time::Duration;
 
-impl Driver {
-    /// Sends signs of life, and loses peers that give none.
+impl IoThread<'_> {
+    /// Sends signs of life to this thread's peers, and loses those that give none.
     pub(super) fn watch_silence(&mut self) {
-        if self.now < self.next_watch {
+        let mut core = self.core();
+        let now = core.now;
+        if now < self.next_watch {
             return;
         }
-        let silence = self.options.silence_timeout();
-        // Who applies pushes one by one is needed, and gives signs of life, after its goodbye too.
-        let serves = self.engine.plan().strategy.ready == ReadyRule::Each;
-        let mut next = self.now + silence;
-        for index in 0..self.links.len() {
+        let silence = core.options.silence_timeout();
+        let serves = core.serves_each();
+        let mut next = now + silence;
+        for (index, link) in self.links.iter_mut().enumerate() {
             let rank = Rank(index as u32);
-            let Some(link) = self.links[index].as_mut().filter(|link| link.open) else {
+            let (Some(link), true) = (link, core.is_open(rank)) else {
                 continue;
             };
-            if !link.said_goodbye || serves {
-                if self.now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
-                    let header = heartbeat(&self.options);
-                    let nothing = OutgoingPayload::Owned(Vec::new());
-                    link.connection.sender.push(header, nothing, None);
-                    link.last_sent = self.now;
-                    self.dirty.push(rank);
+            let said_goodbye = core.peers[index].as_ref().is_some_and(|peer| peer.said_goodbye);
+            if !said_goodbye || serves {
+                if now >= link.last_sent + silence / 4 && link.connection.sender.is_empty() {
+                    link.last_sent = now;
+                    let frame = heartbeat(&core.options);
+                    core.enqueue(rank, frame);
                 }
-                next = next.min(link.last_sent.max(self.now) + silence / 4);
+                next = next.min(link.last_sent.max(now) + silence / 4);
             }
             if !link.heard_goodbye || serves {
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
-                    if link.heard { Duration::ZERO } else { self.options.connect_timeout() };
+                    if link.heard { Duration::ZERO } else { core.options.connect_timeout() };
                 let limit = link.last_received + silence + grace;
-                if self.now >= limit {
-                    let silent_s = self.now.since(link.last_received).as_secs_f64();
+                if now >= limit {
+                    let silent_s = now.since(link.last_received).as_secs_f64();
                     let reason = format!(
                         "silent for {silent_s:.1} s, so its machine or process stands still, or the \
                          network is cut (longer pauses of these: silence_timeout_s)"
                     );
-                    self.lose(rank, &reason);
+                    core.lose(rank, &reason);
                 } else {
                     next = next.min(limit);
                 }
             }
         }
         // Never twice in one millisecond: the poller counts in these.
-        self.next_watch = next.max(self.now + Duration::from_millis(1));
+        self.next_watch = next.max(now + Duration::from_millis(1));
     }
 }
 
-fn heartbeat(options: &ChannelOptions) -> FrameHeader {
-    FrameHeader {
+fn heartbeat(options: &ChannelOptions) -> Outgoing {
+    let header = FrameHeader {
         kind: FrameKind::Heartbeat,
         codec: Codec::Raw,
         flags: FrameFlags::NONE,
@@ -73,5 +72,6 @@ fn heartbeat(options: &ChannelOptions) -> FrameHeader {
         block_bytes: 0,
         hop: 0,
         payload_crc: 0,
-    }
+    };
+    Outgoing::new(header, OutgoingPayload::Owned(Vec::new()), None)
 }

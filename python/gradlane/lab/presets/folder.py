@@ -38,6 +38,7 @@ FIRST_COLUMNS = (
     "link_utilization",
     "cpu_s_per_step",
     "cpu_share",
+    "stolen_share",
     "cpu_bound",
 )
 """Columns of the table, in this order; others come after them."""

@@ -23,6 +23,7 @@ from gradlane.lab.cells import (
 from gradlane.lab.display import runs_progress
 from gradlane.lab.ending import Terminated
 from gradlane.lab.errors import LabError
+from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.presets.completed import completed
 from gradlane.lab.presets.findings import measured
 from gradlane.lab.presets.folder import PresetFolder
@@ -102,8 +103,7 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[d
     if not measured(rows):
         save_rows(rows, folder.results)
         raise LabError(
-            "no run is evidence: over 80 % of this machine's processors were busy in all of them; "
-            "end what else runs here, and give the same command again"
+            f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"
         )
     write_files(rows, folder)
     for path in (folder.results, folder.table, folder.page):
@@ -153,8 +153,7 @@ def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
         raise
     if busy:
         console.print(
-            f"{busy} runs had over 80 % of this machine's processors busy and are no evidence; "
-            "the same command measures them again",
+            f"in {busy} runs: {NO_EVIDENCE}; the same command measures them again",
             highlight=False,
         )
 

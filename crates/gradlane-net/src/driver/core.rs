@@ -1,0 +1,343 @@
+//! The engine and all that its decisions are carried out with: one for all I/O threads of a rank,
+//! behind one lock. It is held while the engine hears or decides something, never while bytes are
+//! copied to or from a socket or checksums are computed.
+
+use crate::arrivals::Arrivals;
+use crate::blocks;
+use crate::connection::{Connection, Outgoing, OutgoingPayload};
+use crate::descriptors::Tracked;
+use crate::driver::Ending;
+use crate::memory::MemoryTable;
+use crate::metrics::count;
+use crate::options::ChannelOptions;
+use crate::pacing::{PacedFlow, Pacing};
+use crate::ready::lock;
+use crate::shared::{Command, Shared};
+use crate::syscall;
+use crate::uptime::Uptime;
+use crate::works::Works;
+use gradlane_engine::{
+    Event, JournaledEngine, Payload, ProtocolError, ReadyRule, Region, Transmit,
+};
+use gradlane_units::{Rank, Step, TensorId, Time};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use std::collections::VecDeque;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What all I/O threads know of a peer.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    /// The I/O thread that has its connection.
+    pub(super) thread: usize,
+    pub(super) socket: Arc<Tracked<TcpStream>>,
+    pub(super) flow: PacedFlow,
+    /// Whether bytes can still come.
+    open: bool,
+    /// Whether the engine was told that it can take frames.
+    pub(super) writable: bool,
+    pub(super) said_goodbye: bool,
+    /// Frames that the engine has chosen and that its thread has not taken yet.
+    outbox: VecDeque<Outgoing>,
+}
+
+impl Peer {
+    /// A peer whose connection was made a moment ago.
+    pub(super) fn new(thread: usize, socket: Arc<Tracked<TcpStream>>) -> Peer {
+        Peer {
+            thread,
+            socket,
+            flow: PacedFlow::default(),
+            open: true,
+            writable: true,
+            said_goodbye: false,
+            outbox: VecDeque::new(),
+        }
+    }
+}
+
+/// What the I/O threads share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) engine: JournaledEngine,
+    /// By rank; none for this rank itself.
+    pub(super) peers: Vec<Option<Peer>>,
+    pub(crate) memory: MemoryTable,
+    pub(crate) works: Works,
+    pub(crate) shared: Arc<Shared>,
+    pub(super) arrivals: Arrivals,
+    /// None where there is one peer only, where peers are on this machine, and where it is not wanted.
+    pub(super) pacing: Option<Pacing>,
+    pub(super) options: ChannelOptions,
+    pub(super) uptime: Uptime,
+    pub(super) now: Time,
+    pub(super) commands: Vec<Command>,
+    /// By I/O thread: its peers whose outbox has something, the most urgent first.
+    pub(super) chosen: Vec<Vec<Rank>>,
+    /// Set once: no thread goes on afterwards.
+    pub(super) ending: Option<Ending>,
+}
+
+impl Core {
+    /// Does what the engine asks for until it asks for nothing. What is to be sent lies in outboxes
+    /// then.
+    pub(super) fn pump(&mut self) {
+        while self.ending.is_none() {
+            let mut progressed = self.run_works();
+            while let Some(transmit) = self.engine.poll_transmit() {
+                self.stage(transmit);
+            }
+            while let Some(event) = self.engine.poll_event() {
+                progressed = true;
+                self.on_event(event);
+            }
+            if !progressed {
+                return;
+            }
+        }
+    }
+
+    /// Ends the session, for whatever reason comes first.
+    pub(super) fn end(&mut self, ending: Ending) {
+        self.ending.get_or_insert(ending);
+        for thread in 0..self.chosen.len() {
+            self.shared.wake(thread);
+        }
+    }
+
+    /// Why the session ends, once all I/O threads have stopped.
+    pub(crate) fn take_ending(&mut self) -> Ending {
+        self.ending.take().unwrap_or(Ending::Closed)
+    }
+
+    /// Whether there is nothing for an I/O thread but what sockets report.
+    pub(super) fn is_idle(&self, thread: usize) -> bool {
+        self.ending.is_none()
+            && self.chosen[thread].is_empty()
+            && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.works.has_done())
+    }
+
+    /// After a turn that was to sleep for at most `asked`.
+    pub(super) fn read_clock(&mut self, asked: Duration) {
+        self.now = self.uptime.read(asked);
+        self.engine.handle_time(self.now);
+    }
+
+    /// Reports finished works and starts new ones.
+    fn run_works(&mut self) -> bool {
+        let result = self.works.advance(&mut self.engine, &mut self.memory);
+        self.shared.metrics.works_in_flight.store(self.works.in_flight(), Ordering::Relaxed);
+        result.unwrap_or_else(|error| {
+            self.engine.abort(&error);
+            true
+        })
+    }
+
+    fn on_event(&mut self, event: Event) {
+        let ready = &self.shared.ready;
+        match event {
+            Event::TensorReady { tensor, step, absent } => {
+                ready.publish_tensor(tensor, step, absent);
+            }
+            Event::BlocksReady { tensor, step, blocks } => {
+                self.hold_blocks(tensor, step, &blocks);
+            }
+            Event::BlocksCollected { tensor, step, blocks } => {
+                self.hold_blocks(tensor, step, &blocks);
+                self.shared.ready.publish_question(tensor, step);
+            }
+            Event::StepComplete { step } => ready.publish_step(step),
+            Event::Applied { rank, staleness, .. } => {
+                lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
+            Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
+                lock(&self.shared.metrics.attendance).note(&event);
+                if let Event::Decided { step, contributors } = event {
+                    if !contributors.contains(&self.engine.rank()) {
+                        self.works.left_out(step);
+                    }
+                    ready.publish_decided(step);
+                }
+            }
+            Event::PlanSwitched { version, .. } => {
+                let current = &self.shared.metrics.plan_version;
+                current.store(u64::from(version), Ordering::Relaxed);
+            }
+            Event::BufferFree(buffer) => {
+                self.memory.free(buffer);
+                let scratch = &self.shared.metrics.scratch_bytes;
+                scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
+            }
+            Event::Closed => self.end(Ending::Closed),
+            Event::Failed(failure) => self.end(Ending::Failed(failure)),
+        }
+    }
+
+    /// Keeps gathered blocks for the application to take.
+    fn hold_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
+        match blocks::hold(&mut self.memory, self.engine.rank(), blocks) {
+            Ok(held) => {
+                lock(&self.shared.blocks).insert((tensor, step), held);
+            }
+            Err(error) => self.engine.abort(&error),
+        }
+    }
+
+    /// Puts a frame that the engine has chosen before the thread that sends to its peer.
+    pub(crate) fn stage(&mut self, transmit: Transmit) {
+        let (rank, header) = (transmit.peer, transmit.header);
+        let payload = match &transmit.payload {
+            Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
+            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
+            Payload::Region(region) => self.memory.locate(*region).map(OutgoingPayload::Span),
+        };
+        let payload = match payload {
+            Ok(payload) => payload,
+            Err(error) => {
+                return self.engine.abort(&format!("cannot send to {rank}: {error}"));
+            }
+        };
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.said_goodbye |= header.kind == FrameKind::Goodbye;
+            self.shared.trace.chosen(rank);
+            count(&self.shared.metrics.outgoing_frames, 1);
+            self.enqueue(rank, Outgoing::new(header, payload, Some(transmit)));
+        }
+    }
+
+    /// Puts a frame before the thread that sends to its peer.
+    pub(super) fn enqueue(&mut self, rank: Rank, frame: Outgoing) {
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.outbox.push_back(frame);
+            let chosen = &mut self.chosen[peer.thread];
+            if !chosen.contains(&rank) {
+                chosen.push(rank);
+            }
+        }
+    }
+
+    /// Hands what is chosen for a peer to its connection.
+    pub(crate) fn take_chosen(&mut self, rank: Rank, connection: &mut Connection) {
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            connection.sender.append(&mut peer.outbox);
+        }
+    }
+
+    /// The kernel has frames of a peer, `bytes` since the last call.
+    pub(super) fn sent(
+        &mut self,
+        rank: Rank,
+        bytes: usize,
+        frames: &mut Vec<(FrameHeader, Option<Transmit>)>,
+    ) {
+        let metrics = &self.shared.metrics;
+        for (header, transmit) in frames.drain(..) {
+            metrics.sent(rank, &header);
+            metrics.sent_message(self.engine.plan(), &header);
+            if let Some(transmit) = transmit {
+                metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
+                self.engine.handle_sent(&transmit);
+            }
+        }
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.flow.sent(bytes);
+        }
+    }
+
+    /// A frame is in place and its checksum is right; `control` has its payload where the engine
+    /// reads that itself.
+    pub(crate) fn frame_arrived(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+        control: Option<&[u8]>,
+    ) -> Result<(), ProtocolError> {
+        let metrics = &self.shared.metrics;
+        metrics.received(from, header);
+        match control {
+            Some(payload) => self.engine.handle_control(from, header, payload)?,
+            None => self.engine.handle_frame(from, header)?,
+        }
+        if header.kind == FrameKind::Push && header.flags.contains(FrameFlags::LAST) {
+            let FrameHeader { slice, step, .. } = *header;
+            self.arrivals.arrived(slice, step, from, self.now, &metrics.lateness);
+        }
+        Ok(())
+    }
+
+    /// A peer's socket takes frames from now on, or takes no more.
+    pub(super) fn set_writable(&mut self, rank: Rank, writable: bool) {
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return;
+        };
+        if peer.writable != writable {
+            peer.writable = writable;
+            if !writable {
+                peer.flow.is_full();
+            }
+            self.engine.handle_writable(rank, writable);
+        }
+    }
+
+    /// Whether bytes can still come from a peer.
+    pub(crate) fn is_open(&self, rank: Rank) -> bool {
+        self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.open)
+    }
+
+    /// Whether the engine was told that a peer's socket takes frames.
+    pub(super) fn is_writable(&self, rank: Rank) -> bool {
+        self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.writable)
+    }
+
+    /// Whether ranks apply pushes one by one: who does is needed, and gives signs of life, after its
+    /// goodbye too.
+    pub(super) fn serves_each(&self) -> bool {
+        self.engine.plan().strategy.ready == ReadyRule::Each
+    }
+
+    /// Nothing can come from a peer any more. Only the thread of its connection may say so: it
+    /// reads no more of what the peer had begun to send.
+    pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return;
+        };
+        if !std::mem::replace(&mut peer.open, false) {
+            return;
+        }
+        peer.writable = false;
+        // The socket is closed later; that it cannot be watched any more is in order.
+        let _ = self.shared.pollers[peer.thread].delete(peer.socket.as_fd());
+        self.engine.handle_writable(rank, false);
+        self.engine.handle_peer_lost(rank, reason);
+    }
+
+    /// Shares this rank's port out among its connections, when it is time to.
+    pub(super) fn pace(&mut self) {
+        let now = self.now;
+        let Some(pacing) = &mut self.pacing else {
+            return;
+        };
+        let peers = self.peers.iter().flatten();
+        if !pacing.rest(now, || peers.filter(|peer| peer.open).any(|peer| !peer.writable)) {
+            return;
+        }
+        let (mut flows, mut sockets) = (Vec::new(), Vec::new());
+        for peer in self.peers.iter_mut().flatten().filter(|peer| peer.open) {
+            flows.push((sockets.len(), !peer.writable, &mut peer.flow));
+            sockets.push(peer.socket.as_fd());
+        }
+        let acknowledged = |socket: &BorrowedFd<'_>| {
+            syscall::path_estimate(*socket).ok().map(|path| path.acknowledged_bytes)
+        };
+        pacing.look(
+            now,
+            flows.into_iter(),
+            || sockets.iter().map(acknowledged).sum(),
+            // A rate that the kernel refuses leaves the last one in force.
+            |index, rate| drop(syscall::set_pacing(sockets[index], rate)),
+        );
+    }
+}

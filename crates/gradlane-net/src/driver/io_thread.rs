@@ -1,0 +1,191 @@
+//! One I/O thread: drives the connections of its peers.
+//!
+//! One turn of its loop handles commands, finished works and socket events, and after each of them
+//! asks the engine for works, frames and events until it has none. A frame is chosen only when its
+//! socket can take it; nothing here blocks but the wait for the next event, and for a moment the
+//! engine's lock. Frames that are chosen here for a peer of another thread wait in that peer's
+//! outbox, and its thread is woken.
+
+use crate::connection::Connection;
+use crate::driver::core::Core;
+use crate::driver::Ending;
+use crate::metrics::count;
+use crate::ready::lock;
+use crate::send_buffer::SendBuffer;
+use crate::shared::{panic_text, Shared};
+use crate::syscall::EpollEvents;
+use gradlane_engine::Transmit;
+use gradlane_units::{Rank, Time};
+use gradlane_wire::FrameHeader;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// Bytes sent before sockets are looked at again.
+const SEND_TURN_BYTES: usize = 1 << 20;
+
+/// A connection and what only its thread knows of it.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) connection: Connection,
+    pub(super) send_buffer: SendBuffer,
+    /// Whether the poller reports it as writable.
+    pub(super) armed: bool,
+    pub(super) last_sent: Time,
+    pub(super) last_received: Time,
+    pub(super) heard: bool,
+    pub(super) heard_goodbye: bool,
+}
+
+impl Link {
+    pub(super) fn new(connection: Connection, send_buffer: SendBuffer) -> Link {
+        Link {
+            connection,
+            send_buffer,
+            armed: false,
+            last_sent: Time::ZERO,
+            last_received: Time::ZERO,
+            heard: false,
+            heard_goodbye: false,
+        }
+    }
+}
+
+/// Connections by rank; none where another thread has it, and for this rank itself.
+pub(crate) type Links = Vec<Option<Link>>;
+
+/// An I/O thread while it runs.
+#[derive(Debug)]
+pub(super) struct IoThread<'a> {
+    pub(super) index: usize,
+    core: &'a Mutex<Core>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) links: Links,
+    /// When silence is looked at next.
+    pub(super) next_watch: Time,
+    /// Peers to send to in this moment, the most urgent first.
+    chosen: Vec<Rank>,
+    /// Frames that the kernel has and the engine has not heard of.
+    pub(super) sent: Vec<(FrameHeader, Option<Transmit>)>,
+}
+
+impl<'a> IoThread<'a> {
+    /// The thread with this number and these connections.
+    pub(super) fn new(index: usize, core: &'a Mutex<Core>, links: Links) -> IoThread<'a> {
+        IoThread {
+            index,
+            core,
+            shared: Arc::clone(&lock(core).shared),
+            links,
+            next_watch: Time::ZERO,
+            chosen: Vec::new(),
+            sent: Vec::new(),
+        }
+    }
+
+    /// Runs until the session ends, and hands the connections back. A panic ends the session.
+    pub(super) fn run(mut self) -> Links {
+        let shared = Arc::clone(&self.shared);
+        let _count = shared.metrics.count_this_thread("io");
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.turns())) {
+            self.core().end(Ending::Panicked(panic_text(&*panic)));
+        }
+        self.links
+    }
+
+    pub(super) fn core(&self) -> MutexGuard<'a, Core> {
+        lock(self.core)
+    }
+
+    /// The lock itself, for what holds it only now and then.
+    pub(super) fn core_lock(&self) -> &'a Mutex<Core> {
+        self.core
+    }
+
+    fn turns(&mut self) {
+        let mut events = EpollEvents::new();
+        let mut reports = Vec::new();
+        let mut hurry = false;
+        loop {
+            self.watch_silence();
+            hurry |= self.pump();
+            let timeout = {
+                let mut core = self.core();
+                if core.ending.is_some() {
+                    return;
+                }
+                core.pace();
+                if hurry {
+                    Duration::ZERO
+                } else {
+                    let next = core.engine.poll_timeout();
+                    next.map_or(self.next_watch, |it| it.min(self.next_watch)).since(core.now)
+                }
+            };
+            let idle = || self.core().is_idle(self.index);
+            let poller = &self.shared.pollers[self.index];
+            let waited = poller.wait(&mut events, Some(timeout), idle, &mut reports);
+            {
+                let mut core = self.core();
+                if let Err(error) = waited {
+                    core.engine.abort(&format!("cannot wait for sockets: {error}"));
+                }
+                core.read_clock(timeout);
+                // What the application said before a peer's frame came is heard before it.
+                core.handle_commands();
+                count(&self.shared.metrics.turns, 1);
+            }
+            hurry = false;
+            for report in &reports {
+                let rank = Rank(report.key as u32);
+                if report.readable {
+                    self.receive(rank);
+                }
+                if report.writable {
+                    self.on_writable(rank);
+                }
+                hurry |= self.pump();
+            }
+        }
+    }
+
+    /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so
+    /// that sockets get their turn.
+    fn pump(&mut self) -> bool {
+        let mut sent_bytes = 0;
+        loop {
+            self.choose();
+            if self.chosen.is_empty() {
+                return false;
+            }
+            // In the order of choice: the most urgent frame reaches its socket first.
+            for rank in std::mem::take(&mut self.chosen) {
+                sent_bytes += self.flush(rank);
+            }
+            if sent_bytes >= SEND_TURN_BYTES {
+                return true;
+            }
+        }
+    }
+
+    /// Lets the engine decide, takes what it has chosen for this thread's peers, and wakes the
+    /// threads of others.
+    fn choose(&mut self) {
+        let mut core = self.core();
+        core.pump();
+        if core.ending.is_some() {
+            return;
+        }
+        std::mem::swap(&mut self.chosen, &mut core.chosen[self.index]);
+        for &rank in &self.chosen {
+            if let Some(link) = &mut self.links[rank.index()] {
+                core.take_chosen(rank, &mut link.connection);
+            }
+        }
+        for (thread, chosen) in core.chosen.iter().enumerate() {
+            if !chosen.is_empty() {
+                self.shared.wake(thread);
+            }
+        }
+    }
+}

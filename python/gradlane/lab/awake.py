@@ -1,0 +1,87 @@
+"""Keeps the processors of a virtual machine awake while something is measured on it.
+
+An idle virtual processor halts, and runs again when its host gets round to it. On a busy host that
+is late by more than a packet takes on the wire: the kernel counts it as stolen time, ports that are
+shaped by timers carry less, and ranks wake up late. A process that spins at idle priority keeps
+each processor running. Whoever else wants it has it at once, and what the processes use is not
+counted as use of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+NAME = "gradlane-awake"
+"""Of the processes, which the kernel cuts off after fifteen letters."""
+
+_PROGRAM = """
+import os, sys
+processor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+with open("/proc/self/comm", "w") as comm:
+    comm.write(name)
+os.sched_setaffinity(0, {processor})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+spin = None
+try:
+    from gradlane._core import keep_awake as spin
+except ImportError:
+    while os.getppid() == parent:
+        for _ in range(1_000_000):
+            pass
+else:
+    spin(parent)
+"""
+
+
+class Awake:
+    """Processors that do not halt, as a context manager; nothing on a machine of its own."""
+
+    def __init__(self) -> None:
+        """Plan one process a processor."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Awake:
+        """Start them, where this is a virtual machine."""
+        if is_virtual():
+            for processor in sorted(os.sched_getaffinity(0)):
+                command = [sys.executable, "-c", _PROGRAM, str(processor), str(os.getpid()), NAME]
+                self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End them; they end by themselves where this process is killed."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def is_virtual() -> bool:
+    """Whether a hypervisor runs this machine."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("flags"):
+            return "hypervisor" in line.split()
+    # Other processors do not say so, but the kernel does once it had to wait.
+    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    return int(first.split()[8]) > 0
+
+
+def awake_processes() -> list[int]:
+    """Return the processes of this kind, whoever started them."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        # What has ended meanwhile keeps nothing awake.
+        with contextlib.suppress(OSError):
+            if comm.read_text(encoding="utf-8").strip() == NAME[:15]:
+                found.append(int(comm.parent.name))
+    return found

@@ -1,0 +1,84 @@
+"""Processors that are kept awake, and what keeps them so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gradlane.lab import awake
+from gradlane.lab.awake import Awake, awake_processes
+from gradlane.lab.counters import read_processor_ticks, spinning_s
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline_s = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "is_virtual", lambda: True)
+
+
+@pytest.mark.usefixtures("virtual")
+def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_is_wanted() -> None:
+    before = set(awake_processes())
+    with Awake():
+        wait_for(lambda: len(set(awake_processes()) - before) == len(os.sched_getaffinity(0)))
+        own = set(awake_processes()) - before
+        wait_for(lambda: all(os.sched_getscheduler(one) == os.SCHED_IDLE for one in own))
+        places = [frozenset(os.sched_getaffinity(one)) for one in own]
+        assert sorted(places, key=min) == [{one} for one in sorted(os.sched_getaffinity(0))]
+    assert not own & set(awake_processes())
+
+
+@pytest.mark.usefixtures("virtual")
+def test_spinning_is_no_use_of_the_machine() -> None:
+    """Busy ticks without it and what was spun are about all busy ticks."""
+    with Awake():
+        wait_for(lambda: spinning_s(awake_processes()) > 0.3)
+        spinning = awake_processes()
+        spun_s = spinning_s(spinning)
+        busy, total, _ = read_processor_ticks(spinning)
+        all_busy, _, _ = read_processor_ticks()
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    assert total >= all_busy >= busy
+    assert (all_busy - busy) * tick_s == pytest.approx(spun_s, abs=0.5)
+
+
+def test_processes_that_have_ended_have_spun_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert spinning_s([ended.pid]) == 0.0
+
+
+def test_who_is_killed_leaves_nothing_spinning() -> None:
+    before = set(awake_processes())
+    program = (
+        "import time\n"
+        "from gradlane.lab import awake\n"
+        "awake.is_virtual = lambda: True\n"
+        "with awake.Awake():\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    wait_for(lambda: len(set(awake_processes()) - before) > 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: set(awake_processes()) <= before)
+
+
+def test_a_machine_of_its_own_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "is_virtual", lambda: False)
+    before = set(awake_processes())
+    with Awake():
+        assert set(awake_processes()) <= before
