@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from gradlane import addresses
 from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.core import Channel, CoreModule, Listener, translate_error
@@ -67,6 +69,7 @@ def open_channel(
     *,
     update: str,
     first: int = 0,
+    gradients: Sequence[Tensor] = (),
 ) -> Channel:
     """Connect to all ranks.
 
@@ -77,6 +80,7 @@ def open_channel(
         update: where the optimizer runs.
         first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
             it follow in their order.
+        gradients: tensors like the gradients of the first rows, where those are torch's.
 
     Raises:
         RendezvousError: the ranks cannot reach each other.
@@ -93,7 +97,13 @@ def open_channel(
         if layout is not None:
             between = functools.partial(_connect, around, meeting, secret, update)
             return open_node_channel(
-                around, meeting, table, layout, first=first, open_between=between
+                around,
+                meeting,
+                table,
+                layout,
+                first=first,
+                open_between=between,
+                gradients=gradients,
             )
     ranks = [(first + index) % place.world_size for index in range(place.world_size)]
     return _connect(around, meeting, secret, update, table, ranks)

@@ -31,6 +31,8 @@ RING_ENCODED_SLICE_ELEMS = 65_536
 UPDATES = ("worker", "server")
 LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
+LOCAL_SUMS = ("host", "collective", "auto")
+"""Where they do: in the host's memory, or where their gradients are."""
 SFB = "sfb"
 """The scheme of weights whose gradient travels as factors, from every rank to every other."""
 ADAM = "adam"
@@ -59,6 +61,7 @@ class Options:
     exact_order: bool = option(True, agreed=True)
     update: str = option("worker", known=UPDATES, agreed=True)
     local: str = option("off", known=LOCALS, agreed=True)
+    local_sums: str = option("host", known=LOCAL_SUMS, agreed=True)
     stragglers: str = option(WAIT, agreed=True)
     late: str = option(LATE[0], known=LATE, agreed=True)
     ahead_steps: int = option(AHEAD_STEPS, least=1, agreed=True)

@@ -24,7 +24,7 @@ from gradlane.carrier import Carrier
 from gradlane.carrying import Carrying
 from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
-from gradlane.core import translate_error
+from gradlane.core import Channel, translate_error
 from gradlane.errors import GradlaneError, SessionFailed, UsageError
 from gradlane.exchange import Exchange
 from gradlane.factors.choice import without_codecs
@@ -33,6 +33,8 @@ from gradlane.forward_order import ForwardOrder
 from gradlane.gathering import Gathering
 from gradlane.handover import hand_over
 from gradlane.hooks import Installation
+from gradlane.local.channel import NodeChannel
+from gradlane.local.collective_carrier import CollectiveCarrier
 from gradlane.members import lay_out
 from gradlane.options import FACTOR_SCHEMES, RING, Options, ring_ranks
 from gradlane.rendezvous import Meeting
@@ -105,13 +107,16 @@ class Prepared:
         for index, one in factored.items():
             plain[index] = one.plan_row()
         rows = rows_with_codecs(plain, coded, self.codecs)
-        self.channel = open_channel(around, meeting, rows, update=around.options.update)
+        gradients = [entry.tensor for entry in self._trained]
+        self.channel = opened = open_channel(
+            around, meeting, rows, update=around.options.update, gradients=gradients
+        )
         self._recording: Recording | None = None
         if around.recorder is not None:
             names = [str(row["name"]) for row in rows]
             self._recording = around.recorder.record(self.channel, names)
             self.channel = self._recording.channel
-        self._carrier = self._make_carrier()
+        self._carrier = self._make_carrier(opened)
         self._served = ServedParameters(self.channel, self._trained) if self._serves else None
         try:
             everything = [*self._entries, *self._extras]
@@ -394,10 +399,13 @@ class Prepared:
 
     # ---- inside
 
-    def _make_carrier(self) -> Carrier:
-        carried = dict(enumerate(self._trained))
-        carried.update(enumerate(self._extras, len(self._entries)))
-        return carrier_for(self.channel, carried, self._staging_failed)
+    def _make_carrier(self, opened: Channel) -> Carrier:
+        trained = dict(enumerate(self._trained))
+        extras = dict(enumerate(self._extras, len(self._entries)))
+        if isinstance(opened, NodeChannel) and opened.lane_tensors:
+            others = carrier_for(self.channel, extras, self._staging_failed)
+            return CollectiveCarrier(opened, trained, others)
+        return carrier_for(self.channel, {**trained, **extras}, self._staging_failed)
 
     def _staging_failed(self, error: Exception) -> None:
         core = self._around.core

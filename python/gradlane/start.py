@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from gradlane.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.core import CoreModule, load_core
 from gradlane.environment import find_place, is_wanted, warn_of_unknown
-from gradlane.local.rules import with_local
+from gradlane.local.rules import check_sums, with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.options import FACTOR_SCHEMES, Options, strategy_of
 from gradlane.rendezvous import open_store
@@ -32,6 +32,7 @@ def init(
     exact_order: bool = Options.exact_order,
     update: str = Options.update,
     local: str = Options.local,
+    local_sums: str = Options.local_sums,
     stragglers: str = Options.stragglers,
     late: str = Options.late,
     ahead_steps: int = Options.ahead_steps,
@@ -90,7 +91,7 @@ def init(
         exact_order: whether a plan that is found (`prepare(plan="auto")`) keeps to sums in rank
             order, as servers make them, and so changes no bit; False: it may choose a ring or
             factors where they are faster, whose results differ in the last bits. See
-            `docs/planning.md`.
+            `docs/planning.md`. So with `local_sums="auto"`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         local: what the ranks of a node do: `"off"`: each talks to all others by itself; `"leader"`:
@@ -98,6 +99,11 @@ def init(
             `"shared"`: each does, for its share; `"auto"`: `"leader"` where there are several
             nodes of several ranks and it goes with the other options. Sums are taken node by
             node then, another rounding; see `docs/several-accelerators.md`.
+        local_sums: where they add up: `"host"`: in shared memory; `"collective"`: where their
+            gradients are, in a group of torch.distributed's (NCCL on CUDA devices, Gloo in plain
+            memory), so that only ranks that talk to the network copy to the host; `"auto"`: the
+            latter where all gradients are on CUDA devices and no bit changes (two ranks a node),
+            or `exact_order=False` lets bits change.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
             more); `"drop"`: until a rank is later than half of the others by more than ranks and
             steps usually differ by (`"drop=1.5"`: at 1.5 times the length of recent steps).
@@ -171,6 +177,7 @@ def init(
         }
     )
     warn_of_unknown(os.environ)
+    check_sums(options)
     options = with_local(options)
     core = core if core is not None else load_core()
     if options.codec != RAW:

@@ -6,9 +6,12 @@ The nodes are this machine: what makes them nodes is what a launcher says (`LOCA
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
+import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,15 +74,17 @@ def digest(model: nn.Module) -> str:
     """Return a hash of a model's values."""
     state = hashlib.sha256()
     for tensor in model.state_dict().values():
-        state.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        numbers = tensor.detach().cpu().contiguous().view(-1)
+        state.update(numbers.view(torch.uint8).numpy().data)
     return state.hexdigest()[:16]
 
 
 class Net(nn.Module):
     """Layers of several sizes and dtypes, one that some steps leave out, and batch statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: str = "cpu") -> None:
         super().__init__()
+        self.on = on
         self.stem = nn.Linear(6, 100)
         self.norm = nn.BatchNorm1d(100)
         self.wide = nn.Linear(100, 97)
@@ -97,10 +102,10 @@ class Net(nn.Module):
         return out
 
 
-def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
+def loss_of(model: Net, rank: int, step: int, part: int = 0) -> Tensor:
     """Return a rank's loss in a step; one layer is used by some ranks in some steps only."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + part)
-    points = torch.randn(5, 6, generator=generator)
+    points = torch.randn(5, 6, generator=generator).to(model.on)
     more = step % 3 != 0 and (rank + step) % 2 == 0
     loss: Tensor = model(points, more).square().mean()
     return loss
@@ -117,11 +122,13 @@ def trained(
     clip: float = 0.0,
     buffers: str = "broadcast",
     defer: bool | None = None,
+    on_cuda: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train and say what came of it."""
     torch.manual_seed(7 + rank)
-    model = Net()
+    on = f"cuda:{rank}" if on_cuda else "cpu"
+    model = Net(on).to(on)
     start = digest(model)
     with opened(store, rank, world_size, job, **options) as session:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -149,7 +156,10 @@ def trained(
         "tx": metrics["tx_payload_bytes"],
         "peers": [row["tx_payload_bytes"] for row in metrics["peers"]],
         "waits": metrics["tensor_waits"],
-        "channel": {name: metrics["channels"][0][name] for name in ("local_bytes", "wait_s")}
+        "channel": {
+            name: metrics["channels"][0][name]
+            for name in ("local_bytes", "wait_s", "local_sums", "collective_bytes")
+        }
         if options.get("local", "off") not in ("off", "auto")
         else {},
         "json": len(json.dumps(metrics)),
@@ -234,28 +244,108 @@ def another_block(store: Any, rank: int, world_size: int, job: str, local: str) 
 
 
 def lost(
-    store: Any, rank: int, world_size: int, job: str, *, victim: int, how: str, local: str
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    victim: int,
+    how: str,
+    on_cuda: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """Train until one rank ends; the others say what they heard, and how soon."""
     begun_s = 0.0
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     try:
-        with opened(store, rank, world_size, job, local=local) as session:
-            model = nn.Linear(300, 300)
+        with opened(store, rank, world_size, job, **options) as session:
+            model = nn.Linear(300, 300, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             session.prepare(model, optimizer)
+            points = torch.ones(2, 300, device=device) * (rank + 1)
             for step in range(1, 100):
-                if rank == victim and step == 4:
+                if rank == victim and step == 4 and how != "kill in step":
                     if how == "kill":
                         os._exit(0)
                     session.abort("the test says so")
                     return []
                 begun_s = time.monotonic()
-                model(torch.ones(2, 300) * (rank + 1)).square().mean().backward()
+                model(points).square().mean().backward()
+                if rank == victim and step == 5:
+                    # Here `how` is "kill in step": what was given is under way.
+                    os._exit(0)
                 optimizer.step()
                 optimizer.zero_grad()
     except gradlane.PeerLost as error:
         return [error.rank, error.last_complete_step, str(error), time.monotonic() - begun_s]
     raise AssertionError("nobody was lost")
+
+
+class Branches(nn.Module):
+    """Layers that are used by themselves, in any order; some numbers are complex, some halves."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(40, 41) for _ in range(count))
+        self.turns = nn.Parameter(torch.randn(41, dtype=torch.complex64))
+        self.low = nn.Parameter(torch.randn(5000).half())
+
+    def forward(self, points: Tensor, which: int) -> Tensor:
+        hidden: Tensor = self.branches[which](points)
+        if which == 0:
+            hidden = (hidden * self.turns).abs()
+        if which == 1:
+            hidden = hidden * self.low.float().mean()
+        return hidden
+
+
+def in_any_order(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    steps: int = 6,
+    leave_out: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Have gradients become ready in another order on each rank, and leave some of them out."""
+    torch.manual_seed(1)
+    model = Branches()
+    count = len(model.branches)
+    with opened(store, rank, world_size, job, **options) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session.prepare(model, optimizer)
+        for step in range(1, steps + 1):
+            order = list(range(count))
+            random.Random(100 * step + rank).shuffle(order)
+            # One that this rank leaves out, and one that all do.
+            without = {(rank + step) % count, step % count} if leave_out and step % 3 else set()
+            for which in order:
+                if which in without:
+                    continue
+                generator = torch.Generator().manual_seed(1000 * step + 10 * rank + which)
+                points = torch.randn(3, 40, generator=generator)
+                model(points, which).square().mean().backward()
+                # So that the others are at another place.
+                time.sleep(0.001 * (rank % 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        channel = session.metrics()["channels"][0]
+    return {"digest": digest(model), "sums": channel.get("local_sums")}
+
+
+def opened_again(
+    store: Any, rank: int, world_size: int, job: str, *, times: int, **options: Any
+) -> list[list[int]]:
+    """Train shortly in several sessions; says what descriptors and threads there are after each."""
+    found = []
+    for number in range(times):
+        trained(store, rank, world_size, f"{job}-{number}", steps=2, **options)
+        gc.collect()
+        found.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
+    return found
 
 
 def uneven(store: Any, rank: int, world_size: int, job: str, **options: Any) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.adapter.pool import RankPool
-from tests.local.scenarios import values_of
+from tests.local.killing import NODES, check_that_all_hear
+from tests.local.scenarios import LOCAL_SIZE, values_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
 )
 HERE = "tests.local.scenarios"
-NODES, LOCAL_SIZE = 2, 2
 
 
 def node_by_node(name: str, dtype: str, size: int, step: int, absent: int | None) -> bytes:
@@ -141,23 +141,7 @@ def test_a_rank_that_gives_up_is_named_everywhere(pool: RankPool, victim: int, l
 
 @pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "shared")])
 def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, local: str) -> None:
-    ranks = RankPool(NODES * LOCAL_SIZE)
-    try:
-        arguments = {"victim": victim, "how": "kill", "local": local}
-        ranks._start()
-        for pipe in ranks._pipes:
-            pipe.send((f"{HERE}:lost", 4, f"lost-{victim}", arguments))
-        for rank, pipe in enumerate(ranks._pipes):
-            if rank == victim:
-                continue
-            assert pipe.poll(60)
-            words = pipe.recv()["result"]
-            on_its_node = rank // LOCAL_SIZE == victim // LOCAL_SIZE
-            assert words[0] == victim or not on_its_node
-            assert words[0] // LOCAL_SIZE == victim // LOCAL_SIZE
-            assert words[3] < 15
-    finally:
-        ranks.kill()
+    check_that_all_hear(victim, "kill", local=local)
 
 
 def test_a_plan_that_is_found_knows_the_nodes_and_may_add_up_on_them(pool: RankPool) -> None:

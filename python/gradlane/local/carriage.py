@@ -2,7 +2,8 @@
 the mean that comes back.
 
 Two threads: one adds up and hands over, in the order in which contributions become whole; one
-waits for means and tells the other ranks of the node where they are.
+waits for means and lets the other ranks of the node have them. What collectives have added up
+comes whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 from gradlane.core import Channel, CoreModule
 from gradlane.local.failure import Failure, from_between_nodes, marked
 from gradlane.local.layout import Layout
-from gradlane.local.link import RESULT, LocalLink
+from gradlane.local.link import LocalLink
 from gradlane.local.shares import Part
 from gradlane.local.sums import Memory, copy, local_mean
 
@@ -25,8 +26,8 @@ from gradlane.local.sums import Memory, copy, local_mean
 class Side(Protocol):
     """This rank's end of the node, which hears what happens here."""
 
-    def deliver(self, part: Part, step: int, absent: bool) -> None:
-        """A mean is in the carrier's memory."""
+    def pass_on(self, part: Part, step: int, absent: bool) -> None:
+        """The mean over nodes is in the carrier's memory, for all ranks of the node."""
 
     def fail(self, failure: Failure) -> None:
         """Nothing more is to be had."""
@@ -47,6 +48,23 @@ class Contribution:
     local_rank: int
     step: int
     memory: Memory | None
+
+
+@dataclass(frozen=True)
+class NodeMean:
+    """What all ranks of the node have said about a part.
+
+    Attributes:
+        part: the part.
+        step: in which step.
+        pointer: where the mean over the node's ranks is, and that over all nodes is to come.
+        absent: whether none of them has anything.
+    """
+
+    part: Part
+    step: int
+    pointer: int
+    absent: bool
 
 
 @dataclass
@@ -87,7 +105,7 @@ class Carriage:
         self._side = side
         self._source = source
         self._gathered = [_Gathered() for _ in self.carried]
-        self._said: queue.SimpleQueue[Contribution | int | None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._summing = threading.Lock()
         self._reads = True
@@ -111,9 +129,9 @@ class Carriage:
         self.channel.step_begin(step)
         self._begun.put(step)
 
-    def hear(self, contribution: Contribution) -> None:
-        """Note what a rank of the node says, this one included; returns at once."""
-        self._said.put(contribution)
+    def hear(self, said: Contribution | NodeMean) -> None:
+        """Note what a rank of the node says, this one included, or all; returns at once."""
+        self._said.put(said)
 
     def end(self, step: int) -> None:
         """Note that this rank has ended its step."""
@@ -165,6 +183,8 @@ class Carriage:
         while (said := self._said.get()) is not None:
             if isinstance(said, int):
                 ended = said
+            elif isinstance(said, NodeMean):
+                self._hand_over(said)
             else:
                 self._gather(said)
             if ended >= 0 and self._given == self._due(ended):
@@ -185,13 +205,16 @@ class Carriage:
             return
         self._gathered[index] = _Gathered()
         pointer = self._link.address(self._own, said.part.offset)
-        call = self.channel.gradient_ready if gathered.present else self.channel.tensor_absent
         with self._summing:
             if not self._reads:
                 return
             if gathered.present:
                 self._write(said.part, said.step, gathered.present, pointer)
-        call(index, said.step, pointer, said.part.nbytes)
+        self._hand_over(NodeMean(said.part, said.step, pointer, not gathered.present))
+
+    def _hand_over(self, mean: NodeMean) -> None:
+        call = self.channel.tensor_absent if mean.absent else self.channel.gradient_ready
+        call(self._index[mean.part.number], mean.step, mean.pointer, mean.part.nbytes)
         self._given += 1
 
     def _write(self, part: Part, step: int, present: dict[int, Memory], pointer: int) -> None:
@@ -208,8 +231,5 @@ class Carriage:
             left = self._due(step)
             while left:
                 for index, absent in self.channel.next_ready(step):
-                    part = self.carried[index]
-                    for peer in self._link.peers:
-                        self._link.send(peer, RESULT, part.number, step, flag=absent)
-                    self._side.deliver(part, step, absent)
+                    self._side.pass_on(self.carried[index], step, absent)
                     left -= 1

@@ -3,7 +3,8 @@
 It is what the core's channel is to everything above it. A gradient goes to the ranks of this node
 that carry parts of it; when all of the node's ranks have spoken, the carrier gives the node's mean
 to the channel between nodes, and what comes back lands with every rank of the node. All ranks copy
-the same bytes, so all have the same bits.
+the same bytes, so all have the same bits. Where gradients are added up by collectives they take
+another way to the carrier and back; values of step 0 and whatever is not a gradient do not.
 
 A rank that ends without a goodbye fails the channel at once, on its node and through the carriers
 on all others.
@@ -12,28 +13,41 @@ on all others.
 from __future__ import annotations
 
 import array
-import json
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from gradlane.core import Channel, CoreModule
-from gradlane.local.carriage import Carriage, Contribution
+from gradlane.local.carriage import Carriage, Contribution, NodeMean
+from gradlane.local.devices import ON_HOST, Sums
 from gradlane.local.failure import Failure
-from gradlane.local.link import BYE, ENDED, FAILED, GIVE, ORDER, RESULT, LocalLink, Message
+from gradlane.local.lane import CollectiveLane
+from gradlane.local.link import (
+    BYE,
+    ENDED,
+    FAILED,
+    GIVE,
+    LANE_KINDS,
+    ORDER,
+    RESULT,
+    LocalLink,
+    Message,
+)
 from gradlane.local.rank_calls import RankCalls
+from gradlane.local.reports import ChannelReports
 from gradlane.local.shares import Part
 from gradlane.local.sums import copy
 from gradlane.local.waits import Waits
 from gradlane.patience import Patience
-from gradlane.timeline.recorded import CoreRow
 
 _LOOK_S = 1.0
 
 
-class NodeChannel(RankCalls):
+class NodeChannel(RankCalls, ChannelReports):
     """Connections to all ranks: to those of this node, and, if this one carries, to other nodes."""
 
     def __init__(
@@ -46,6 +60,8 @@ class NodeChannel(RankCalls):
         *,
         source_rank: int,
         progress_timeout_s: float,
+        lane: CollectiveLane | None = None,
+        sums: Sums = ON_HOST,
     ) -> None:
         """Start listening to the ranks of this node.
 
@@ -57,9 +73,15 @@ class NodeChannel(RankCalls):
             between: the channel to the other nodes, if this rank carries.
             source_rank: the rank whose values step 0 spreads.
             progress_timeout_s: how long to wait for ranks that are alive but do not take part.
+            lane: adds gradients up where they are, or None.
+            sums: where they are added up, for reports.
         """
         self._core = core
         self._link = link
+        self._lane = lane
+        self._sums = sums
+        if lane is not None:
+            lane.serve(self)
         self._layout = link.layout
         self._own = link.layout.local_rank
         self._parts = parts
@@ -143,7 +165,39 @@ class NodeChannel(RankCalls):
                 self._local_bytes += part.nbytes
             self._link.send(part.carrier, GIVE, part.number, step, flag=absent)
 
-    def deliver(self, part: Part, step: int, absent: bool) -> None:
+    @property
+    def lane_tensors(self) -> int:
+        """How many tensors, the first ones, have gradients that `give_on_device` takes."""
+        return self._lane.tensors if self._lane is not None else 0
+
+    def give_on_device(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
+        """Hand over a gradient where it is, or memory that a result of others lands in.
+
+        Args:
+            tensor: one that goes this way.
+            step: after step 0.
+            gradient: the channel's until the tensor is ready; dense, laid out as on all ranks.
+            absent: whether there is no gradient here.
+        """
+        self._check()
+        assert self._lane is not None
+        self._lane.give(tensor, step, gradient, absent=absent)
+
+    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        """Give the nodes what collectives have added up."""
+        assert self._carriage is not None
+        self._carriage.hear(NodeMean(part, step, pointer, absent))
+
+    def pass_on(self, part: Part, step: int, absent: bool) -> None:
+        """Let all ranks of this node have the mean of a part that this one carries."""
+        if self._lane is not None and step > 0 and part.tensor < self._lane.tensors:
+            self._lane.have(part, step, absent=absent)
+            return
+        for peer in self._link.peers:
+            self._link.send(peer, RESULT, part.number, step, flag=absent)
+        self._deliver(part, step, absent)
+
+    def _deliver(self, part: Part, step: int, absent: bool) -> None:
         """Take the mean of a part from its carrier's memory."""
         with self._copying:
             if self._failure is not None:
@@ -152,6 +206,10 @@ class NodeChannel(RankCalls):
                 source = self._link.address(part.carrier, part.offset)
                 copy(source, self._pointers[part.tensor] + part.first_byte, part.nbytes)
                 self._local_bytes += part.nbytes
+        self.landed(part, step, absent=absent)
+
+    def landed(self, part: Part, step: int, *, absent: bool) -> None:
+        """Note that the mean of a part is in its tensor."""
         with self._changed:
             self._parts_here[part.tensor] += 1
             if self._parts_here[part.tensor] == len(self._of_tensor[part.tensor]):
@@ -250,57 +308,6 @@ class NodeChannel(RankCalls):
         """Let contributions to a step that has just begun travel between nodes without codecs."""
         self._calling(lambda carriage: carriage.channel.send_raw(step))
 
-    # ---- counters
-
-    def metrics_json(self) -> str:
-        """Return counters as a JSON object: the network's if this rank carries, and waits."""
-        reading: dict[str, Any] = {}
-        if self._carriage is not None:
-            reading = json.loads(self._carriage.channel.metrics_json())
-        world_size = self._layout.nodes * self._layout.local_size
-        for table in ("peers", "stragglers"):
-            by_node = reading.get(table, [])
-            empty = dict.fromkeys(by_node[0], 0) if by_node else {}
-            rows = [dict(empty) for _ in range(world_size)]
-            for node, row in enumerate(by_node):
-                rows[self._layout.rank_of(node, self._own)] = row
-            reading[table] = rows if by_node else []
-        reading["waits"] = self._waits.rows()
-        reading["wait_s"] = self._waits.waited_ns * 1e-9
-        reading["local_bytes"] = self._local_bytes
-        return json.dumps(reading)
-
-    def waited_ns(self) -> int:
-        """Return how long threads of the program have waited so far, in nanoseconds."""
-        return self._waits.waited_ns
-
-    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace of frames between nodes."""
-        if self._carriage is None:
-            return []
-        return [
-            (*row[:3], self._peer(row[3]), row[4], self._tensor(row[5]), *row[6:])
-            for row in self._carriage.channel.take_trace()
-        ]
-
-    def take_timeline(self) -> tuple[list[CoreRow], int]:
-        """Return and forget the trace between nodes, and how much of it was not kept."""
-        if self._carriage is None:
-            return [], 0
-        rows, dropped = self._carriage.channel.take_timeline()
-        named: list[CoreRow] = []
-        for times, way, kind, peer, step, (index, *within), nbytes, priority in rows:
-            place = (self._tensor(index), within[0], within[1])
-            named.append((times, way, kind, self._peer(peer), step, place, nbytes, priority))
-        return named, dropped
-
-    def _peer(self, node: int) -> int:
-        return self._layout.rank_of(node, self._own)
-
-    def _tensor(self, index: int) -> int:
-        assert self._carriage is not None
-        return self._carriage.carried[index].tensor
-
     # ---- the end
 
     def finish(self, timeout_s: float) -> None:
@@ -345,6 +352,8 @@ class NodeChannel(RankCalls):
         """Close descriptors in a forked child."""
         if self._carriage is not None:
             self._carriage.channel.forget_in_child()
+        if self._lane is not None:
+            self._lane.forget_in_child()
         self._link.close()
 
     def fail(self, failure: Failure, told: str | None = None) -> None:
@@ -359,14 +368,16 @@ class NodeChannel(RankCalls):
                 return
             self._failure = failure
             self._changed.notify_all()
-        # From here on nobody touches memory of the program.
+        # From here on nobody touches memory of the program; a lane keeps what it uses.
         with self._copying:
             pass
+        if self._lane is not None:
+            self._lane.let_go()
         for peer in self._link.peers:
             self._link.tell(peer, FAILED, failure.to_bytes(), waits=False)
         if self._carriage is not None:
             self._carriage.let_go()
-            self._carriage.abort(told or failure.message)
+            self._carriage.abort(told or failure.words())
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -394,6 +405,8 @@ class NodeChannel(RankCalls):
         return last if last >= 0 else None
 
     def _hang_up(self) -> None:
+        if self._lane is not None:
+            self._lane.stop()
         self._link.stop()
         if self._listening is not threading.current_thread():
             self._listening.join()
@@ -415,7 +428,9 @@ class NodeChannel(RankCalls):
             memory = None if message.flag else (start, part.nbytes)
             self._carriage.hear(Contribution(part, message.sender, message.step, memory))
         elif message.kind == RESULT:
-            self.deliver(self._parts[message.part], message.step, message.flag)
+            self._deliver(self._parts[message.part], message.step, message.flag)
+        elif message.kind in LANE_KINDS and self._lane is not None:
+            self._lane.hear(message.kind, message.part, message.step, absent=message.flag)
         elif message.kind == ORDER and self._carriage is not None:
             self._carriage.reorder(array.array("i", message.text).tolist())
         elif message.kind == FAILED:

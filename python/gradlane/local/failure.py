@@ -44,6 +44,12 @@ class Failure:
         """Return what another rank of the node has told."""
         return Failure(**json.loads(text))
 
+    def words(self) -> str:
+        """Return what other nodes are told: it names the rank at fault, not its node alone."""
+        if self.rank is None or _RANK.search(self.message):
+            return self.message
+        return f"{self.message} (rank {self.rank})"
+
     def error(self, core: CoreModule) -> Exception:
         """Return it as the core raises it."""
         kind = core.ChannelTimeout if self.timed_out else core.ChannelError

@@ -28,6 +28,11 @@ from gradlane.rendezvous import Meeting
 GIVE, RESULT, ORDER, FAILED, BYE, ENDED = range(6)
 """Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of
 urgency; the sender's session has failed; goodbye; the sender is gone (told by the link itself)."""
+READY, MEAN, ADD, TAKE = range(6, 10)
+"""Those about collectives. To the first rank of the node: the sender's gradient of a tensor is on
+its device; the sender has the mean of a part over all nodes. From it: all add a tensor up now; all
+take the mean of a part now."""
+LANE_KINDS = (READY, MEAN, ADD, TAKE)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
 _PATH_BYTES_MAX = 100
@@ -39,9 +44,9 @@ class Message:
 
     Attributes:
         sender: its local rank.
-        kind: `GIVE` to `ENDED`.
-        flag: of `GIVE` and `RESULT`: whether there is nothing.
-        part: number of the part.
+        kind: `GIVE` to `TAKE`.
+        flag: whether there is nothing, of messages about gradients and means.
+        part: number of the part; of `READY` and `ADD`, of the tensor.
         step: number of the step.
         text: of `ORDER` and `FAILED`.
     """

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from gradlane.codec_choice import codec_facts
 from gradlane.core import Channel
 from gradlane.local.channel import NodeChannel
+from gradlane.local.devices import agree_on_sums
+from gradlane.local.group import NodeGroup, meet_on_node
+from gradlane.local.lane import CollectiveLane
 from gradlane.local.layout import Layout
-from gradlane.local.link import connect
-from gradlane.local.shares import cut, memory_bytes, rows_of
+from gradlane.local.link import LocalLink, connect
+from gradlane.local.shares import Part, cut, memory_bytes, rows_of
 
 if TYPE_CHECKING:
     from gradlane.connection import Surroundings
@@ -28,6 +33,7 @@ def open_node_channel(
     *,
     first: int,
     open_between: OpenBetween,
+    gradients: Sequence[Tensor] = (),
 ) -> NodeChannel:
     """Connect the ranks of this node, and, if this one carries, the nodes.
 
@@ -38,24 +44,31 @@ def open_node_channel(
         layout: which ranks share nodes.
         first: the rank whose values step 0 spreads.
         open_between: opens the channel between nodes.
+        gradients: tensors like the gradients of the first tensors, where they are torch's.
 
     Raises:
-        ValueError: a tensor travels in a way that sums on nodes do not go with.
+        ValueError: a tensor travels in a way that sums on nodes do not go with, or collectives
+            were asked for and cannot be.
         RendezvousError: ranks cannot reach each other.
     """
     _check_rows(rows)
+    sums = agree_on_sums(around.options, meeting, layout, gradients)
     parts = cut(rows, layout.carriers)
     link = connect(layout, meeting, memory_bytes(parts), around.options.connect_timeout_s)
-    between = None
-    if layout.local_rank < layout.carriers:
-        ahead = first // layout.local_size
-        nodes = [(ahead + index) % layout.nodes for index in range(layout.nodes)]
-        ranks = [layout.rank_of(node, layout.local_rank) for node in nodes]
-        try:
+    lane = between = None
+    try:
+        if sums.backend:
+            lane = _open_lane(around, meeting, link, parts, gradients, sums.backend)
+        if layout.local_rank < layout.carriers:
+            ahead = first // layout.local_size
+            nodes = [(ahead + index) % layout.nodes for index in range(layout.nodes)]
+            ranks = [layout.rank_of(node, layout.local_rank) for node in nodes]
             between = open_between(rows_of(rows, parts, layout.local_rank), ranks)
-        except BaseException:
-            link.close()
-            raise
+    except BaseException:
+        if lane is not None:
+            lane.let_go()
+        link.close()
+        raise
     return NodeChannel(
         around.core,
         link,
@@ -64,7 +77,27 @@ def open_node_channel(
         between,
         source_rank=first,
         progress_timeout_s=around.options.progress_timeout_s,
+        lane=lane,
+        sums=sums,
     )
+
+
+def _open_lane(
+    around: Surroundings,
+    meeting: Meeting,
+    link: LocalLink,
+    parts: Sequence[Part],
+    gradients: Sequence[Tensor],
+    backend: str,
+) -> CollectiveLane:
+    layout, timeout_s = link.layout, around.options.connect_timeout_s
+
+    def open_group() -> NodeGroup:
+        return NodeGroup(backend, meet_on_node(layout, meeting, timeout_s), layout)
+
+    lane = CollectiveLane(link, parts, gradients, open_group)
+    lane.wait_open(timeout_s)
+    return lane
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,20 @@ from gradlane.codec_choice import RAW
 from gradlane.options import Options
 
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
+HOST, COLLECTIVE = "host", "collective"
+
+
+def check_sums(options: Options) -> None:
+    """Check that there is something to add up where `local_sums` says how.
+
+    Raises:
+        ValueError: collectives were asked for, and every rank talks to the network by itself.
+    """
+    if options.local_sums == COLLECTIVE and options.local == OFF:
+        raise ValueError(
+            'local_sums="collective" with local="off": the ranks of a node add nothing up; use '
+            'local="leader", "shared" or "auto"'
+        )
 
 
 def with_local(options: Options) -> Options:
