@@ -211,12 +211,18 @@ def _wait_for_step(folder: Path, ranks: int, count: int, checkpoint: Path) -> No
 
 
 def measure(
-    seed: int, steps: int, every: int, resumed: Sequence[int], say: Callable[[str], None]
+    seed: int,
+    ranks: int,
+    steps: int,
+    every: int,
+    resumed: Sequence[int],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train without and with interruption.
 
     Args:
         seed: draws the step at which all ranks are killed.
+        ranks: how many train, and are killed.
         steps: steps of a whole training.
         every: steps from one checkpoint to the next.
         resumed: numbers of ranks to go on with.
@@ -229,22 +235,23 @@ def measure(
     kill_at = random.Random(seed).randrange(every + 1, steps - every)
     with tempfile.TemporaryDirectory(prefix="gradlane-") as text:
         place = Path(text)
-        say(f"{RANKS} ranks without interruption, {steps} steps")
-        whole = run_ranks("uninterrupted", RANKS, steps, place / "whole", every)
-        say(f"{RANKS} ranks, killed after step {kill_at} (seed {seed})")
+        say(f"{ranks} ranks without interruption, {steps} steps")
+        whole = run_ranks("uninterrupted", ranks, steps, place / "whole", every)
+        say(f"{ranks} ranks, killed after step {kill_at} (seed {seed})")
         left = place / "killed"
-        killed = run_ranks("killed", RANKS, steps, left, every, kill_at)
+        killed = run_ranks("killed", ranks, steps, left, every, kill_at)
         found = newest(left)
         assert found is not None, "the ranks are killed when there is a checkpoint"
         runs = [whole, killed]
-        for ranks in resumed:
-            say(f"going on from step {found.step} with {ranks} ranks")
-            folder = place / f"resumed-{ranks}"
+        for left_over in resumed:
+            say(f"going on from step {found.step} with {left_over} ranks")
+            folder = place / f"resumed-{left_over}"
             shutil.copytree(left, folder)
-            runs.append(run_ranks(f"resumed with {ranks}", ranks, steps, folder, every))
+            runs.append(run_ranks(f"resumed with {left_over}", left_over, steps, folder, every))
     return {
         "workload": "digits-cnn",
         "seed": seed,
+        "ranks": ranks,
         "steps": steps,
         "global_batch": GLOBAL_BATCH,
         "checkpoint_every": every,
@@ -304,7 +311,7 @@ def write_page(result: dict[str, Any], path: Path) -> None:
     ]
     columns = ["run", "from step", "steps", "last loss", "largest difference", "same bits"]
     facts = (
-        f"All {RANKS} ranks were killed after step {result['killed_at']}, drawn by seed "
+        f"All {result['ranks']} ranks were killed after step {result['killed_at']}, drawn by seed "
         f"{result['seed']}; their last complete checkpoint was of step {result['restored_at']}. "
         f"The global batch is {result['global_batch']} images in every world."
     )
@@ -333,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print a table, and write the files that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=7, help="draws the step of the kill")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="how many train, and are killed")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--every", type=int, default=8, help="steps between checkpoints")
     parser.add_argument("--resume", default=RESUMED, help="numbers of ranks to go on with")
@@ -345,15 +353,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resumed = [int(part) for part in given.resume.split(",")]
     except ValueError:
         resumed = [0]
-    if any(ranks < 1 or GLOBAL_BATCH % ranks for ranks in resumed):
-        parser.error(f"--resume is {given.resume}: write divisors of {GLOBAL_BATCH}, such as 4,3,2")
+    if any(ranks < 1 or GLOBAL_BATCH % ranks for ranks in (given.ranks, *resumed)):
+        parser.error(
+            f"--ranks is {given.ranks} and --resume {given.resume}: write divisors of "
+            f"{GLOBAL_BATCH}, such as 4 and 4,3,2"
+        )
     console = Console()
     begin_s = time.monotonic()
 
     def say(text: str) -> None:
         console.print(f"{time.monotonic() - begin_s:5.1f} s  {text}", highlight=False)
 
-    result = measure(given.seed, given.steps, given.every, resumed, say)
+    result = measure(given.seed, given.ranks, given.steps, given.every, resumed, say)
     for row in result["comparisons"]:
         bits = "the same bits" if row["same_bits"] else "other roundings"
         console.print(

@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the program; the folder has what it wrote."""
     folder = tmp_path_factory.mktemp("resume")
     program = str(ROOT / "benchmarks" / "resume_loss.py")
-    sizes = ["--steps", "8", "--every", "2", "--resume", "4,3"]
+    sizes = ["--ranks", "2", "--steps", "8", "--every", "2", "--resume", "2,1"]
     files = ["--json", str(folder / "resume.json"), "--html", str(folder / "resume.html")]
     path = os.pathsep.join(part for part in sys.path if part)
     done = subprocess.run(
@@ -49,10 +49,10 @@ def test_the_curve_goes_on_with_the_same_bits_or_to_rounding(made: Path) -> None
     assert same["digest"] == whole["digest"] != other["digest"]
     by_name = {row["name"]: row for row in result["comparisons"]}
     assert by_name["killed"]["same_bits"]
-    assert by_name["resumed with 4"]["same_bits"]
-    assert by_name["resumed with 4"]["largest_difference"] == 0.0
+    assert by_name["resumed with 2"]["same_bits"]
+    assert by_name["resumed with 2"]["largest_difference"] == 0.0
     # Sums of other parts of the batch, over a handful of steps.
-    assert 0.0 < by_name["resumed with 3"]["largest_difference"] < 1e-4
+    assert 0.0 < by_name["resumed with 1"]["largest_difference"] < 1e-4
     assert whole["losses"][-1] < whole["losses"][0]
 
 
@@ -64,5 +64,5 @@ def test_the_page_lays_the_curves_over_each_other(made: Path, tmp_path: Path) ->
         'say([...document.querySelectorAll(".js-plotly-plot")].map('
         "(plot) => plot.data.map((line) => line.name)));",
     )
-    assert names[0] == ["killed", "resumed with 4", "resumed with 3", "uninterrupted"]
+    assert names[0] == ["killed", "resumed with 2", "resumed with 1", "uninterrupted"]
     assert names[1] == names[0][:-1]
