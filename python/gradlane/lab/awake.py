@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from gradlane.lab.ending import in_one_piece
+
 NAME = "gradlane-awake"
 """Of the processes, which the kernel cuts off after fifteen letters."""
 
@@ -51,10 +53,15 @@ class Awake:
 
     def __enter__(self) -> Awake:
         """Start them, where this is a virtual machine."""
-        if is_virtual():
+        if not is_virtual():
+            return self
+        try:
             for processor in sorted(os.sched_getaffinity(0)):
-                command = [sys.executable, "-c", _PROGRAM, str(processor), str(os.getpid()), NAME]
-                self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+                with in_one_piece():
+                    self._processes.append(_start(processor))
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -64,10 +71,26 @@ class Awake:
         trace: TracebackType | None,
     ) -> None:
         """End them; they end by themselves where this process is killed."""
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; closing twice does nothing."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
+        self._processes.clear()
+
+
+def _start(processor: int) -> subprocess.Popen[bytes]:
+    # In a session of its own, since Ctrl-C in a terminal is for who started it.
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(processor), str(os.getpid()), NAME],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def is_virtual() -> bool:

@@ -181,9 +181,9 @@ def run_calibration(
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
-        Awake(),
         Cluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
+        Awake(),
     ):
         calibration = _Calibration(options, cluster, pool, on_phase)
         constants = {

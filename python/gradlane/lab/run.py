@@ -100,9 +100,9 @@ def run_lab(
     progress.phase("building the cluster")
     with (
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
-        Awake(),
         Cluster(options.nodes, real_rates_bps[0]) as cluster,
         RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
+        Awake(),
     ):
         runner = _Runner(options, cluster, pool, progress, Path(scratch))
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
