@@ -127,11 +127,11 @@ def test_an_interrupted_run_leaves_nothing() -> None:
     deadline_s = time.monotonic() + 30
     started: list[str] = []
     try:
-        # The process that forks the ranks, and the four.
+        # The process that forks the ranks, and the four; later those that keep processors awake.
         while len(started) < 5 and time.monotonic() < deadline_s:
             started = _descendants(str(child.pid))
             time.sleep(0.02)
-        assert len(started) == 5
+        assert len(started) >= 5
     except BaseException:
         child.kill()
         child.communicate()
