@@ -24,21 +24,19 @@ const LINGER: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Finished {
     core: Core,
-    ending: Ending,
     /// Connections on which something can still come.
     open: Vec<(Rank, Connection)>,
 }
 
 impl Finished {
     /// What the I/O threads have left behind.
-    pub(crate) fn new(mut core: Core, links: Links) -> Finished {
-        let ending = core.take_ending();
+    pub(crate) fn new(core: Core, links: Links) -> Finished {
         let links = links.into_iter().enumerate();
         let open = links
             .filter_map(|(index, link)| Some((Rank(index as u32), link?.connection)))
             .filter(|(rank, _)| core.is_open(*rank))
             .collect();
-        Finished { core, ending, open }
+        Finished { core, open }
     }
 
     /// Tells the application and the other ranks how the session has ended.
@@ -46,7 +44,7 @@ impl Finished {
         let shared = Arc::clone(&self.core.shared);
         self.core.works.stop();
         *lock(&shared.journal) = self.core.engine.take_journal();
-        match std::mem::replace(&mut self.ending, Ending::Closed) {
+        match self.core.take_ending() {
             Ending::Closed => {
                 for (_, connection) in &self.open {
                     // A peer that has closed already needs no end of stream.

@@ -58,7 +58,7 @@ pub(crate) type Links = Vec<Option<Link>>;
 #[derive(Debug)]
 pub(super) struct IoThread<'a> {
     pub(super) index: usize,
-    core: &'a Mutex<Core>,
+    pub(super) core: &'a Mutex<Core>,
     pub(super) shared: Arc<Shared>,
     pub(super) links: Links,
     /// When silence is looked at next.
@@ -95,11 +95,6 @@ impl<'a> IoThread<'a> {
 
     pub(super) fn core(&self) -> MutexGuard<'a, Core> {
         lock(self.core)
-    }
-
-    /// The lock itself, for what holds it only now and then.
-    pub(super) fn core_lock(&self) -> &'a Mutex<Core> {
-        self.core
     }
 
     fn turns(&mut self) {

@@ -16,7 +16,7 @@ const RECEIVE_TURN_BYTES: usize = 512 << 10;
 impl IoThread<'_> {
     /// Gives a socket what waits for it; the bytes that it took.
     pub(super) fn flush(&mut self, rank: Rank) -> usize {
-        let core = self.core_lock();
+        let core = self.core;
         let Some(Some(link)) = self.links.get_mut(rank.index()) else {
             return 0;
         };
@@ -97,7 +97,7 @@ impl IoThread<'_> {
 
     /// Reads from a socket; the bytes that came.
     pub(super) fn receive(&mut self, rank: Rank) -> usize {
-        let core = self.core_lock();
+        let core = self.core;
         let Some(Some(link)) = self.links.get_mut(rank.index()) else {
             return 0;
         };
