@@ -6,22 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
 from gradlane.lab import awake
-from gradlane.lab.awake import Awake, awake_processes
+from gradlane.lab.awake import awake_processes, kept_awake
 from gradlane.lab.counters import read_processor_ticks, spinning_s
+from tests.waiting import eventually
 
-
-def wait_for(what: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    deadline_s = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+WITHIN_S = 30.0
 
 
 @pytest.fixture
@@ -36,8 +29,10 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("virtual")
 def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_is_wanted() -> None:
     before = set(awake_processes())
-    with Awake():
-        wait_for(lambda: len(set(awake_processes()) - before) == len(os.sched_getaffinity(0)))
+    with kept_awake():
+        assert eventually(
+            lambda: len(set(awake_processes()) - before) == len(os.sched_getaffinity(0)), WITHIN_S
+        )
         own = set(awake_processes()) - before
         assert {os.sched_getscheduler(one) for one in own} == {os.SCHED_IDLE}
         places = [frozenset(os.sched_getaffinity(one)) for one in own]
@@ -48,8 +43,8 @@ def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_
 @pytest.mark.usefixtures("virtual")
 def test_spinning_is_no_use_of_the_machine() -> None:
     """Busy ticks without it and what was spun are about all busy ticks."""
-    with Awake():
-        wait_for(lambda: spinning_s(awake_processes()) > 0.3)
+    with kept_awake():
+        assert eventually(lambda: spinning_s(awake_processes()) > 0.3, WITHIN_S)
         spinning = awake_processes()
         spun_s = spinning_s(spinning)
         busy, total, _ = read_processor_ticks(spinning)
@@ -72,18 +67,18 @@ def test_who_is_killed_leaves_nothing_spinning() -> None:
         "import time\n"
         "from gradlane.lab import awake\n"
         "awake.is_virtual = lambda: True\n"
-        "with awake.Awake():\n"
+        "with awake.kept_awake():\n"
         "    time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
-    wait_for(lambda: len(set(awake_processes()) - before) > 0)
+    assert eventually(lambda: len(set(awake_processes()) - before) > 0, WITHIN_S)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_for(lambda: set(awake_processes()) <= before)
+    assert eventually(lambda: set(awake_processes()) <= before, WITHIN_S)
 
 
 def test_a_machine_of_its_own_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(awake, "is_virtual", lambda: False)
     before = set(awake_processes())
-    with Awake():
+    with kept_awake():
         assert set(awake_processes()) <= before

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gradlane.lab.namespaces import CONGESTION_CONTROL, INTERFACE, Cluster
 from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.shaping import PortShape
+from tests.waiting import eventually
 
 REASON = why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(
@@ -80,16 +81,6 @@ def output(child: subprocess.Popen[bytes]) -> str:
     text, _ = child.communicate(timeout=20)
     assert child.returncode == 0, text.decode()
     return text.decode().strip()
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
-    """Return whether a condition comes true before a generous limit."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def test_shape_follows_the_measured_recipe() -> None:

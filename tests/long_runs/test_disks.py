@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gradlane.checkpoints.shard import Piece, write_shard
 from gradlane.core import load_core
 from tests.adapter.ranks import run_ranks
 from tests.checkpoints.training import train
+from tests.waiting import eventually
 
 needs_core = pytest.mark.skipif(
     importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
@@ -36,13 +36,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    """Wait until something is so, or for long enough: files are written while steps go on."""
-    deadline_s = time.monotonic() + 30
-    while not what() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-
-
 @needs_core
 def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_there_is_room(
     small_disk: Path,
@@ -53,7 +46,8 @@ def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_ther
         """On rank 0: fill the disk after the first checkpoint, and make room after the second."""
         room = small_disk / "room"
         if step == 5:
-            wait_for(lambda: newest(small_disk) is not None)
+            # It is written while steps go on.
+            assert eventually(lambda: newest(small_disk) is not None, 30.0)
             with room.open("wb", buffering=0) as file:
                 try:
                     while file.write(bytes(4096)):

@@ -13,10 +13,11 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from gradlane.lab.ending import in_one_piece
+from gradlane.lab.processors import STOLEN, machine_ticks
 
 NAME = "gradlane-awake"
 """Of the processes, which the kernel cuts off after fifteen letters."""
@@ -32,7 +33,6 @@ except OSError:
     sys.exit()
 with open("/proc/self/comm", "w") as comm:
     comm.write(name)
-spin = None
 try:
     from gradlane._core import keep_awake as spin
 except ImportError:
@@ -44,42 +44,24 @@ else:
 """
 
 
-class Awake:
-    """Processors that do not halt, as a context manager; nothing on a machine of its own."""
+@contextlib.contextmanager
+def kept_awake() -> Iterator[None]:
+    """Return a context in which processors do not halt; it does nothing on a machine of its own.
 
-    def __init__(self) -> None:
-        """Plan one process a processor."""
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Awake:
-        """Start them, where this is a virtual machine."""
-        if not is_virtual():
-            return self
-        try:
+    The processes end with the context, and by themselves where this process is killed.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        if is_virtual():
             for processor in sorted(os.sched_getaffinity(0)):
                 with in_one_piece():
-                    self._processes.append(_start(processor))
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End them; they end by themselves where this process is killed."""
-        self.close()
-
-    def close(self) -> None:
-        """End all processes; closing twice does nothing."""
-        for process in self._processes:
+                    processes.append(_start(processor))
+        yield
+    finally:
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             process.wait()
-        self._processes.clear()
 
 
 def _start(processor: int) -> subprocess.Popen[bytes]:
@@ -99,8 +81,7 @@ def is_virtual() -> bool:
         if line.startswith("flags"):
             return "hypervisor" in line.split()
     # Other processors do not say so, but the kernel does once it had to wait.
-    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
-    return int(first.split()[8]) > 0
+    return machine_ticks()[STOLEN] > 0
 
 
 def awake_processes() -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradlane.lab import calibrate_local
-from gradlane.lab.awake import Awake
+from gradlane.lab.awake import kept_awake
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.option_fields import check_options, on_command_line, option
@@ -183,7 +183,7 @@ def run_calibration(
     with (
         Cluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
-        Awake(),
+        kept_awake(),
     ):
         calibration = _Calibration(options, cluster, pool, on_phase)
         constants = {

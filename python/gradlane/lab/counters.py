@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 from gradlane.lab.awake import awake_processes
 from gradlane.lab.namespaces import INTERFACE
+from gradlane.lab.processors import IDLE, STOLEN, WAITING, machine_ticks
 
 _PREFIX = f"{INTERFACE}:".encode()
 _COUNTERS_BYTES_MAX = 65_536
@@ -49,12 +49,11 @@ def read_processor_ticks(spinning: Sequence[int] = ()) -> tuple[int, int, int]:
     Args:
         spinning: processes that only keep processors awake; theirs are no busy ticks.
     """
-    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
-    ticks = [int(field_text) for field_text in first.split()[1:9]]
-    idle = ticks[3] + ticks[4]
+    ticks = machine_ticks()
+    idle = ticks[IDLE] + ticks[WAITING]
     total = sum(ticks)
     spun = round(spinning_s(spinning) * os.sysconf("SC_CLK_TCK"))
-    return total - idle - spun, total, ticks[7]
+    return total - idle - spun, total, ticks[STOLEN]
 
 
 def read_process_cpu_ns(process: int) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.codec_choice import RAW
-from gradlane.lab.awake import Awake
+from gradlane.lab.awake import kept_awake
 from gradlane.lab.balance import balance_of
 from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import (
@@ -102,7 +102,7 @@ def run_lab(
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
         Cluster(options.nodes, real_rates_bps[0]) as cluster,
         RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
-        Awake(),
+        kept_awake(),
     ):
         runner = _Runner(options, cluster, pool, progress, Path(scratch))
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.awake import Awake
+from gradlane.lab.awake import kept_awake
 from gradlane.lab.bound import port_bytes
 from gradlane.lab.evidence import measures_machine
 from gradlane.lab.namespaces import NODES_MAX, Cluster
@@ -193,7 +193,7 @@ def run_transport(
     """
     rows: list[Row] = []
     on_phase("building the cluster")
-    with Awake(), Cluster(options.workers, options.rate_bps) as cluster:
+    with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
         if options.repeat:
             with RankPool(cluster, program=_PROGRAM) as pool:
                 rows += _Measurement(options, cluster, pool, on_phase).exchanges()

@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,7 @@ from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
 from gradlane.lab.awake import awake_processes
 from gradlane.lab.counters import read_port_bytes, spinning_s
 from gradlane.lab.namespaces import INTERFACE
+from gradlane.lab.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.stream import run_stream
 
 if TYPE_CHECKING:
@@ -311,14 +311,13 @@ def machine_seconds() -> dict[str, float]:
     Those that were busy (but not with keeping processors awake), those of them in network
     interrupts and those that other virtual machines of the host took, and all.
     """
-    first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
-    ticks = [int(field) for field in first.split()[1:9]]
+    ticks = machine_ticks()
     tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
-    busy = sum(ticks) - ticks[3] - ticks[4]
+    busy = sum(ticks) - ticks[IDLE] - ticks[WAITING]
     return {
         "machine_busy_s": busy * tick_s - spinning_s(awake_processes()),
-        "machine_softirq_s": ticks[6] * tick_s,
-        "machine_stolen_s": ticks[7] * tick_s,
+        "machine_softirq_s": ticks[SOFTIRQ] * tick_s,
+        "machine_stolen_s": ticks[STOLEN] * tick_s,
         "machine_total_s": sum(ticks) * tick_s,
     }
 
