@@ -29,8 +29,10 @@ test: test-rust test-python
 test-rust: .cache/tools
 	cargo test --workspace --exclude gradlane-py
 
+# Two files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
+TEST_JOBS ?= 2
 test-python: build
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools
