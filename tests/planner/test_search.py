@@ -109,7 +109,7 @@ def test_without_time_the_settings_stay() -> None:
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tensors in one frame are a few events; slices in frames of 64 kB are many."""
+    """Whole tensors in one frame are a few events; slices in frames of 67 kB are many."""
     cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
     monkeypatch.setattr(
         candidates,
@@ -135,8 +135,8 @@ def test_updates_on_servers_are_simulated_as_such() -> None:
 
 
 def test_frames_of_a_simulation_are_counted() -> None:
-    # 250,000 elements in slices of 50,000: 5 of 200 kB, 4 frames each; 3 steps, there and back.
-    expected = 5 * 5 * 4 * 3 * 2 * 3
+    # 250,000 elements in slices of 50,000: 5 of 200 kB, 3 frames each; 3 steps, there and back.
+    expected = 5 * 5 * 3 * 3 * 2 * 3
     assert simulated_frames(SMALL, SLOW, Settings()) == expected
     whole = simulated_frames(SMALL, SLOW, Settings(strategy="kvstore"))
     assert whole == 5 * 4 * 4 * 3 * 2 * 3

@@ -23,14 +23,14 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The defaults for a rank: frames of 64 kB, credit for one, two pieces of work, four slices
+    /// The defaults for a rank: frames of 67 kB, credit for one, two pieces of work, four slices
     /// encoded ahead for each peer, 30 minutes.
     #[must_use]
     pub fn new(rank: Rank) -> EngineOptions {
         EngineOptions {
             rank,
-            frame_bytes: 64 << 10,
-            credit_bytes: 64 << 10,
+            frame_bytes: 66_672,
+            credit_bytes: 66_672,
             work_depth: 2,
             encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),

@@ -74,10 +74,10 @@ pub struct ChannelOptions {
     pub journal: bool,
 }
 
-/// What fills a short send buffer. Smaller frames leave shaped ports idle more often, at less CPU
-/// time over loopback (decision 5).
+/// A third of a slice of 50,000 elements in f32, so that no frame is a small rest (decision 43), and
+/// what fills a short send buffer: smaller frames leave shaped ports idle more often (decision 5).
 const fn default_frame_bytes() -> u32 {
-    65_536
+    66_672
 }
 fn default_credit_bytes() -> u64 {
     default_frame_bytes().into()

@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 /// Ethernet, 0.9564. Plain TCP streams on shaped ports were measured at 0.9555.
 pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0;
 
-/// The send buffer of a connection whose path is short: the kernel doubles the 64 kB that it is asked
+/// The send buffer of a connection whose path is short: the kernel doubles the 72 kB that it is asked
 /// for (`gradlane-net`'s `send_buffer.rs`).
-pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 131_072;
+pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 147_456;
 
 /// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab, and the
 /// only constant that is fitted: `gradlane lab grid --fit`.

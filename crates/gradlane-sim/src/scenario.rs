@@ -269,7 +269,7 @@ pub struct Scenario {
 }
 
 fn default_frame_bytes() -> u32 {
-    65_536
+    66_672
 }
 fn default_work_depth() -> usize {
     2

@@ -33,12 +33,12 @@ VERSION = 1
 WORKERS = 4
 TENSORS = 10
 SMALL_FRAME_BYTES = 8_192
-LARGE_FRAME_BYTES = 65_536
+LARGE_FRAME_BYTES = 66_672
 SMALL_SLICE_ELEMS = 20_000
 LARGE_SLICE_ELEMS = 500_000
 LATENCY_ELEMS = 10_000
 """One frame, and more bytes than are reduced on the I/O thread itself."""
-ASKED_BUFFER_BYTES = 64 << 10
+ASKED_BUFFER_BYTES = 72 << 10
 """What `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
 _PROGRAM = ("-m", "gradlane.lab.calibrate_node")
