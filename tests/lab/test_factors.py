@@ -177,6 +177,13 @@ def test_notes_say_which_node_and_which_owner_carries_most() -> None:
     same = balance_of([(1e6, 1e6)] * 4, [], steps=1)
     assert same["owned_imbalance"] == 1.0
     even = {"strategy": "p3", "balance": same}
-    (note,) = balance_notes([even, {"strategy": "adam", "balance": balance}, {"strategy": "old"}])
+    (note,) = balance_notes(
+        [
+            even,
+            {"strategy": "adam", "balance": balance},
+            {"strategy": "none", "balance": balance},
+            {"strategy": "old"},
+        ]
+    )
     assert note.startswith("adam: node 0 is busiest with 12.0 MB a step one way, 2.00 times")
     assert note.endswith("rank 0 owns 8.0 MB, 4.00 times the mean.")

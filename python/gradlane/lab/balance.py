@@ -61,7 +61,11 @@ def balance_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     Args:
         rows: fields of rows of one workload at one rate.
     """
-    last = {str(row["strategy"]): row.get("balance") or {} for row in rows}
+    last = {
+        str(row["strategy"]): row.get("balance") or {}
+        for row in rows
+        if row["strategy"] != "none"  # Greetings alone are uneven, and nobody minds.
+    }
     notes = []
     for strategy, balance in last.items():
         if max(_of(balance, "port_imbalance"), _of(balance, "owned_imbalance")) < EVEN_BELOW:
