@@ -54,7 +54,7 @@ def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> No
         workers=4,
         ranks_per_node=2,
         rates_bps=[200_000_000],
-        steps=10,
+        steps=20,
         warmup=3,
         profile_path=str(small_profile(tmp_path)),
     )
@@ -71,6 +71,6 @@ def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> No
         cluster = Cluster(4, 2e8, row.strategy, ranks_per_node=2, slice_elems=row.slice_elems)
         (simulated,) = evaluate(profile, [cluster])
         # What ports really carried, beside what the same engines send in virtual time. On a busy
-        # machine some of the first step's bytes leave before it begins.
+        # machine what is cut off at either end is a part of a step: many steps make it small.
         assert simulated.tx_bytes_per_step is not None
-        assert row.tx_bytes_per_step == pytest.approx(simulated.tx_bytes_per_step, rel=0.1)
+        assert row.tx_bytes_per_step == pytest.approx(simulated.tx_bytes_per_step, rel=0.05)
