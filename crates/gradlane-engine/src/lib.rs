@@ -64,7 +64,7 @@ pub use io::{
     BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
 };
 pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
-pub use options::EngineOptions;
+pub use options::{EngineOptions, FRAME_BYTES_DEFAULT};
 pub use plan::{
     check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
 };

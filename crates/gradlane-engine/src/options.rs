@@ -3,6 +3,10 @@
 use core::time::Duration;
 use gradlane_units::Rank;
 
+/// Largest payload of a frame unless something else is asked for: a third of a slice of 50,000
+/// elements in f32, so that no frame is a small rest (`docs/decisions/0043-whole-frames.md`).
+pub const FRAME_BYTES_DEFAULT: u32 = 66_672;
+
 /// What an engine is told once.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
@@ -29,8 +33,8 @@ impl EngineOptions {
     pub fn new(rank: Rank) -> EngineOptions {
         EngineOptions {
             rank,
-            frame_bytes: 66_672,
-            credit_bytes: 66_672,
+            frame_bytes: FRAME_BYTES_DEFAULT,
+            credit_bytes: u64::from(FRAME_BYTES_DEFAULT),
             work_depth: 2,
             encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),

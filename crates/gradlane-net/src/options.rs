@@ -4,6 +4,7 @@
 //! socket is touched.
 
 use crate::error::ChannelError;
+use gradlane_engine::FRAME_BYTES_DEFAULT;
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::Deserialize;
 use std::time::Duration;
@@ -74,10 +75,9 @@ pub struct ChannelOptions {
     pub journal: bool,
 }
 
-/// A third of a slice of 50,000 elements in f32, so that no frame is a small rest (decision 43), and
-/// what fills a short send buffer: smaller frames leave shaped ports idle more often (decision 5).
+/// What fills a short send buffer, too: smaller frames leave shaped ports idle more often (decision 5).
 const fn default_frame_bytes() -> u32 {
-    66_672
+    FRAME_BYTES_DEFAULT
 }
 fn default_credit_bytes() -> u64 {
     default_frame_bytes().into()

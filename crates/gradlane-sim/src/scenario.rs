@@ -8,7 +8,9 @@ use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
 use crate::straggling::Stops;
-use gradlane_engine::{Plan, ReadyRule, Roles, SetRule, Strategy, TensorSpec, Update};
+use gradlane_engine::{
+    Plan, ReadyRule, Roles, SetRule, Strategy, TensorSpec, Update, FRAME_BYTES_DEFAULT,
+};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -269,7 +271,7 @@ pub struct Scenario {
 }
 
 fn default_frame_bytes() -> u32 {
-    66_672
+    FRAME_BYTES_DEFAULT
 }
 fn default_work_depth() -> usize {
     2

@@ -26,6 +26,7 @@ from gradlane.lab.awake import kept_awake
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.option_fields import check_options, on_command_line, option
+from gradlane.options import Options
 from gradlane.whatif.codec_costs import CALIBRATED_CODECS, measured_cost
 
 FORMAT = "gradlane-costs"
@@ -33,7 +34,7 @@ VERSION = 1
 WORKERS = 4
 TENSORS = 10
 SMALL_FRAME_BYTES = 8_192
-LARGE_FRAME_BYTES = 66_672
+LARGE_FRAME_BYTES = Options.frame_bytes
 SMALL_SLICE_ELEMS = 20_000
 LARGE_SLICE_ELEMS = 500_000
 LATENCY_ELEMS = 10_000
