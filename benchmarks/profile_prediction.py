@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from gradlane.lab.options import LabOptions
-from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row
 from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.lab.workloads import REAL_NAMES, build
 from gradlane.profiler import Profile, Recorder
+from gradlane.rates import format_rate, parse_rate
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
 
 WARM_UP_STEPS = 3

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gradlane import cli
+from gradlane.commands import cli
 
 
 def run(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.adapter.nursery import Nursery
@@ -23,6 +24,10 @@ _SOURCES = str(Path(__file__).parent.parent / "python")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if _SOURCES not in sys.path:
     sys.path.insert(0, _SOURCES)
+# How long a machine takes decides no test; where CI is set, hypothesis has a profile that says so.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if "CI" not in os.environ:
+    settings.load_profile("busy")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs this in the background has Ctrl-C ignored, here and in all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from gradlane.cli import app
+from gradlane.commands.cli import app
 
 ROOT = Path(__file__).parent.parent
 CLAIMS = ROOT / "docs" / "claims.md"

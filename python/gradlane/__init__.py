@@ -26,8 +26,8 @@ from gradlane.errors import (
 
 if TYPE_CHECKING:
     from gradlane.profiler.measure import profile
-    from gradlane.session import Session
-    from gradlane.start import init
+    from gradlane.session.session import Session
+    from gradlane.session.start import init
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ _PARTS = ("codecs", "integrations", "jax", "planner", "profiler", "torch")
 def __getattr__(name: str) -> Any:
     """Load what needs torch when it is first asked for."""
     if name in ("init", "Session"):
-        from gradlane import start
+        from gradlane.session import start
 
         return getattr(start, name)
     if name == "profile":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradlane.core import Channel
-from gradlane.table import Entry
+from gradlane.ranks.table import Entry
 
 
 class Carrier(Protocol):

@@ -7,25 +7,27 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradlane import addresses
-from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.core import Channel, CoreModule, Listener, translate_error
-from gradlane.environment import Place
 from gradlane.errors import RendezvousError
 from gradlane.local.layout import agree_on_layout
 from gradlane.local.opening import open_node_channel
 from gradlane.local.rules import OFF
 from gradlane.observability.observer import ModelWatch, Observer
-from gradlane.options import FACTOR_SCHEMES, Options
-from gradlane.rendezvous import Meeting
-from gradlane.serving import Invitation, Invitations
-from gradlane.standstill import Standstill
-from gradlane.stragglers import parse_stragglers
+from gradlane.ranks import addresses
+from gradlane.ranks.environment import Place
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.ranks.serving import Invitation, Invitations
+from gradlane.ranks.standstill import Standstill
+from gradlane.settings.options import FACTOR_SCHEMES, Options
+from gradlane.settings.stragglers import parse_stragglers
 from gradlane.timeline.recorder import Recorder
+
+if TYPE_CHECKING:
+    from gradlane.checkpoints.keeper import Checkpoints
 
 
 @dataclass(frozen=True)

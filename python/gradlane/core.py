@@ -10,7 +10,10 @@ import importlib
 from typing import Protocol, cast
 
 from gradlane.errors import GradlaneError, PeerLost, ProgressTimeout, SessionFailed
-from gradlane.timeline.recorded import CoreRow
+
+CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
+"""((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
+priority), as the core records frames and works."""
 
 
 class Listener(Protocol):

@@ -27,7 +27,7 @@ from gradlane.errors import ArrayRefused, UsageError
 
 if TYPE_CHECKING:
     from gradlane.arrays.memory import HostArray
-    from gradlane.session import Session
+    from gradlane.session.session import Session
 
 __all__ = ["MeanOverRanks", "forward_order"]
 

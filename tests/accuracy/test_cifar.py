@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from gradlane.accuracy import cifar
 from gradlane.accuracy.tasks import CIFAR10, TASKS
-from gradlane.cli import app
+from gradlane.commands.cli import app
 
 
 def write(path: Path, images: int, **change: Any) -> None:

@@ -6,7 +6,6 @@ over real connections take the same turns, and must learn the same.
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from typing import Any
 
@@ -17,10 +16,9 @@ from gradlane.accuracy.tasks import TASKS
 from gradlane.accuracy.training import train
 from gradlane.core import load_core
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 WORKERS, STEPS, SEED = 3, 5, 4
 

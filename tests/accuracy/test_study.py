@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from gradlane.accuracy.schemes import parse_scheme
 from gradlane.accuracy.tasks import CIFAR10, TASKS
 from gradlane.accuracy.timing import step_s, timings
 from gradlane.accuracy.training import evaluation_steps, train
-from gradlane.cli import app
+from gradlane.commands.cli import app
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 
 def gradients(model: nn.Module, workers: int) -> list[list[torch.Tensor]]:

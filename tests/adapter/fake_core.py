@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from gradlane.timeline.recorded import CoreRow
+from gradlane.core import CoreRow
 
 _TORCH_DTYPES = {
     "f32": torch.float32,

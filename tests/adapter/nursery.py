@@ -122,7 +122,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch._dynamo
 
-    import gradlane.start
+    import gradlane.session.start
 
     del torch, gradlane
     answers = threading.Lock()

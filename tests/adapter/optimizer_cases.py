@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradlane.optimizers import WAYS
+from gradlane.adapter.optimizers import WAYS
 
 Parameters = Iterable[torch.nn.Parameter]
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradlane.table import Entry
+from gradlane.ranks.table import Entry
 
 PATIENCE_S = 30.0
 OUT_S_MAX = 0.003

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.codec_choice import CodedTensor, check_codecs, choose_codecs, codec_rules
 from gradlane.core import load_core
+from gradlane.settings.codec_choice import CodedTensor, check_codecs, choose_codecs, codec_rules
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import same_bits, snapshot
 

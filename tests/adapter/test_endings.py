@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -15,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.adapter.nursery import ROOT, SOURCES, Nursery, free_port
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 WORLD_SIZE = 3
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from gradlane.optimizers import WAYS, steps_per_parameter
-from gradlane.updates import DeferredUpdate
+from gradlane.adapter.optimizers import WAYS, steps_per_parameter
+from gradlane.adapter.updates import DeferredUpdate
 from tests.adapter import optimizer_cases
 from tests.adapter.fake_core import FakeCore
 from tests.adapter.models import seeded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.adapter.pool import FirstRanks, RankPool
 from tests.adapter.ranks import run_ranks
 from tests.adapter.reference import same_bits, snapshot, train_reference
 from tests.adapter.test_training import awkward_loss, batch
+from tests.built import needs_core
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -289,17 +289,12 @@ def test_frozen_parameters_keep_their_state_at_home() -> None:
     assert [state["state"][index]["step"].item() for index in (0, 1)] == [1.0, 2.0]
 
 
-compiled = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
-
-
 @pytest.fixture
 def pool(pool: RankPool) -> FirstRanks:
     return FirstRanks(pool, 3)
 
 
-@compiled
+@needs_core
 @pytest.mark.parametrize(
     ("model_name", "kind"),
     [("cnn", "AdamW"), ("cnn", "SGD"), ("awkward", "Adam"), ("bf16", "Adam"), ("f16", "SGD")],
@@ -344,7 +339,7 @@ def test_processes_resume_in_any_layout(
         assert len({(one["model"], one["state"]) for one in resumed}) == 1
 
 
-@compiled
+@needs_core
 def test_processes_gather_slices_of_many_frames(pool: FirstRanks, tmp_path: Path) -> None:
     file = str(tmp_path / "checkpoint.pt")
     common: dict[str, Any] = {"model_name": "wide", "kind": "AdamW", "update": "server"}
@@ -358,7 +353,7 @@ def test_processes_gather_slices_of_many_frames(pool: FirstRanks, tmp_path: Path
         assert (one["model"], one["state"]) == (whole[0]["model"], whole[0]["state"])
 
 
-@compiled
+@needs_core
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_processes_go_over_between_workers_and_servers(
     pool: FirstRanks, tmp_path: Path, kind: str
@@ -374,7 +369,7 @@ def test_processes_go_over_between_workers_and_servers(
         assert len({(one["model"], one["state"]) for one in after}) == 1
 
 
-@compiled
+@needs_core
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -434,7 +429,7 @@ def exact_adam(parameter: Any, gradients: list[Any], options: dict[str, Any]) ->
     return parameter, mean, square
 
 
-@compiled
+@needs_core
 @pytest.mark.parametrize(
     ("kind", "betas"), [("Adam", (0.9, 0.999)), ("Adam", (0.3, 0.9)), ("AdamW", (0.85, 0.99))]
 )

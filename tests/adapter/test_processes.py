@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from tests.adapter import scenarios
 from tests.adapter.loops import LOOPS
 from tests.adapter.pool import RankPool
 from tests.adapter.reference import run_reference, train_reference
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
-from gradlane.steps import Steps
+from gradlane.adapter.steps import Steps
 from tests.adapter.fake_core import FakeCore, World
 from tests.adapter.models import Attention, seeded
 from tests.adapter.ranks import run_ranks

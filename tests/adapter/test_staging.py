@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane import staging
-from gradlane.staging import StagedCarrier
-from gradlane.table import build_table
+from gradlane.adapter import staging
+from gradlane.adapter.staging import StagedCarrier
+from gradlane.ranks.table import build_table
 from tests.adapter import scenarios
 from tests.adapter.models import Attention, SmallCnn, seeded
 from tests.adapter.pool import RankPool

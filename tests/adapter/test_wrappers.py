@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.adapter.nursery import ROOT, Nursery, free_port
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 
 def learned(nursery: Nursery, folder: Path, example: str, engine: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -13,10 +11,8 @@ from gradlane.arrays.memory import borrow, dtype_name, make_slot
 from gradlane.errors import ArrayRefused
 from tests.adapter.pool import FirstRanks, RankPool
 from tests.arrays.scenarios import says_whether_writable
+from tests.built import needs_core
 
-built = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
 HERE = "tests.arrays.scenarios"
 
 
@@ -25,7 +21,7 @@ def three(pool: RankPool) -> FirstRanks:
     return FirstRanks(pool, 3)
 
 
-@built
+@needs_core
 def test_means_equal_those_of_a_prepared_model(three: FirstRanks) -> None:
     of_torch = three.run(f"{HERE}:means_of_torch")
     of_arrays = three.run(f"{HERE}:means_of_arrays")
@@ -37,7 +33,7 @@ def test_means_equal_those_of_a_prepared_model(three: FirstRanks) -> None:
     assert of_arrays[0]["m"]["tx_bytes"] > 0
 
 
-@built
+@needs_core
 def test_values_are_spread_and_absent_ones_count_as_zeros(three: FirstRanks) -> None:
     for rank, found in enumerate(three.run(f"{HERE}:spread_and_absent")):
         assert found["spread"] == [[10.0, 10.0], [0.0, 0.0, 0.0]]
@@ -47,7 +43,7 @@ def test_values_are_spread_and_absent_ones_count_as_zeros(three: FirstRanks) -> 
         assert found["unwaited"] == [1.0, 1.0, 1.0]
 
 
-@built
+@needs_core
 def test_what_does_not_fit_is_refused_and_the_session_goes_on(three: FirstRanks) -> None:
     for said in three.run(f"{HERE}:refused", ranks=2):
         kinds = [line.partition(":")[0] for line in said[:8]]
@@ -61,26 +57,26 @@ def test_what_does_not_fit_is_refused_and_the_session_goes_on(three: FirstRanks)
         assert said[14] == "[0.5, 0.5]"
 
 
-@built
+@needs_core
 def test_different_arrays_are_named_on_every_rank(three: FirstRanks) -> None:
     for error in three.run(f"{HERE}:differing", ranks=2):
         assert "'w') has shape [2, 2] on rank 0" in error
 
 
-@built
+@needs_core
 def test_a_lost_rank_is_named_again_and_again(three: FirstRanks) -> None:
     said = three.run(f"{HERE}:lost", ranks=2)[0].split(" | ")
     assert [line[:17] for line in said[:2]] == ["1 1 rank 1 gave u"] * 2
     assert said[2] == "close"
 
 
-@built
+@needs_core
 def test_arrays_beside_a_model(three: FirstRanks) -> None:
     means = three.run(f"{HERE}:beside_a_model")
     assert means[0] == means[1] == means[2]
 
 
-@built
+@needs_core
 def test_a_close_in_mid_step_counts_as_zeros(three: FirstRanks) -> None:
     means = three.run(f"{HERE}:ended_in_mid_step", ranks=2)
     assert means[0] == [[4.0], [2.0]]

@@ -4,7 +4,6 @@ of both. An example whose framework is not installed is skipped.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.adapter.nursery import ROOT, SOURCES, free_port
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 
 def run(arguments: list[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.browser import needs_browser, probe
+from tests.built import needs_core
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from gradlane.checkpoints.folder import newest
 from gradlane.core import load_core
 from gradlane.errors import CheckpointError, UsageError
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 from tests.checkpoints.kills import check_kills
 from tests.checkpoints.training import Model, train
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 LAST = 12
 

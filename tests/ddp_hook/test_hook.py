@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
 
 import gradlane.torch
-from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import Codec
 from gradlane.lab.strategy import parse_strategies, parse_strategy
+from gradlane.settings.codec_choice import smallest_encoded
 from gradlane.torch.layout import Part, cut
 from gradlane.torch.parameters import Parameters
 from gradlane.torch.residuals import Residuals
 from tests.adapter.pool import FirstRanks, RankPool
+from tests.built import needs_core
 from tests.ddp_hook.scenarios import emulate, make_model
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 SCENARIOS = "tests.ddp_hook.scenarios"
 SPECS = ("qsgd:bits=8", "qsgd:bits=4,residual=on", "topk:ratio=0.05", "dgc:ratio=0.05", "bf16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from gradlane.profiler import Recorder
 from tests.adapter.fake_core import FakeCore
 from tests.adapter.pool import RankPool
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 from tests.factors import sessions
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 MODULE = "tests.factors.sessions"
 CLASSIFIER = ("plain", "clipped", "accumulated", "only_accumulated", "twice", "autocast")
 CLASSIFIER_MORE = (

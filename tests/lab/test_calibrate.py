@@ -19,14 +19,9 @@ from gradlane.lab.calibrate import (
 )
 from gradlane.lab.calibrate_table import print_constants
 from gradlane.lab.display import wide_console
-from gradlane.lab.privilege import why_no_namespaces
 from gradlane.whatif.codec_costs import CALIBRATED_CODECS
 from gradlane.whatif.costs import HOST_CONSTANTS, read_costs
-
-REASON = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(
-    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
-)
+from tests.namespaces import needs_namespaces
 
 
 def test_two_costs_are_told_apart() -> None:

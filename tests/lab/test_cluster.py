@@ -24,15 +24,11 @@ from hypothesis import strategies as st
 from gradlane.lab.counters import TrafficRecord, TrafficSampler
 from gradlane.lab.errors import LabError, RankError
 from gradlane.lab.namespaces import CONGESTION_CONTROL, INTERFACE, Cluster
-from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.shaping import PortShape
+from tests.namespaces import needs_namespaces
 from tests.waiting import eventually
 
-REASON = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(
-    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
-)
 RATE_BPS = 200_000_000
 
 FAKE_RANK = textwrap.dedent(

@@ -12,7 +12,8 @@ from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies
 from gradlane.lab.workloads import build
 from gradlane.lab.workloads.replay import ReplayWorkload
-from tests.lab.test_run import needs_namespaces, profile
+from tests.lab.test_run import profile
+from tests.namespaces import needs_namespaces
 
 __all__ = ["profile"]
 

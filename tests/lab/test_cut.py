@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import pytest
-
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.nursery import running_nursery
-from gradlane.lab.privilege import why_no_namespaces
 from tests.adapter.nursery import SOURCES
+from tests.namespaces import needs_namespaces
 
-REASON = why_no_namespaces()
 RANKS = 3
 CUT = 2
 """The rank whose cable is pulled."""
@@ -20,7 +17,7 @@ ENDS_WITHIN_S = 60.0
 """Many times the program's silence timeout of 3 s: nothing may wait for ever."""
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"network namespaces cannot be made here: {REASON}")
+@needs_namespaces
 def test_a_pulled_cable_is_named_on_every_rank(tmp_path: Path) -> None:
     with Cluster(RANKS, 200_000_000) as cluster, contextlib.ExitStack() as ending:
         children = []

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from gradlane.architectures.timings import TensorTiming
 from gradlane.core import load_core
 from gradlane.factors.choice import Factored
 from gradlane.lab.balance import balance_notes, balance_of
-from gradlane.lab.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.options import LabOptions
 from gradlane.lab.strategy import parse_strategies
-from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.table import extra_entry
+from gradlane.ranks.table import extra_entry
+from gradlane.whatif.bound import answer_owners, bound_step_s, port_bytes
 from tests.adapter.pool import RankPool
+from tests.built import needs_core
 
 MODULE = "tests.lab.factor_ranks"
 
@@ -30,9 +30,7 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+@needs_core
 def test_a_replay_sends_factors_of_the_real_sizes_and_is_checked(pool: RankPool) -> None:
     # GoogLeNet: its classifier of 1024 x 1000 has 32 rows a rank, and two ranks are few.
     rule, plain = (
@@ -52,9 +50,7 @@ def test_a_replay_sends_factors_of_the_real_sizes_and_is_checked(pool: RankPool)
     assert rule[0]["sent"] == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+@needs_core
 def test_a_replay_whose_factors_go_to_one_rank(pool: RankPool) -> None:
     """The owner sends the whole, the other rank its factors, and both have the same parameters."""
     found = pool.run(f"{MODULE}:replay", model="googlenet", rule="", steps=3, scheme="adam")
@@ -73,9 +69,7 @@ def test_a_replay_whose_factors_go_to_one_rank(pool: RankPool) -> None:
     assert found[0]["served"][0] > found[1]["served"][0] + 2 * whole
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+@needs_core
 @pytest.mark.parametrize("servers", [4, 3, 1])
 def test_the_bound_knows_who_answers_for_which_tensor(servers: int) -> None:
     shapes = [(100, 30), (7, 9), (60, 61), (100, 31), (3, 3), (41, 5)]

@@ -20,7 +20,7 @@ from gradlane.lab.cells import (
     with_compute_times,
 )
 from gradlane.lab.grid import CELLS, cells_of, in_grid_order
-from gradlane.whatif.prediction_grid import auto_table
+from gradlane.lab.prediction_grid import auto_table
 from tests.made_rows import Machine, made_row
 
 

@@ -6,17 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.bound import port_bytes
 from gradlane.lab.options import LabOptions
-from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies
+from gradlane.whatif.bound import port_bytes
 from gradlane.whatif.grid import evaluate
 from gradlane.whatif.profiles import read_profile
 from gradlane.whatif.simulation import Cluster
 from tests.lab.test_run import small_profile
+from tests.namespaces import needs_namespaces
 
-REASON = why_no_namespaces()
+
+def two_nodes(strategies: str, folder: Path) -> LabOptions:
+    """A small network on two nodes of two ranks."""
+    return LabOptions(
+        workload="resnet50",
+        strategies=parse_strategies(strategies),
+        workers=4,
+        ranks_per_node=2,
+        rates_bps=[200_000_000],
+        steps=20,
+        warmup=3,
+        profile_path=str(small_profile(folder)),
+    )
 
 
 def test_port_bytes_where_ranks_share_a_port() -> None:
@@ -46,18 +58,31 @@ def test_nodes_that_cannot_be(workers: int, each: int, strategies: str, words: s
         )
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"network namespaces cannot be made here: {REASON}")
+def test_ranks_that_share_their_sums_take_no_codec() -> None:
+    with pytest.raises(ValueError, match="strategy hierarchical-shared takes no codec"):
+        LabOptions(
+            workload="resnet50",
+            strategies=parse_strategies("hierarchical,hierarchical-shared"),
+            workers=4,
+            ranks_per_node=2,
+            codec="qsgd:bits=8",
+        )
+
+
+@needs_namespaces
+def test_nodes_that_add_up_by_collectives_send_as_little(tmp_path: Path) -> None:
+    options = two_nodes("hierarchical:collective,hierarchical-shared:collective", tmp_path)
+    led, shared = run_lab(options)
+    for row in (led, shared):
+        assert row.params_equal and row.verified_tensors > 0
+        assert row.expected_tx_bytes is not None
+        assert row.tx_bytes_per_step == pytest.approx(row.expected_tx_bytes, rel=0.2)
+    assert led.param_digest == shared.param_digest
+
+
+@needs_namespaces
 def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> None:
-    options = LabOptions(
-        workload="resnet50",
-        strategies=parse_strategies("p3,hierarchical,hierarchical-shared"),
-        workers=4,
-        ranks_per_node=2,
-        rates_bps=[200_000_000],
-        steps=20,
-        warmup=3,
-        profile_path=str(small_profile(tmp_path)),
-    )
+    options = two_nodes("p3,hierarchical,hierarchical-shared", tmp_path)
     flat, led, shared = run_lab(options)
     assert flat.params_equal and led.params_equal
     assert led.verified_tensors > 0

@@ -24,12 +24,8 @@ import pytest
 from gradlane.lab.cells import read_rows, save_rows, write_failure
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.folder import PresetFolder
-from gradlane.lab.privilege import why_no_namespaces
+from tests.namespaces import needs_namespaces
 
-REASON = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(
-    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
-)
 UNPRIVILEGED = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
 WORKERS = 2
 COMMAND = ["--workload", "resnet50", "--rate", "4gbit", "--strategy", "p3", "--steps", "500"]

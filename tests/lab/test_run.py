@@ -16,21 +16,17 @@ import pytest
 from gradlane.lab.errors import RankError
 from gradlane.lab.options import LabOptions
 from gradlane.lab.presets.activity import activity_of
-from gradlane.lab.privilege import why_no_namespaces
-from gradlane.lab.rates import format_rate, parse_rate
 from gradlane.lab.results import Row, save_rows, summarize
 from gradlane.lab.run import run_lab
 from gradlane.lab.straggler_notes import loss_over_time, loss_table
-from gradlane.lab.straggling import parse_straggler
 from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planner.settings import LEARNING_STEPS
+from gradlane.rates import format_rate, parse_rate
 from gradlane.timeline.checks import check_events
 from gradlane.timeline.chrome import read_chrome, to_chrome
-
-REASON = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(
-    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
-)
+from gradlane.whatif.straggler import parse_straggler
+from tests.built import needs_core
+from tests.namespaces import needs_namespaces
 
 
 @pytest.mark.parametrize(
@@ -295,6 +291,7 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
 OTHERS = "p3,slicing,ring,asgd,auto:any-rounding"
 
 
+@needs_core
 @needs_namespaces
 @pytest.mark.timeout(180)
 def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile: Path) -> None:
@@ -304,7 +301,6 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
     it may; of `asgd` nothing is known but that all end with the same. With `auto` the steps in
     which a plan is found are none of the measured ones.
     """
-    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
     in_rank_order = "ddp-gather,p3,slicing,wfbp,kvstore,deferred-pull"
     rows = {}
     for slice_elems, names in ((None, f"{in_rank_order},auto"), (777, OTHERS)):
@@ -337,11 +333,11 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
     assert "plan" not in fixed.metrics
 
 
+@needs_core
 @needs_namespaces
 @pytest.mark.timeout(180)
 def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
     """Who is late is up to the machine; digests, counts and losses of all steps are not."""
-    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
     rules = "wait,drop,backup=1:carry"
     options = LabOptions(
         workload="digits-cnn",
@@ -372,10 +368,10 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
     assert losses == rows["p3/drop"].loss[2:]
 
 
+@needs_core
 @needs_namespaces
 @pytest.mark.timeout(180)
 def test_servers_on_nodes_of_their_own_learn_the_same() -> None:
-    pytest.importorskip("gradlane._core", reason="the compiled core is not built")
     options = LabOptions(
         workload="digits-cnn",
         strategies=parse_strategies("none,ddp-gather,p3,wfbp"),

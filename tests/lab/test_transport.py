@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.lab.privilege import why_no_namespaces
 from gradlane.lab.transport import (
     URGENT_PER_STEP,
     TransportOptions,
@@ -29,11 +28,7 @@ from gradlane.lab.transport_trace import (
     frames_ahead_limit,
     urgent_slices,
 )
-
-REASON = why_no_namespaces()
-needs_namespaces = pytest.mark.skipif(
-    REASON is not None, reason=f"network namespaces cannot be made here: {REASON}"
-)
+from tests.namespaces import needs_namespaces
 
 SEND_TURN_BYTES = 1 << 20
 """What the core's I/O thread sends before it listens again, for each socket it heard from."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
 from tests.adapter.pool import RankPool
+from tests.built import needs_core
 from tests.local.killing import check_that_all_hear
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 HERE = "tests.local.scenarios"
 
 

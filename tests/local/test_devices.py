@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from gradlane.environment import Place
 from gradlane.local.devices import ON_HOST, Sums, agree_on_sums, why_not, why_not_unasked
 from gradlane.local.layout import Layout
 from gradlane.local.rules import check_sums
-from gradlane.options import Options
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.environment import Place
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.options import Options
 
 
 def word(device: str, accelerator: str = "", backends: tuple[str, ...] = ("gloo", "nccl")) -> Any:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from gradlane.environment import Place, find_local_size
 from gradlane.errors import RanksDiffer
 from gradlane.local.failure import Failure, from_between_nodes, marked
 from gradlane.local.layout import Layout, agree_on_layout
 from gradlane.local.shares import ELEMENT_BYTES, cut, memory_bytes, rows_of
 from gradlane.local.sums import local_mean
-from gradlane.options import Options
-from gradlane.rendezvous import Meeting, node_name
+from gradlane.ranks.environment import Place, find_local_size
+from gradlane.ranks.rendezvous import Meeting, node_name
+from gradlane.settings.options import Options
 from tests.adapter.fake_core import FakeCore
 
 ROWS = st.lists(

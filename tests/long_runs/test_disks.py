@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -16,12 +15,9 @@ from gradlane.checkpoints.folder import commit, folder_of, newest, prune, withdr
 from gradlane.checkpoints.shard import Piece, write_shard
 from gradlane.core import load_core
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 from tests.checkpoints.training import train
 from tests.waiting import eventually
-
-needs_core = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
 
 
 @pytest.fixture

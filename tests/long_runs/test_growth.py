@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import pytest
 from benchmarks.endurance import CASES, MEASURES, growth, verdict
 
 from tests.adapter.pool import RankPool
-
-needs_core = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+from tests.built import needs_core
 
 
 @needs_core

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,13 +16,11 @@ from torch import nn
 import gradlane
 from gradlane.core import load_core
 from gradlane.errors import PeerLost, ProgressTimeout
-from gradlane.patience import Patience
+from gradlane.ranks.patience import Patience
 from tests.adapter.pool import RankPool
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 
-needs_core = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
 SOURCES = Path(gradlane.__file__).parent
 _APART = ("lab", "accuracy", "reproduce", "report", "profiler", "planner", "whatif", "timeline")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gradlane.environment import is_wanted
 from gradlane.observability.metrics import Metrics, StepTimes, metrics_of
 from gradlane.observability.summary import late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog
+from gradlane.ranks.environment import is_wanted
 from tests.observability.test_metrics import late, reading, wait
 
 STEPS: StepTimes = {

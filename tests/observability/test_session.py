@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import threading
@@ -22,12 +21,11 @@ from gradlane.errors import SessionClosed
 from gradlane.observability.metrics import Metrics, waited_s
 from tests.adapter.models import seeded
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 from tests.observability.test_prometheus import parsed
 from tests.observability.test_reports import Writer
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 STEPS = 6
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 
 from gradlane.errors import GradlaneError
-from gradlane.planner import learning, streams
+from gradlane.planner import learning
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.probe import streams
 from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
 
 OTHER = Settings("slicing", slice_elems=700, frame_bytes=4096, send_buffer_bytes=100_000)

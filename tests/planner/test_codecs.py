@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-from gradlane.codec_choice import RAW
 from gradlane.planner.candidates import TIE
 from gradlane.planner.reasons import reason_of
 from gradlane.planner.search import search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s
+from gradlane.settings.codec_choice import RAW
 from gradlane.whatif.profiles import Profile, ProfileTensor
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 EIGHT = "qsgd:bits=8"
 
 

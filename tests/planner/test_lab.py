@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from gradlane.lab.options import LabOptions
+from gradlane.lab.prediction import can_predict
 from gradlane.lab.strategy import parse_strategies, parse_strategy
 from gradlane.planner.settings import LEARNING_STEPS
-from gradlane.whatif.prediction import can_predict
 
 
 def test_auto_is_a_strategy_that_learns_first() -> None:

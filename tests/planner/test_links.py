@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.planner.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
-from gradlane.planner.streams import Node
+from gradlane.probe.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
+from gradlane.probe.streams import Node
 from tests.adapter.nursery import free_port
 from tests.adapter.pool import FirstRanks
-from tests.adapter.test_launchers import run_all
+from tests.ranks.test_launchers import run_all
 
 MODULE = "tests.planner.scenarios"
 

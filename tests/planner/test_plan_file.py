@@ -12,7 +12,7 @@ import pytest
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.planner.settings import ClusterFacts, Settings
-from tests.planner.test_search import SMALL
+from tests.whatif.small import SMALL
 
 FACTS = ClusterFacts(workers=4, rate_bps=2e8, latency_s=0.001)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,18 +10,16 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store
 
-from gradlane.options import Options, strategy_of
 from gradlane.planner import Coordinator, Plan
 from gradlane.planner.plan import PlanError, parse_plan
 from gradlane.planner.search import search
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.settings.options import Options, strategy_of
 from gradlane.whatif.profiles import Profile, ProfileTensor
 from tests.adapter.pool import FirstRanks
 from tests.adapter.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
+from tests.built import needs_core
 
-needs_core = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
 HERE = "tests.planner.test_ring"
 FACTS = ClusterFacts(workers=3, rate_bps=1e9)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gradlane.options import Options
 from gradlane.planner.candidates import TIE, Candidate, Simulated
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan, parse_plan
@@ -17,6 +16,7 @@ from gradlane.planner.scheme_search import Allowed, choose_schemes
 from gradlane.planner.search import search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s
+from gradlane.settings.options import Options
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile, ProfileTensor, synthetic_profile, write_profile
 from tests.command_line import run

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradlane import cli
-from gradlane.options import Options
+from gradlane.commands import cli
 from gradlane.planner import candidates
 from gradlane.planner.candidates import TIE
 from gradlane.planner.coordinator import Coordinator
@@ -17,18 +16,10 @@ from gradlane.planner.reasons import reason_of
 from gradlane.planner.search import Choice, Tried, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
-from gradlane.whatif.profiles import Profile, ProfileTensor, write_profile
+from gradlane.settings.options import Options
+from gradlane.whatif.profiles import write_profile
+from tests.whatif.small import SMALL
 
-SMALL = Profile(
-    "small",
-    16,
-    0.1,
-    0.3,
-    tuple(
-        ProfileTensor(f"layer{i}.weight", (250, 1000), "f32", 0.02 * i, 0.3 - 0.03 * i)
-        for i in range(5)
-    ),
-)
 SLOW = ClusterFacts(workers=4, rate_bps=2e8)
 
 

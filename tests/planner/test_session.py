@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
 from tests.adapter.pool import FirstRanks
+from tests.built import needs_core
 from tests.planner.scenarios import OTHER
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 FACTS = ClusterFacts(3, 1e9)
 MODULE = "tests.planner.scenarios"

@@ -11,7 +11,7 @@ import pytest
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from gradlane import cli
+from gradlane.commands import cli
 from gradlane.profiler import Profile, ProfileError
 from gradlane.profiler.script import Found, run_script
 

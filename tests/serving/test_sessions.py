@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -14,14 +13,13 @@ from typing import Any
 import pytest
 
 import gradlane
-from gradlane.environment import Place
-from gradlane.options import Options
+from gradlane.ranks.environment import Place
+from gradlane.settings.options import Options
 from tests.adapter.nursery import Nursery, free_port
 from tests.adapter.pool import RankPool
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 MODULE = "tests.serving.sessions"
 RUNS: list[dict[str, Any]] = [
     {},

@@ -14,17 +14,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gradlane.carrying import Carrying
+from gradlane.adapter.carrying import Carrying
+from gradlane.adapter.step_state import Phase
+from gradlane.adapter.steps import Steps
 from gradlane.errors import UsageError
-from gradlane.lab.straggling import Bursts, StragglerSpec, parse_straggler
+from gradlane.lab.straggling import Bursts
 from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.observability.metrics import StepTimes, metrics_of
 from gradlane.observability.summary import summary_line
-from gradlane.options import Options
-from gradlane.pace import at_pace
-from gradlane.step_state import Phase
-from gradlane.steps import Steps
-from gradlane.stragglers import StragglerRule, check_schemes, parse_stragglers
+from gradlane.session.pace import at_pace
+from gradlane.settings.options import Options
+from gradlane.settings.stragglers import StragglerRule, check_schemes, parse_stragglers
+from gradlane.whatif.straggler import StragglerSpec, parse_straggler
 
 
 def test_rules_are_read_and_given_to_the_core() -> None:

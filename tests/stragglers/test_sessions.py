@@ -6,16 +6,14 @@ parameter has to be what just these gradients make of it.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
 from tests.adapter.pool import RankPool
+from tests.built import needs_core
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 MODULE = "tests.stragglers.sessions"
 
 

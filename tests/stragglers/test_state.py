@@ -6,7 +6,6 @@ that was ever given is in the parameters, in residuals or carried on, whoever wa
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +21,12 @@ from gradlane.core import load_core
 from gradlane.errors import GradlaneError
 from gradlane.planner import learning
 from tests.adapter.ranks import run_ranks
+from tests.built import needs_core
 from tests.checkpoints.kills import check_kills
 from tests.checkpoints.training import train
 from tests.planner.scenarios import OTHER, Decided
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gradlane._core") is None, reason="the compiled core is not built"
-)
+pytestmark = needs_core
 
 LR = 0.5
 SHAPE = (40, 30)

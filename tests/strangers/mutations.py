@@ -16,7 +16,9 @@ from unittest import mock
 
 import torch
 
-from gradlane import carrier, exchange, gradients, guard, hooks, steps, updates, waiting
+from gradlane import carrier
+from gradlane.adapter import exchange, guard, hooks, steps, updates, waiting
+from gradlane.modules import gradients
 from tests.strangers import reluctant_core
 from tests.strangers.generate import generate
 from tests.strangers.verdict import Verdict, judge

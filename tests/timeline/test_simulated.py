@@ -13,20 +13,10 @@ from gradlane.timeline.simulated import simulated_timeline
 from gradlane.timeline.spans import SENT, Timeline
 from gradlane.timeline.step import view_of_step
 from gradlane.whatif.pictures import PICTURES_MAX, pictured
-from gradlane.whatif.profiles import Profile, ProfileTensor
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
 from tests.command_line import run
+from tests.whatif.small import SMALL
 
-SMALL = Profile(
-    "small",
-    16,
-    0.1,
-    0.3,
-    tuple(
-        ProfileTensor(f"layer{i}.weight", (250, 1000), "f32", 0.02 * i, 0.3 - 0.03 * i)
-        for i in range(5)
-    ),
-)
 NUMBERS = {tensor.name: number for number, tensor in enumerate(SMALL.tensors)}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gradlane.lab.codec_error import largest_error, mean_error
-from gradlane.options import Options
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import PlanError, parse_plan, read_plan
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.settings.options import Options
 from gradlane.whatif.codec_costs import USUAL, CodecCost, cost_of, measured_cost
 from gradlane.whatif.costs import CostsError, MachineCosts, read_costs
 from gradlane.whatif.grid import clusters_of, evaluate

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.bound import port_bytes
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan, parse_plan
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.whatif.advice import answers_of, needs_of, text_of_needs
+from gradlane.whatif.bound import port_bytes
 from gradlane.whatif.grid import Row, clusters_of, evaluate
 from gradlane.whatif.profiles import Profile, synthetic_profile
 from gradlane.whatif.simulation import Cluster, scenario_of

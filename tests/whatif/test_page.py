@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.report import report_from_whatif
 from gradlane.whatif.command import run_whatif
+from gradlane.whatif.page import report_from_whatif
 from gradlane.whatif.profiles import synthetic_profile
 from gradlane.whatif.simulation import Cluster
 from tests.browser import needs_browser, probe

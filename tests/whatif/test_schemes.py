@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradlane.planner.layers import factors_of, layers_of, schemes_by_rule, simulated_schemes
+from gradlane.schemes.layers import factors_of, layers_of, schemes_by_rule, simulated_schemes
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import clusters_of, evaluate
 from gradlane.whatif.profiles import Profile, ProfileTensor, synthetic_profile, write_profile

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.planner.hybrid import Node, hybrid_step
 from gradlane.planner.plan import Plan, read_plan
-from gradlane.planner.schemes import Counts, Layer, costs_of
 from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.server_places import parse_servers
+from gradlane.ranks.server_places import parse_servers
+from gradlane.schemes.costs import Counts, Layer, costs_of
+from gradlane.schemes.hybrid import Node, hybrid_step
 from gradlane.whatif.grid import Row, evaluate
 from gradlane.whatif.profiles import synthetic_profile
 from gradlane.whatif.simulation import Cluster

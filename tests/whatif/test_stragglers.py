@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.codec_choice import RAW
-from gradlane.lab.straggling import StragglerSpec
 from gradlane.profiler.contents import Profile, ProfileTensor
+from gradlane.settings.codec_choice import RAW
 from gradlane.whatif.grid import Row, clusters_of, evaluate
 from gradlane.whatif.simulation import Cluster, scenario_of
+from gradlane.whatif.straggler import StragglerSpec
 from tests.command_line import run
 
 SPEC = StragglerSpec(rank=3, share=0.1, burst_s=0.04)

@@ -22,21 +22,12 @@ from gradlane.whatif.lists import (
     parse_workers,
     read_additions,
 )
-from gradlane.whatif.profiles import Profile, ProfileTensor, read_profile, synthetic_profile
+from gradlane.whatif.profiles import Profile, read_profile, synthetic_profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
 from tests.command_line import run
+from tests.whatif.small import SMALL
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
-SMALL = Profile(
-    "small",
-    16,
-    0.1,
-    0.3,
-    tuple(
-        ProfileTensor(f"layer{i}.weight", (250, 1000), "f32", 0.02 * i, 0.3 - 0.03 * i)
-        for i in range(5)
-    ),
-)
 
 
 def grid(profile: Profile, **changes: Any) -> list[Row]:

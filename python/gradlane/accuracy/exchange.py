@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import BROADCAST, Codec
+from gradlane.settings.codec_choice import smallest_encoded
 
 SLICE_ELEMS = 50_000
 """Elements of a slice: the default of `p3`."""

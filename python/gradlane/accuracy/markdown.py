@@ -10,7 +10,7 @@ from gradlane.accuracy.findings import Row, Spread, distinct, select
 from gradlane.accuracy.schemes import FULL_PRECISION
 from gradlane.accuracy.study import ALL, BUCKETS, CONVOLUTIONS, RATES_BPS, STUDIED_CLOSELY
 from gradlane.accuracy.tasks import TASKS
-from gradlane.lab.rates import format_rate
+from gradlane.rates import format_rate
 
 FEW_SAVED = 0.5
 """Of the saving on the best task: less on another is worth a sentence."""

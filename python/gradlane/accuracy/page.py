@@ -13,7 +13,7 @@ from gradlane.accuracy.findings import Row, distinct, select
 from gradlane.accuracy.markdown import Lines, buckets_table, convolutions_table, main_table
 from gradlane.accuracy.study import ALL, RATES_BPS
 from gradlane.accuracy.tasks import TASKS
-from gradlane.lab.rates import format_rate
+from gradlane.rates import format_rate
 from gradlane.report.page import Block, Paragraph, Section, Table, measured_here, write_report
 from gradlane.report.plots import Plot
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from gradlane.accuracy.tasks import TASKS
-from gradlane.lab.bound import bound_step_s
-from gradlane.lab.workloads.contract import Stage, TensorTiming, timings_of
+from gradlane.architectures.timings import Stage, TensorTiming, timings_of
+from gradlane.whatif.bound import bound_step_s
 
 GOODPUT_SHARE = 0.956
 """Payload of a port's bits: 1448 of 1514 bytes of a packet."""

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gradlane.arrays.memory import Loan, Slot, borrow, landing, scratch
-from gradlane.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.connection import Surroundings, open_channel, say_goodbye
 from gradlane.core import translate_error
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed, UsageError
-from gradlane.pauses import PAUSE
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.pauses import PAUSE
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 
 
 class ArrayExchange:

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradlane.arrays.dlpack import HOST_DEVICES, DlpackView, device_name, read_dlpack
-from gradlane.codec_choice import CodedTensor
 from gradlane.errors import ArrayRefused
+from gradlane.settings.codec_choice import CodedTensor
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of NumPy's, of any shape and dtype."""

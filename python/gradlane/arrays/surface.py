@@ -11,7 +11,7 @@ from gradlane.errors import UsageError
 
 if TYPE_CHECKING:
     from gradlane.connection import Surroundings
-    from gradlane.rendezvous import Meeting
+    from gradlane.ranks.rendezvous import Meeting
 
 
 class SessionArrays:

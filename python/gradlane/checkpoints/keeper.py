@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradlane.adapter.residual_state import MEAN_OF
 from gradlane.checkpoints.folder import (
     Manifest,
     check_files,
@@ -33,14 +34,13 @@ from gradlane.checkpoints.folder import (
 )
 from gradlane.checkpoints.shard import Piece, read_shard, write_shard
 from gradlane.checkpoints.tree import Leaf, assemble, leaves, pieces_of, put_together, take_apart
-from gradlane.environment import Place
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
-from gradlane.patience import Patience
-from gradlane.rendezvous import Meeting
-from gradlane.residual_state import MEAN_OF
+from gradlane.ranks.environment import Place
+from gradlane.ranks.patience import Patience
+from gradlane.ranks.rendezvous import Meeting
 
 if TYPE_CHECKING:
-    from gradlane.prepared import Prepared
+    from gradlane.adapter.prepared import Prepared
 
 _STRUCTURE = "structure"
 _POLL_S = 0.02

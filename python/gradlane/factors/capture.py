@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from gradlane.compiled import is_tracing
 from gradlane.factors.block import LinearFactors, Part, TouchedRows, can_travel
+from gradlane.modules.compiled import is_tracing
 
 _ATTRIBUTE = "_gradlane_tap"
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradlane.codec_choice import RAW, CodecChoice
 from gradlane.factors.block import Part, block_bytes
 from gradlane.factors.capture import can_factor, own_factors
 from gradlane.factors.rebuild import rebuild
-from gradlane.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
-from gradlane.table import Entry, state_entry
+from gradlane.ranks.table import Entry, state_entry
+from gradlane.settings.codec_choice import RAW, CodecChoice
+from gradlane.settings.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
 
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""

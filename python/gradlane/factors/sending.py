@@ -31,7 +31,7 @@ from gradlane.factors.block import (
 from gradlane.factors.capture import Taker, install, remove
 from gradlane.factors.choice import Factored
 from gradlane.factors.rebuild import rebuild
-from gradlane.gradients import is_alone
+from gradlane.modules.gradients import is_alone
 
 
 class FactorLane:

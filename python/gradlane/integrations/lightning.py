@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 import gradlane
-from gradlane.session import Session
+from gradlane.session.session import Session
 
 _LOOK_AT_GRADIENTS = (
     "configure_gradient_clipping",

@@ -25,8 +25,8 @@ from gradlane.lab import calibrate_local
 from gradlane.lab.awake import kept_awake
 from gradlane.lab.namespaces import Cluster
 from gradlane.lab.ranks import RankPool
-from gradlane.option_fields import check_options, on_command_line, option
-from gradlane.options import Options
+from gradlane.settings.option_fields import check_options, on_command_line, option
+from gradlane.settings.options import Options
 from gradlane.whatif.codec_costs import CALIBRATED_CODECS, measured_cost
 
 FORMAT = "gradlane-costs"

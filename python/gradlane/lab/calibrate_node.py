@@ -12,9 +12,9 @@ import sys
 import time
 from typing import Any
 
-from gradlane.lab.stream import run_stream
 from gradlane.lab.transport_node import Exchange, answer_requests
 from gradlane.lab.transport_trace import BROADCAST, PUSH, TraceRow
+from gradlane.probe.stream import run_stream
 
 _CONNECT_TIMEOUT_S = 20.0
 _FRAME_BYTES = 65_600

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlane.lab.strategy import Strategy
-from gradlane.options import Options
 from gradlane.planner.plan import Plan
+from gradlane.settings.options import Options
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,20 +95,14 @@ def prefixed(place: Place, store: "Store") -> "Store":
     return prefixed
 
 
-class Silence:
-    """No communication: every rank trains alone, which shows the ceiling that compute sets."""
-
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return both as they are."""
-        return model, optimizer
+class _Uncounted:
+    """What nobody knows of communication that is none of gradlane's."""
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Nothing is under way: DDP, too, finishes inside backward."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return nothing: no bytes are counted."""
         return {}
 
     def owner_counters(self) -> dict[str, int]:
@@ -116,12 +110,22 @@ class Silence:
         return {}
 
     def codecs(self) -> list[tuple[str, int | None]]:
-        """Nothing is encoded."""
+        """Nothing is encoded by tensor."""
         return []
 
     def schemes(self) -> list[str]:
-        """Nothing is aggregated."""
+        """DDP's buckets go round a ring or a tree, as Gloo has it: nothing is known of tensors."""
         return []
+
+
+class Silence(_Uncounted):
+    """No communication: every rank trains alone, which shows the ceiling that compute sets."""
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return both as they are."""
+        return model, optimizer
 
     def close(self) -> None:
         """Nothing is open."""
@@ -146,7 +150,7 @@ def _mean_in_rank_order(
     return result
 
 
-class DistributedDataParallel:
+class DistributedDataParallel(_Uncounted):
     """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
 
     def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
@@ -178,25 +182,6 @@ class DistributedDataParallel:
             register_hook(wrapped, self._strategy.hook)
         return wrapped, optimizer
 
-    def settle(self) -> None:
-        """Nothing is under way: DDP finishes inside backward."""
-
-    def metrics(self) -> dict[str, Any]:
-        """Return nothing: DDP counts no bytes."""
-        return {}
-
-    def owner_counters(self) -> dict[str, int]:
-        """Nobody owns anything."""
-        return {}
-
-    def codecs(self) -> list[tuple[str, int | None]]:
-        """Nothing is encoded."""
-        return []
-
-    def schemes(self) -> list[str]:
-        """Buckets go round a ring or a tree, as Gloo has it: nothing is known of tensors."""
-        return []
-
     def close(self) -> None:
         """Leave the process group."""
         # The wrapper's reducer must be gone before its group is.
@@ -223,6 +208,7 @@ class Gradlane:
             slice_elems=place.slice_elems,
             codec=place.codec,
             local=strategy.local,
+            local_sums=strategy.local_sums,
             exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
             stragglers=strategy.stragglers,

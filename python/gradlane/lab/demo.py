@@ -14,10 +14,10 @@ from rich.console import Console
 
 from gradlane.lab.display import bar_progress, format_time, print_tables
 from gradlane.lab.options import LabOptions
-from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row, save_rows
 from gradlane.lab.run import run_lab
 from gradlane.lab.strategy import parse_strategies, parse_strategy
+from gradlane.rates import format_rate
 
 REAL = LabOptions(
     workload="char-transformer",
@@ -79,7 +79,7 @@ def run_demo(
         save_rows(rows, json_path)
         console.print(f"wrote {json_path}", highlight=False)
     if html_path is not None:
-        from gradlane.report import report_from_results
+        from gradlane.lab.pages.results import report_from_results
 
         report_from_results(
             [asdict(row) for row in rows], html_path, title="gradlane beside DDP, four nodes"

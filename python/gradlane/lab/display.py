@@ -25,13 +25,13 @@ from gradlane.lab.balance import balance_notes
 from gradlane.lab.cells import CellsProgress
 from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.factor_notes import factor_notes
-from gradlane.lab.rates import format_rate
 from gradlane.lab.results import Row
 from gradlane.lab.run import LabProgress
 from gradlane.lab.straggler_notes import loss_table
 from gradlane.lab.strategy import parse_strategy
 from gradlane.lab.time_left import TimeLeft, format_duration
-from gradlane.server_places import servers_text
+from gradlane.ranks.server_places import servers_text
+from gradlane.rates import format_rate
 
 
 class _BarProgress(LabProgress):

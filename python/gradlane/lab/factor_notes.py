@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradlane.options import FACTOR_SCHEMES
+from gradlane.settings.options import FACTOR_SCHEMES
 
 REPLAYED = (
     "Replayed factors: only the elements that are checked are rebuilt, and the time of the whole "

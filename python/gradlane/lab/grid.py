@@ -12,7 +12,7 @@ from typing import Any
 
 from gradlane.lab.cells import CEILING, Cell, usual_dilation
 from gradlane.lab.strategy import POSEIDON, parse_strategies
-from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.settings.options import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
 BASELINE = "ddp-gloo:4"

@@ -66,7 +66,7 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
 
         return run_serving(TrialRequest(**request), rank)
     if kind == "stream":
-        from gradlane.lab.stream import run_stream
+        from gradlane.probe.stream import run_stream
 
         result = run_stream(**request)
         return {

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradlane.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.lab.namespaces import NODES_MAX
 from gradlane.lab.shaping import PortShape
-from gradlane.lab.straggling import StragglerSpec
 from gradlane.lab.strategy import Strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
-from gradlane.option_fields import check_options, on_command_line, option
-from gradlane.options import ASGD
+from gradlane.settings.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.settings.option_fields import check_options, on_command_line, option
+from gradlane.settings.options import ASGD
+from gradlane.whatif.straggler import StragglerSpec
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,9 @@ class LabOptions:
             raise ValueError(
                 f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"
             )
-        if alone == "hierarchical-shared" and codec_rules(self.codec) != RAW:
-            raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
+        shared = next((one.text for one in self.strategies if one.local == "shared"), None)
+        if shared is not None and codec_rules(self.codec) != RAW:
+            raise ValueError(f"strategy {shared} takes no codec: run it without --codec")
 
     def _check_serving(self) -> None:
         if not self.serving:

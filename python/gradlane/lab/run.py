@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradlane.codec_choice import RAW
+from gradlane.architectures.timings import TensorTiming
 from gradlane.lab.awake import kept_awake
 from gradlane.lab.balance import balance_of
-from gradlane.lab.bound import bound_step_s, port_bytes
 from gradlane.lab.counters import (
     Recording,
     TrafficRecord,
@@ -38,11 +37,12 @@ from gradlane.lab.ranks import RankPool
 from gradlane.lab.results import Row, summarize
 from gradlane.lab.straggling import Bursts
 from gradlane.lab.strategy import Strategy, parse_strategy
-from gradlane.lab.workloads.contract import TensorTiming
-from gradlane.options import ASGD
+from gradlane.settings.codec_choice import RAW
+from gradlane.settings.options import ASGD
 from gradlane.timeline.chrome import read_chrome, write_chrome
 from gradlane.timeline.merge import merge
 from gradlane.timeline.recorded import rank_path
+from gradlane.whatif.bound import bound_step_s, port_bytes
 
 _FIRST_PORT = 20_000
 _STREAM_RAMP_S = 1.0

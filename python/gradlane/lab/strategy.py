@@ -8,17 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gradlane.options import ASGD, FACTOR_SCHEMES, RING, STRATEGIES, Options, own_slice_elems
+from gradlane.local.rules import COLLECTIVE, NODE_STRATEGIES
 from gradlane.planner.settings import LEARNING_STEPS
-from gradlane.stragglers import WAIT, parse_stragglers
+from gradlane.settings.options import (
+    ASGD,
+    FACTOR_SCHEMES,
+    RING,
+    STRATEGIES,
+    Options,
+    own_slice_elems,
+)
+from gradlane.settings.stragglers import WAIT, parse_stragglers
 
 AUTO = "auto"
 """The strategy that is none: gradlane finds its settings while training."""
 POSEIDON = "poseidon"
 """p3 with the scheme of each layer by Poseidon's rule."""
-
-HIERARCHICAL = {"hierarchical": "leader", "hierarchical-shared": "shared"}
-"""Strategy p3 between nodes whose ranks add up first, by what those ranks do."""
 
 ANY_ROUNDING = "any-rounding"
 """Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
@@ -45,6 +50,7 @@ class Strategy:
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.torch.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
+        local_sums: how they add up, as in `gradlane.init`.
         any_rounding: whether what gradlane finds may add up in another order than that of the
             ranks.
     """
@@ -55,6 +61,7 @@ class Strategy:
     bucket_mb: float = 0.0
     hook: str = ""
     local: str = "off"
+    local_sums: str = Options.local_sums
     any_rounding: bool = False
     stragglers: str = WAIT
     late: str = Options.late
@@ -171,9 +178,14 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO, POSEIDON, *FACTOR_SCHEMES) and not colon:
         return Strategy(text=name, family="gradlane", setting=name)
-    if name in HIERARCHICAL and not colon:
-        local = HIERARCHICAL[name]
-        return Strategy(text=name, family="gradlane", setting=Options.strategy, local=local)
+    if name in NODE_STRATEGIES and (not colon or argument == COLLECTIVE):
+        return Strategy(
+            text=text.strip(),
+            family="gradlane",
+            setting=Options.strategy,
+            local=NODE_STRATEGIES[name],
+            local_sums=argument or Options.local_sums,
+        )
     if name == AUTO and argument == ANY_ROUNDING:
         return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
@@ -188,7 +200,8 @@ def parse_strategy(text: str) -> Strategy:
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
-    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *HIERARCHICAL)
+    on_nodes = (f"{name}[:{COLLECTIVE}]" for name in NODE_STRATEGIES)
+    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *on_nodes)
     known = ", ".join(("none", *ddp, *STRATEGIES, *further))
     raise ValueError(f"there is no strategy {text!r}; there are: {known}")
 

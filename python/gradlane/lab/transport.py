@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.awake import kept_awake
-from gradlane.lab.bound import port_bytes
 from gradlane.lab.evidence import measures_machine
 from gradlane.lab.namespaces import NODES_MAX, Cluster
 from gradlane.lab.ranks import RankPool
 from gradlane.lab.transport_trace import TraceRow, UrgentSlice, urgent_slices
-from gradlane.option_fields import check_options, on_command_line, option
-from gradlane.options import Options
+from gradlane.settings.option_fields import check_options, on_command_line, option
+from gradlane.settings.options import Options
+from gradlane.whatif.bound import port_bytes
 
 GOODPUT_SHARE_TARGET = 0.97
 CPU_RATIO_TARGET = 1.25

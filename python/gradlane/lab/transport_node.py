@@ -30,7 +30,7 @@ from gradlane.lab.awake import awake_processes
 from gradlane.lab.counters import read_port_bytes, spinning_s
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
-from gradlane.lab.stream import run_stream
+from gradlane.probe.stream import run_stream
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

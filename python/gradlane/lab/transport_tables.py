@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gradlane.lab.evidence import NO_EVIDENCE
-from gradlane.lab.rates import format_rate
 from gradlane.lab.transport import Row
+from gradlane.rates import format_rate
 
 
 def print_transport(console: Console, rows: Sequence[Row]) -> None:

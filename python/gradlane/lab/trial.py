@@ -30,11 +30,11 @@ from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.options import FACTOR_SCHEMES, ring_ranks
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.stragglers import WAIT
+from gradlane.settings.options import FACTOR_SCHEMES, ring_ranks
+from gradlane.settings.stragglers import WAIT
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

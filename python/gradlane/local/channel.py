@@ -15,13 +15,13 @@ from __future__ import annotations
 import array
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradlane.core import Channel, CoreModule
+from gradlane.local.arrivals import Arrivals
 from gradlane.local.carriage import Carriage, Contribution, NodeMean
 from gradlane.local.devices import ON_HOST, Sums
 from gradlane.local.failure import Failure
@@ -42,7 +42,7 @@ from gradlane.local.reports import ChannelReports
 from gradlane.local.shares import Part
 from gradlane.local.sums import copy
 from gradlane.local.waits import Waits
-from gradlane.patience import Patience
+from gradlane.ranks.patience import Patience
 
 _LOOK_S = 1.0
 
@@ -88,7 +88,6 @@ class NodeChannel(RankCalls, ChannelReports):
         self._of_tensor: list[list[Part]] = [[] for _ in rows]
         for part in parts:
             self._of_tensor[part.tensor].append(part)
-        self._only_first = [row["role"] != "parameter" for row in rows]
         self._names = [str(row["name"]) for row in rows]
         self._timeout_s = progress_timeout_s
         self._is_source = source_rank == self._layout.rank_of(self._layout.node, self._own)
@@ -97,12 +96,8 @@ class NodeChannel(RankCalls, ChannelReports):
         self._failure: Failure | None = None
         self._closing = False
         self._left: set[int] = set()
-        self._step = -1
         self._pointers = [0] * len(rows)
-        self._parts_here = [0] * len(rows)
-        self._ready = [-1] * len(rows)
-        self._newest = 0
-        self._news: deque[tuple[int, int, bool]] = deque()
+        self._arrivals = Arrivals(rows, parts, self._changed)
         self._waits = Waits(self._names)
         self._local_bytes = 0
         node, source = divmod(source_rank, self._layout.local_size)
@@ -128,9 +123,7 @@ class NodeChannel(RankCalls, ChannelReports):
     def step_begin(self, step: int) -> None:
         """Begin a step; the one before must be complete."""
         self._check()
-        with self._changed:
-            self._step = step
-            self._parts_here = [0] * len(self._parts_here)
+        self._arrivals.begin()
         if self._carriage is not None:
             self._calling(lambda carriage: carriage.begin(step))
 
@@ -210,13 +203,7 @@ class NodeChannel(RankCalls, ChannelReports):
 
     def landed(self, part: Part, step: int, *, absent: bool) -> None:
         """Note that the mean of a part is in its tensor."""
-        with self._changed:
-            self._parts_here[part.tensor] += 1
-            if self._parts_here[part.tensor] == len(self._of_tensor[part.tensor]):
-                self._ready[part.tensor] = step
-                self._newest = part.tensor
-                self._news.append((step, part.tensor, absent))
-                self._changed.notify_all()
+        self._arrivals.note(part, step, absent=absent)
 
     # ---- results
 
@@ -227,12 +214,7 @@ class NodeChannel(RankCalls, ChannelReports):
 
     def wait_step(self, step: int) -> None:
         """Wait until the whole step is complete."""
-        takes_part = [
-            tensor
-            for tensor, only_first in enumerate(self._only_first)
-            if step == 0 or not only_first
-        ]
-        self._wait_for(takes_part, step, whole_step=True)
+        self._wait_for(self._arrivals.of_step(step), step, whole_step=True)
 
     def needed(self, tensor: int, step: int) -> None:
         """Say that a consumer is about to wait; nothing has to be asked for here."""
@@ -240,40 +222,35 @@ class NodeChannel(RankCalls, ChannelReports):
     def is_ready(self, tensor: int, step: int) -> bool:
         """Whether a tensor is ready; does not wait."""
         self._check()
-        return self._ready[tensor] >= step
+        return self._arrivals.is_ready(tensor, step)
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready since the last call."""
         self._check()
-        with self._changed:
-            news, self._news = self._news, deque()
-        return [(tensor, absent) for at, tensor, absent in news if at == step]
+        return self._arrivals.take(step)
 
     def next_ready(self, step: int) -> list[tuple[int, bool]]:
         """Wait for something that `take_ready` has not returned, and return it likewise."""
         while not (taken := self.take_ready(step)):
             with self._changed:
-                self._changed.wait_for(lambda: self._news or self._failure, _LOOK_S)
+                self._changed.wait_for(lambda: self._arrivals.news or self._failure, _LOOK_S)
         return taken
 
     def _wait_for(self, tensors: Sequence[int], step: int, *, whole_step: bool) -> None:
         self._check()
-
-        def missing() -> int | None:
-            return next((one for one in tensors if self._ready[one] < step), None)
-
+        arrivals = self._arrivals
         with self._changed:
-            if missing() is None:
+            if arrivals.missing(tensors, step) is None:
                 return
             since_ns = time.monotonic_ns()
-            news, patience = len(self._news), Patience(self._timeout_s)
-            while (tensor := missing()) is not None and self._failure is None:
+            news, patience = arrivals.news, Patience(self._timeout_s)
+            while (tensor := arrivals.missing(tensors, step)) is not None and not self._failure:
                 self._changed.wait(_LOOK_S)
-                if news != (news := len(self._news)):
+                if news != (news := arrivals.news):
                     patience.renew()
                 if patience.is_over(_LOOK_S):
                     break
-            newest = self._newest
+            newest = arrivals.newest
         self._check()
         if tensor is not None:
             self.fail(
@@ -282,7 +259,7 @@ class NodeChannel(RankCalls, ChannelReports):
                     f"{self._names[tensor]!r} in step {step}; a rank of its node, or another "
                     "node, does not take part (if it evaluates, saves or loads for longer than "
                     "that: progress_timeout_s, on all ranks)",
-                    self._last_complete,
+                    self._arrivals.last_complete,
                     None,
                     timed_out=True,
                 )
@@ -329,7 +306,7 @@ class NodeChannel(RankCalls, ChannelReports):
             ranks = ", ".join(str(self._layout.rank_of(self._layout.node, one)) for one in stayed)
             text = f"ranks {ranks} of this node did not close within {timeout_s:g} s"
             self.abort(text)
-            raise self._core.ChannelTimeout(text, self._last_complete, None)
+            raise self._core.ChannelTimeout(text, self._arrivals.last_complete, None)
         if self._carriage is not None:
             try:
                 self._carriage.channel.finish(max(0.1, deadline_s - time.monotonic()))
@@ -343,7 +320,7 @@ class NodeChannel(RankCalls, ChannelReports):
     def abort(self, reason: str) -> None:
         """Give up and tell every rank why."""
         text = f"rank {self._rank} gave up: {reason}"
-        self.fail(Failure(text, self._last_complete, self._rank), told=reason)
+        self.fail(Failure(text, self._arrivals.last_complete, self._rank), told=reason)
         if self._carriage is not None:
             self._carriage.stop()
         self._hang_up()
@@ -398,12 +375,6 @@ class NodeChannel(RankCalls, ChannelReports):
     def _rank(self) -> int:
         return self._layout.rank_of(self._layout.node, self._own)
 
-    @property
-    def _last_complete(self) -> int | None:
-        trained = zip(self._ready, self._only_first, strict=True)
-        last = min((at for at, only_first in trained if not only_first), default=-1)
-        return last if last >= 0 else None
-
     def _hang_up(self) -> None:
         if self._lane is not None:
             self._lane.stop()
@@ -442,4 +413,4 @@ class NodeChannel(RankCalls, ChannelReports):
         elif message.kind == ENDED and message.sender not in self._left:
             rank = self._layout.rank_of(self._layout.node, message.sender)
             text = f"rank {rank} was lost: its process on this node ended without a goodbye"
-            self.fail(Failure(text, self._last_complete, rank))
+            self.fail(Failure(text, self._arrivals.last_complete, rank))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradlane.carrier import Carrier
 from gradlane.local.channel import NodeChannel
-from gradlane.table import Entry
+from gradlane.ranks.table import Entry
 
 
 class CollectiveCarrier:

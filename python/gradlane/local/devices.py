@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradlane.local.layout import Layout
 from gradlane.local.rules import AUTO, HOST
-from gradlane.options import Options
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.options import Options
 
 NCCL, GLOO = "nccl", "gloo"
 _EXACT_RANKS = 2

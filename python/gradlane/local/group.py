@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.local.devices import NCCL
 from gradlane.local.layout import Layout
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.rendezvous import Meeting
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.environment import find_local_rank, find_local_size
 from gradlane.errors import RanksDiffer
 from gradlane.local.rules import AUTO, SHARED
-from gradlane.options import Options
-from gradlane.rendezvous import Meeting, node_name
+from gradlane.ranks.environment import find_local_rank, find_local_size
+from gradlane.ranks.rendezvous import Meeting, node_name
+from gradlane.settings.options import Options
 
 
 @dataclass(frozen=True)

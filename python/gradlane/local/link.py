@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gradlane.errors import RendezvousError
 from gradlane.local.layout import Layout
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.rendezvous import Meeting
 
 GIVE, RESULT, ORDER, FAILED, BYE, ENDED = range(6)
 """Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradlane.codec_choice import codec_facts
 from gradlane.core import Channel
 from gradlane.local.channel import NodeChannel
 from gradlane.local.devices import agree_on_sums
@@ -16,10 +15,11 @@ from gradlane.local.lane import CollectiveLane
 from gradlane.local.layout import Layout
 from gradlane.local.link import LocalLink, connect
 from gradlane.local.shares import Part, cut, memory_bytes, rows_of
+from gradlane.settings.codec_choice import codec_facts
 
 if TYPE_CHECKING:
     from gradlane.connection import Surroundings
-    from gradlane.rendezvous import Meeting
+    from gradlane.ranks.rendezvous import Meeting
 
 OpenBetween = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
 """Opens a channel of the core with these tensors between these ranks."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from gradlane.core import CoreRow
 from gradlane.local.carriage import Carriage
 from gradlane.local.devices import Sums
 from gradlane.local.lane import CollectiveLane
 from gradlane.local.layout import Layout
 from gradlane.local.waits import Waits
-from gradlane.timeline.recorded import CoreRow
 
 
 class ChannelReports:

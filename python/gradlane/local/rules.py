@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradlane.codec_choice import RAW
-from gradlane.options import Options
+from gradlane.settings.codec_choice import RAW
+from gradlane.settings.options import Options
 
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
 HOST, COLLECTIVE = "host", "collective"
+NODE_STRATEGIES = {"hierarchical": LEADER, "hierarchical-shared": SHARED}
+"""`p3` between nodes whose ranks add up first, by what those do (`gradlane.init(local=...)`)."""
 
 
 def check_sums(options: Options) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from gradlane.core import Channel
-from gradlane.environment import Place
 from gradlane.errors import RendezvousError, SessionClosed
 from gradlane.observability.metrics import (
     Metrics,
@@ -28,8 +27,9 @@ from gradlane.observability.pace import Pace
 from gradlane.observability.prometheus import Endpoint
 from gradlane.observability.summary import LateRank, late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog, ScalarWriter
-from gradlane.options import Options
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.environment import Place
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.options import Options
 
 
 class Trained(Protocol):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from gradlane.environment import find_local_rank
 from gradlane.observability.metrics import Metrics, waited_s
+from gradlane.ranks.environment import find_local_rank
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STOP_WITHIN_S = 0.1

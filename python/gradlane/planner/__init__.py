@@ -1,9 +1,9 @@
 """Which settings make a training fastest on a cluster, decided by simulating them.
 
 `coordinator` holds what is known about model and cluster and answers questions, `search` simulates
-candidates and chooses, `plan` is the file with choices and reasons. `links` measures a real
-cluster; `learning` has a session record its own steps and switch to what is best. Imports go from
-the later to the earlier; only the last two need torch.
+candidates and chooses, `plan` is the file with choices and reasons. `learning` has a session record
+its own steps and switch to what is best; it alone needs torch, with `probe`, which measures a real
+cluster's links.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gradlane.planner.settings import Settings
 
 if TYPE_CHECKING:
     from gradlane.planner.coordinator import Coordinator
-    from gradlane.planner.links import LinkReport, probe
     from gradlane.planner.plan import Plan, read_plan
+    from gradlane.probe.links import LinkReport, probe
 
 __all__ = ["Coordinator", "LinkReport", "Plan", "Settings", "probe", "read_plan"]
 
 _PLACES = {
-    "Coordinator": "coordinator",
-    "LinkReport": "links",
-    "Plan": "plan",
-    "probe": "links",
-    "read_plan": "plan",
+    "Coordinator": "planner.coordinator",
+    "LinkReport": "probe.links",
+    "Plan": "planner.plan",
+    "probe": "probe.links",
+    "read_plan": "planner.plan",
 }
 
 
@@ -33,5 +33,5 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         from importlib import import_module
 
-        return getattr(import_module(f"gradlane.planner.{_PLACES[name]}"), name)
+        return getattr(import_module(f"gradlane.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'gradlane.planner' has no attribute {name!r}")

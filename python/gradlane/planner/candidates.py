@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from gradlane.planner.layers import Schemes
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
+from gradlane.schemes.layers import Schemes
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from gradlane.codec_choice import RAW, check_codecs, codec_rules, rules_text
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.plan import Plan
 from gradlane.planner.reasons import shown
-from gradlane.planner.schemes import SCHEMES
 from gradlane.planner.search import number_of_candidates
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.costs import SCHEMES
+from gradlane.settings.codec_choice import RAW, check_codecs, codec_rules, rules_text
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
@@ -35,7 +35,7 @@ def run_plan(
         facts: the cluster.
         budget_s: seconds that simulations may take, about.
         console: where to print.
-        rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
+        rule: how schemes are chosen, a key of `gradlane.schemes.costs.RULES`.
         costs: constants of the cluster's machines; None: the simulator's own.
         codec: one that may be used, as for `gradlane.init`.
         any_rounding: whether schemes may be chosen that add up in another order than that of the

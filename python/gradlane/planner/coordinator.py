@@ -12,21 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW, CodecChoice, codec_rules
-from gradlane.lab.bound import Bound, bound_step_s
-from gradlane.options import RING, ring_ranks
 from gradlane.planner.candidates import Candidate, Simulated
-from gradlane.planner.hybrid import HybridStep, Node, hybrid_step
-from gradlane.planner.layers import (
-    Schemes,
-    factors_of,
-    layers_of,
-    operations_per_s,
-    simulated_schemes,
-)
 from gradlane.planner.plan import Plan, PlannedTensor
 from gradlane.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
-from gradlane.planner.schemes import (
+from gradlane.planner.search import Choice, Found, search
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.costs import (
     RULES,
     SCHEMES,
     Cost,
@@ -34,8 +25,17 @@ from gradlane.planner.schemes import (
     Layer,
     costs_of,
 )
-from gradlane.planner.search import Choice, Found, search
-from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.hybrid import HybridStep, Node, hybrid_step
+from gradlane.schemes.layers import (
+    Schemes,
+    factors_of,
+    layers_of,
+    operations_per_s,
+    simulated_schemes,
+)
+from gradlane.settings.codec_choice import RAW, CodecChoice, codec_rules
+from gradlane.settings.options import RING, ring_ranks
+from gradlane.whatif.bound import Bound, bound_step_s
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE, rebuild_s, traffic

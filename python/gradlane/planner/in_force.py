@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradlane.errors import GradlaneError
-from gradlane.options import Options
 from gradlane.planner.plan import Plan
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.options import Options
 
 if TYPE_CHECKING:
+    from gradlane.adapter.prepared import Prepared
     from gradlane.planner.learning import Learning
-    from gradlane.planner.links import LinkReport
-    from gradlane.prepared import Prepared
+    from gradlane.probe.links import LinkReport
 
 
 class PlanInForce:
@@ -70,7 +70,7 @@ class PlanInForce:
 
     def _switch(self, prepared: Prepared, plan: Plan) -> None:
         """Go on under a plan; a collective call between two steps."""
-        from gradlane.prepared import CLOSE_TIMEOUT_S
+        from gradlane.adapter.prepared import CLOSE_TIMEOUT_S
 
         self._learnings.pop(id(prepared), None)
         self.plan = plan

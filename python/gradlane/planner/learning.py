@@ -15,20 +15,20 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from gradlane.adapter.steps import Steps
 from gradlane.errors import GradlaneError
 from gradlane.factors.choice import layers_by_weight
-from gradlane.lab.rates import format_rate
 from gradlane.local.layout import agree_on_layout
 from gradlane.local.rules import AUTO, with_local
-from gradlane.options import Options
 from gradlane.planner.coordinator import Coordinator
-from gradlane.planner.links import LinkReport
 from gradlane.planner.plan import Plan, parse_plan
 from gradlane.planner.reasons import shown
 from gradlane.planner.settings import LEARNING_STEPS, ClusterFacts, Settings
+from gradlane.probe.links import LinkReport
 from gradlane.profiler import Profile, ProfileError, Recorder
-from gradlane.rendezvous import Meeting
-from gradlane.steps import Steps
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.rates import format_rate
+from gradlane.settings.options import Options
 
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
@@ -72,7 +72,7 @@ class Learning:
             options: that it is connected with.
             meet: opens a place where the ranks agree.
             on_plan: called with the plan, between two steps, on all ranks after the same one.
-            rule: how schemes are chosen, a key of `gradlane.planner.schemes.RULES`.
+            rule: how schemes are chosen, a key of `gradlane.schemes.costs.RULES`.
         """
         self._learner = learner
         self._links = links

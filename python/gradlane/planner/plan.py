@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.codec_choice import RAW, check_codecs, codec_rules
-from gradlane.options import RING, ring_refusal
-from gradlane.planner.schemes import PLAN_SCHEMES
 from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.stragglers import WAIT
+from gradlane.schemes.costs import PLAN_SCHEMES
+from gradlane.settings.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.settings.options import RING, ring_refusal
+from gradlane.settings.stragglers import WAIT
 from gradlane.whole_files import replace_text
 
 FORMAT = "gradlane-plan"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradlane.codec_choice import RAW
-from gradlane.lab.bound import Bound
 from gradlane.planner.candidates import TIE
-from gradlane.planner.hybrid import HybridStep
-from gradlane.planner.schemes import Cost, Counts, Layer
 from gradlane.planner.search import Choice, Found, Value
 from gradlane.planner.settings import ClusterFacts
+from gradlane.schemes.costs import Cost, Counts, Layer
+from gradlane.schemes.hybrid import HybridStep
+from gradlane.settings.codec_choice import RAW
+from gradlane.whatif.bound import Bound
 
 _NO_DIFFERENCE = 0.002
 _WHAT = {

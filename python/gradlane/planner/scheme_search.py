@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradlane.codec_choice import RAW
-from gradlane.options import RING, ring_refusal
 from gradlane.planner.candidates import TIE, Candidate, Simulated
-from gradlane.planner.layers import factors_of, layers_of, simulated_schemes
-from gradlane.planner.schemes import Layer
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.costs import Layer
+from gradlane.schemes.layers import factors_of, layers_of, simulated_schemes
+from gradlane.settings.codec_choice import RAW
+from gradlane.settings.options import RING, ring_refusal
 from gradlane.whatif.grid import rebuild_s
 from gradlane.whatif.profiles import Profile
 

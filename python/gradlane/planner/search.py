@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW
 from gradlane.local.rules import LEADER, OFF, SHARED
-from gradlane.options import (
+from gradlane.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planner.scheme_search import OTHER_ORDER, Allowed, SchemeSearch, choose_schemes
+from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.layers import Schemes
+from gradlane.settings.codec_choice import RAW
+from gradlane.settings.options import (
     EXACT_STRATEGIES,
     RING,
     SLICE_ELEMS,
     own_slice_elems,
     ring_refusal,
 )
-from gradlane.planner.candidates import TIE, Candidate, Simulated
-from gradlane.planner.layers import Schemes
-from gradlane.planner.scheme_search import OTHER_ORDER, Allowed, SchemeSearch, choose_schemes
-from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.stragglers import LEAVES_OUT
+from gradlane.settings.stragglers import LEAVES_OUT
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 

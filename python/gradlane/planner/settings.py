@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW, codec_rules, rules_text
-from gradlane.lab.rates import format_rate
 from gradlane.local.rules import OFF, with_local
-from gradlane.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
-from gradlane.server_places import servers_text
-from gradlane.stragglers import WAIT, parse_stragglers
+from gradlane.ranks.server_places import servers_text
+from gradlane.rates import format_rate
+from gradlane.settings.codec_choice import RAW, codec_rules, rules_text
+from gradlane.settings.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
+from gradlane.settings.stragglers import WAIT, parse_stragglers
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -25,12 +25,12 @@ class Settings:
     between `ring` and other strategies, and between sums on nodes and none.
 
     Attributes:
-        strategy: one of `gradlane.options.STRATEGIES`.
+        strategy: one of `gradlane.settings.options.STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
         frame_bytes: largest payload of a frame.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
-        codec: how gradients travel, in one text as `gradlane.codec_choice.rules_text` writes it;
-            None: as the session says.
+        codec: how gradients travel, in one text as
+            `gradlane.settings.codec_choice.rules_text` writes it; None: as the session says.
         local: what the ranks of a node do before anything goes to the network, as in
             `gradlane.init`; None: as the session says.
     """

@@ -14,8 +14,8 @@ from typing import Union
 
 from gradlane.errors import GradlaneError, RanksDiffer
 from gradlane.planner.plan import Plan, PlanError, parse_plan, read_plan
-from gradlane.planner.schemes import RULES
-from gradlane.rendezvous import Meeting
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.schemes.costs import RULES
 
 PlanArgument = Union[Plan, str, "PathLike[str]", None]
 """What `prepare(plan=...)` takes: a plan, the path of a plan file, a name of `RULES`, or None."""

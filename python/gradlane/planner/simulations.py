@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from gradlane.codec_choice import RAW
 from gradlane.local.rules import AUTO, LEADER, OFF
-from gradlane.planner.layers import Schemes, simulated_schemes
 from gradlane.planner.settings import ClusterFacts, Settings
+from gradlane.schemes.layers import Schemes, simulated_schemes
+from gradlane.settings.codec_choice import RAW
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of

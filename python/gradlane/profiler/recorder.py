@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.compiled import is_tracing
-from gradlane.pauses import PAUSE
+from gradlane.modules.compiled import is_tracing
 from gradlane.profiler.contents import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.profiler.nested import samples_in
 from gradlane.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.profiler.timeline import Steps, read_step
+from gradlane.ranks.pauses import PAUSE
 
 STEPS_MAX = 200
 """Steps that are kept; older ones are forgotten."""

@@ -32,7 +32,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradlane.forward_order import inside_backward
+from gradlane.modules.forward_order import inside_backward
 from gradlane.profiler.contents import ProfileError
 from gradlane.profiler.nested import with_tensors
 from gradlane.profiler.operations import backward_of

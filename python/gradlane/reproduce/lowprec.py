@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from math import prod
 
-from gradlane.lab.workloads.architectures import ARCHITECTURES, Layer, ParameterShape
+from gradlane.architectures import ARCHITECTURES, Layer, ParameterShape
 from gradlane.reproduce.comparison import Figure, Ours, given, published_of
 from gradlane.reproduce.simulations import Simulations
 

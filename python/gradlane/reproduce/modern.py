@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradlane.lab.bound import bound_step_s
-from gradlane.lab.rates import format_rate
-from gradlane.lab.workloads.architectures import ARCHITECTURES
-from gradlane.lab.workloads.architectures.transformers import H100_UTILIZATION
+from gradlane.architectures import ARCHITECTURES
+from gradlane.architectures.transformers import H100_UTILIZATION
 from gradlane.profiler.contents import DTYPE_BYTES
+from gradlane.rates import format_rate
 from gradlane.reproduce.simulations import FREE, MEASURED, Simulations
+from gradlane.whatif.bound import bound_step_s
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import Profile, synthetic_profile, timings_in

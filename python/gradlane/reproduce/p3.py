@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.architectures import ARCHITECTURES
 from gradlane.reproduce.comparison import Curve, Figure, Ours
 from gradlane.reproduce.simulations import (
     FREE,

@@ -3,7 +3,7 @@
 Figures 5 and 8 are simulated: the engine sends slices of 2 MB first come first served on servers,
 and factors where the paper's formula says so; hosts take no time, and rebuilding takes the
 accelerator's. Beside them, and for what the engine has no scheme for, stands the model
-`gradlane.planner.hybrid`: ports that carry table 1's bytes and nothing else that takes time.
+`gradlane.schemes.hybrid`: ports that carry table 1's bytes and nothing else that takes time.
 
 Both are given twice: with ports that are fully used, and with the share of 40 Gbit/s with which the
 model of bytes makes *one* published number right (VGG19-22K by WFBP on 32 nodes, 21.5x), as what
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradlane.planner.layers import schemes_by_rule
-from gradlane.planner.schemes import SCHEMES, Counts
 from gradlane.reproduce.comparison import Curve, Figure, Ours, given
 from gradlane.reproduce.poseidon_bytes import (
     BATCHES,
@@ -28,6 +26,8 @@ from gradlane.reproduce.poseidon_bytes import (
     step,
 )
 from gradlane.reproduce.simulations import Job, Simulations
+from gradlane.schemes.costs import SCHEMES, Counts
+from gradlane.schemes.layers import schemes_by_rule
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import synthetic_profile
@@ -358,9 +358,9 @@ def section_2(simulations: Simulations) -> list[Ours]:
 
 _SIMULATED = (
     "simulated, 2 to 32 ranks: slices of 2 MB first come first served, free hosts, Titan X batch "
-    "times of section 5.1; and the model of bytes (`gradlane.planner.hybrid`)"
+    "times of section 5.1; and the model of bytes (`gradlane.schemes.hybrid`)"
 )
-_BYTES = "the model of bytes (`gradlane.planner.hybrid`), Titan X batch times of section 5.1"
+_BYTES = "the model of bytes (`gradlane.schemes.hybrid`), Titan X batch times of section 5.1"
 FIGURES = (
     Figure("poseidon:sec2", "what AlexNet asks of a network", "counted", section_2),
     Figure("poseidon:table1", "numbers that each scheme moves", "counted", table_1),

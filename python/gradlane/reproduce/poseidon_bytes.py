@@ -1,6 +1,6 @@
 """Poseidon's systems by bytes, with the settings of the paper (section 5.1).
 
-The model is `gradlane.planner.hybrid`: ports that carry table 1's bytes, and nothing else that
+The model is `gradlane.schemes.hybrid`: ports that carry table 1's bytes, and nothing else that
 takes time.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import cache
 
 from gradlane.planner.coordinator import Coordinator
-from gradlane.planner.hybrid import WHOLE, HybridStep, Node, hybrid_step
-from gradlane.planner.layers import operations_per_s
 from gradlane.planner.settings import ClusterFacts
 from gradlane.reproduce.comparison import Curve, given, published_of
+from gradlane.schemes.hybrid import WHOLE, HybridStep, Node, hybrid_step
+from gradlane.schemes.layers import operations_per_s
 from gradlane.whatif.grid import GOODPUT_SHARE
 from gradlane.whatif.profiles import Profile, synthetic_profile
 

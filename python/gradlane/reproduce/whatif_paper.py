@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.architectures import ARCHITECTURES
 from gradlane.reproduce.comparison import Curve, Figure, Ours, given
 from gradlane.reproduce.simulations import FREE, Job, Simulations
 from gradlane.whatif.lists import read_additions

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gradlane.core import CoreRow
 from gradlane.timeline.spans import Span, Timeline
 
-CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
-"""((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
-priority), as the core records frames and works."""
 _SLICED = ("push", "broadcast", "notify", "pull", "ring-scale", "ring-reduce", "ring-gather")
 """Kinds of frames that are about a slice."""
 _LANES = {

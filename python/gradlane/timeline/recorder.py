@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradlane.compiled import is_tracing
-from gradlane.core import Channel
-from gradlane.environment import Place
-from gradlane.forward_order import inside_backward
-from gradlane.options import Options
+from gradlane.core import Channel, CoreRow
+from gradlane.modules.compiled import is_tracing
+from gradlane.modules.forward_order import inside_backward
+from gradlane.ranks.environment import Place
+from gradlane.settings.options import Options
 from gradlane.timeline.chrome import write_chrome
-from gradlane.timeline.recorded import CoreRow, Mark, rank_path, recorded_timeline
+from gradlane.timeline.recorded import Mark, rank_path, recorded_timeline
 
 MARKS_MAX = 1 << 18
 """Marks of the program that are kept of a model; a mark is some hundred bytes."""

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from gradlane.codec_choice import smallest_encoded
 from gradlane.codecs import Codec
+from gradlane.settings.codec_choice import smallest_encoded
 from gradlane.torch.layout import Part
 
 UNNAMED = "parameter "

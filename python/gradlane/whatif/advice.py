@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradlane.lab.rates import format_rate
-from gradlane.options import ASGD, RING
+from gradlane.local.rules import NODE_STRATEGIES
+from gradlane.rates import format_rate
+from gradlane.settings.options import ASGD, RING
 from gradlane.whatif.grid import Row
-from gradlane.whatif.simulation import NODE_STRATEGIES, RING_FUSED, SCHEME_STRATEGIES
+from gradlane.whatif.simulation import RING_FUSED, SCHEME_STRATEGIES
 
 GOAL = 0.95
 """The scaling factor that is good enough."""
@@ -198,16 +199,8 @@ def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
     kinds = {
         "nothing": [baseline],
         "strategy": [row for row in strategies if row.strategy != baseline.strategy],
-        "link": [
-            row
-            for row in rows
-            if row.rate_bps > baseline.rate_bps and row.compression == baseline.compression
-        ],
-        "compression": [
-            row
-            for row in rows
-            if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
-        ],
+        "link": _faster(rows, baseline),
+        "compression": _smaller(rows, baseline),
     }
     changes = [_best(kind, candidates) for kind, candidates in kinds.items() if candidates]
     both = [
@@ -218,6 +211,24 @@ def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
     if both and all(change.scaling_factor < GOAL for change in changes):
         changes.append(_best("link and compression", both))
     return changes
+
+
+def _faster(rows: list[Row], baseline: Row) -> list[Row]:
+    """Those with a faster link and nothing else."""
+    return [
+        row
+        for row in rows
+        if row.rate_bps > baseline.rate_bps and row.compression == baseline.compression
+    ]
+
+
+def _smaller(rows: list[Row], baseline: Row) -> list[Row]:
+    """Those with fewer bytes and nothing else."""
+    return [
+        row
+        for row in rows
+        if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
+    ]
 
 
 def _best(kind: str, candidates: list[Row]) -> Change:
@@ -240,16 +251,8 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
         if row is not baseline and abs(gain) < WORTHWHILE:
             found.append(f"{_named(row)} instead of {_named(baseline)} ({_points(gain)})")
     others = {
-        "a faster link": [
-            row
-            for row in rows
-            if row.rate_bps > baseline.rate_bps and row.compression == baseline.compression
-        ],
-        "compression": [
-            row
-            for row in rows
-            if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
-        ],
+        "a faster link": _faster(rows, baseline),
+        "compression": _smaller(rows, baseline),
     }
     for what, candidates in others.items():
         if candidates:

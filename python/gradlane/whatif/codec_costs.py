@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradlane.codec_choice import RAW, CodecChoice, CodecRules, CodedTensor, choose_codecs
+from gradlane.settings.codec_choice import RAW, CodecChoice, CodecRules, CodedTensor, choose_codecs
 from gradlane.whatif.profiles import Profile
 
 CALIBRATED_CODECS = (

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from gradlane.codec_choice import RAW
-from gradlane.lab.rates import format_rate
-from gradlane.stragglers import WAIT
+from gradlane.rates import format_rate
+from gradlane.settings.codec_choice import RAW
+from gradlane.settings.stragglers import WAIT
 from gradlane.timeline.chrome import write_chrome
 from gradlane.timeline.simulated import simulated_timeline
 from gradlane.whatif.advice import Answer, Need, answers_of, needs_of, text_of_needs
@@ -110,7 +110,7 @@ def run_whatif(
         "needs": [need.to_json() for need in needs],
     }
     if html_path is not None:
-        from gradlane.report.whatif import report_from_whatif
+        from gradlane.whatif.page import report_from_whatif
 
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
         console.print(f"wrote {html_path}", highlight=False)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.codec_choice import RAW, CodecChoice, codec_rules
-from gradlane.lab.bound import bound_step_s
-from gradlane.options import RING, ring_ranks
-from gradlane.stragglers import LEAVES_OUT, WAIT
+from gradlane.settings.codec_choice import RAW, CodecChoice, codec_rules
+from gradlane.settings.options import RING, ring_ranks
+from gradlane.settings.stragglers import LEAVES_OUT, WAIT
+from gradlane.whatif.bound import bound_step_s
 from gradlane.whatif.codec_costs import codecs_in, wire_bytes
 from gradlane.whatif.profiles import Profile, timings_in
 from gradlane.whatif.simulation import (

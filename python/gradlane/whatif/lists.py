@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gradlane.lab.rates import parse_rate
-from gradlane.stragglers import parse_stragglers
+from gradlane.rates import parse_rate
+from gradlane.settings.stragglers import parse_stragglers
 
 USUAL_GBIT = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 40, 50, 100, 200, 400, 800)
 """Rates that a range stands for."""

@@ -14,13 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.workloads.architectures import ARCHITECTURES
-from gradlane.lab.workloads.contract import TensorTiming, compute_s_of, timings_of
-from gradlane.lab.workloads.schedule import (
+from gradlane.architectures import ARCHITECTURES
+from gradlane.architectures.schedule import (
     ReplayLayer,
     layers_from_architecture,
     layers_from_profile,
 )
+from gradlane.architectures.timings import TensorTiming, compute_s_of, timings_of
 from gradlane.profiler.contents import DTYPE_BYTES, Profile, ProfileError, ProfileTensor
 from gradlane.profiler.reading import FieldReader, profile_from, read_object
 

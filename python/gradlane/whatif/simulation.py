@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradlane import options
-from gradlane.codec_choice import RAW, codec_rules
-from gradlane.lab.straggling import StragglerSpec
+from gradlane.local.rules import NODE_STRATEGIES
 from gradlane.local.shares import cut
-from gradlane.planner.layers import (
+from gradlane.schemes.layers import (
     SCHEME_RULES,
     Schemes,
     schemes_by_rule,
     simulated_schemes,
 )
-from gradlane.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
+from gradlane.settings import options
+from gradlane.settings.codec_choice import RAW, codec_rules
+from gradlane.settings.stragglers import AHEAD_STEPS, LATE, WAIT, check_stragglers, parse_stragglers
 from gradlane.whatif.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.whatif.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.whatif.profiles import Profile
+from gradlane.whatif.straggler import StragglerSpec
 
 ENGINE_STRATEGIES = options.STRATEGIES
 """Strategies of gradlane's own engine."""
@@ -31,8 +32,6 @@ RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
 SCHEME_STRATEGIES = SCHEME_RULES
 """`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
-NODE_STRATEGIES = {"hierarchical": "leader", "hierarchical-shared": "shared"}
-"""`p3` between nodes whose ranks add up first, by what those do (`gradlane.init(local=...)`)."""
 STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
 LOCAL_RATE_BPS = 1e12

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from gradlane.lab.cells import CEILING, MEASURED, STEPS, WORKERS, Cell, usual_dilation
+from gradlane.lab.cells import CEILING, MEASURED, STEPS, WORKERS, Cell, dilation_by_load
 from gradlane.lab.presets.preset import Preset, Rows
 from gradlane.lab.presets.simulated import Simulation, compute_times
 from gradlane.lab.strategy import parse_strategy
-from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.settings.options import STRATEGIES as ENGINE_STRATEGIES
 
 NAME = "bandwidth"
 GBIT = 1_000_000_000
@@ -72,7 +72,7 @@ def bandwidth(
             workload,
             rate_bps,
             names,
-            usual_dilation(workload, rate_bps) if dilation is None else dilation,
+            dilation_by_load(workload, rate_bps, workers) if dilation is None else dilation,
             workers=workers,
             steps=steps,
         )

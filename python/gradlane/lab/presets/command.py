@@ -104,7 +104,7 @@ def lab_scaling(
     from gradlane.lab.memory import available_bytes
     from gradlane.lab.presets.scaling import scaling, without_large_cells
     from gradlane.lab.presets.tables import print_scaling
-    from gradlane.lab.rates import parse_rate
+    from gradlane.rates import parse_rate
     from gradlane.whatif.lists import parse_workers
 
     preset, left_out = without_large_cells(
@@ -173,7 +173,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _rates(text: str) -> list[int]:
-    from gradlane.lab.rates import parse_rate
+    from gradlane.rates import parse_rate
 
     return [parse_rate(part) for part in _parts(text)]
 

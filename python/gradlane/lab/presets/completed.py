@@ -12,7 +12,7 @@ from gradlane.lab.cells import CEILING
 from gradlane.lab.presets.findings import best_baseline, cluster_of, measured
 from gradlane.lab.presets.simulated import bound_of
 from gradlane.lab.workloads import REPLAY_NAMES
-from gradlane.options import ASGD
+from gradlane.settings.options import ASGD
 
 
 def completed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

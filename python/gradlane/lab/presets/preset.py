@@ -117,7 +117,7 @@ def write_files(rows: Rows, folder: PresetFolder) -> None:
     Raises:
         LabError: a file cannot be written.
     """
-    from gradlane.report.presets import report_from_preset
+    from gradlane.lab.pages.presets import report_from_preset
 
     save_rows(rows, folder.results)
     folder.write_table(rows)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from gradlane.architectures import ARCHITECTURES
 from gradlane.lab.cells import CEILING, MEASURED, STEPS, Cell, usual_dilation
 from gradlane.lab.presets.bandwidth import GBIT, chosen_strategies, chosen_workloads
 from gradlane.lab.presets.preset import Preset, Rows
 from gradlane.lab.presets.simulated import Simulation, compute_times
-from gradlane.lab.workloads.architectures import ARCHITECTURES
-from gradlane.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.settings.options import STRATEGIES as ENGINE_STRATEGIES
 from gradlane.whatif.simulation import RING_FUSED
 
 NAME = "scaling"

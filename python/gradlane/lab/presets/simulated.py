@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.lab.bound import Bound, bound_step_s
+from gradlane.architectures import ARCHITECTURES
 from gradlane.lab.cells import CEILING, MEASURED
-from gradlane.lab.rates import format_rate
+from gradlane.lab.prediction import SEEDS, STEPS, replayed_profile, reports_of
 from gradlane.lab.strategy import parse_strategy
-from gradlane.lab.workloads.architectures import ARCHITECTURES
+from gradlane.rates import format_rate
+from gradlane.whatif.bound import Bound, bound_step_s
 from gradlane.whatif.grid import GOODPUT_SHARE
-from gradlane.whatif.prediction import SEEDS, STEPS, replayed_profile, reports_of
 from gradlane.whatif.profiles import timings_in
 from gradlane.whatif.simulation import RING_FUSED, Cluster, run_scenario, scenario_of
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradlane.lab.cells import CEILING, MEASURED, STEPS, WORKERS, Cell, usual_dilation
+from gradlane.lab.prediction import SEEDS, replayed_profile
 from gradlane.lab.presets import findings
 from gradlane.lab.presets.bandwidth import GBIT, chosen_workloads
 from gradlane.lab.presets.completed import completed
@@ -19,7 +20,6 @@ from gradlane.lab.presets.preset import Preset, Rows
 from gradlane.lab.presets.simulated import Simulation, compute_times
 from gradlane.planner.search import search
 from gradlane.planner.settings import ClusterFacts, Settings
-from gradlane.whatif.prediction import SEEDS, replayed_profile
 
 NAME = "slices"
 STRATEGY = "p3"

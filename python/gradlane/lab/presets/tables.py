@@ -15,7 +15,7 @@ from gradlane.lab.display import format_time
 from gradlane.lab.presets import findings
 from gradlane.lab.presets.activity import busiest_port, is_communication_bound, least_unused
 from gradlane.lab.presets.slices import STRATEGY, sweeps_of
-from gradlane.lab.rates import format_rate
+from gradlane.rates import format_rate
 from gradlane.whatif.simulation import RING_FUSED
 
 Row = Mapping[str, Any]

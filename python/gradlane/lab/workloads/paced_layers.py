@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.lab.workloads.contract import Stage
+from gradlane.architectures.timings import Stage
 from gradlane.lab.workloads.pacing import PacingClock
 
 BACKWARD_FACTOR = 2.0

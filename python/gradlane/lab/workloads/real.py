@@ -13,13 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.lab.workloads.contract import (
-    Evaluation,
-    Stage,
-    Workload,
-    compute_s_of,
-    timings_of,
-)
+from gradlane.architectures.timings import Stage, compute_s_of, timings_of
+from gradlane.lab.workloads.contract import Evaluation, Workload
 from gradlane.lab.workloads.paced_layers import Pacer
 from gradlane.lab.workloads.pacing import PacingClock
 

@@ -16,9 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from gradlane.architectures import ARCHITECTURES
+from gradlane.architectures.schedule import (
+    layers_from_architecture,
+    layers_from_profile,
+    merge_short_layers,
+)
+from gradlane.architectures.timings import compute_s_of, timings_of
 from gradlane.lab.codec_error import UPDATES_OFF_MOST, is_sum_of_gradients, mean_error
-from gradlane.lab.workloads.architectures import ARCHITECTURES
-from gradlane.lab.workloads.contract import Workload, compute_s_of, timings_of
+from gradlane.lab.workloads.contract import Workload
 from gradlane.lab.workloads.gradients import Float32Array, Float64Array, GradientPattern
 from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.lab.workloads.replay_model import (
@@ -29,11 +35,6 @@ from gradlane.lab.workloads.replay_model import (
     factor_index,
     product_at,
     updated_elements,
-)
-from gradlane.lab.workloads.schedule import (
-    layers_from_architecture,
-    layers_from_profile,
-    merge_short_layers,
 )
 from gradlane.profiler.contents import Profile
 from gradlane.whatif.profiles import profile_of_layers

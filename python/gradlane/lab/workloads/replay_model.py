@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gradlane.architectures.schedule import ReplayLayer
 from gradlane.factors.block import Dense, LinearFactors, Part
 from gradlane.factors.capture import tap_of
 from gradlane.lab.workloads.gradients import (
@@ -25,7 +26,6 @@ from gradlane.lab.workloads.gradients import (
     hash_of,
 )
 from gradlane.lab.workloads.pacing import PacingClock
-from gradlane.lab.workloads.schedule import ReplayLayer
 
 UPDATED_ELEMENTS = 64
 """About how many elements of each parameter are updated, and looked at."""

@@ -1,0 +1,136 @@
+"""Everything that training has changed, from one rank to all others, over a channel of its own.
+
+Step 0 of a channel spreads what its rank 0 has; the ranks are numbered anew for it, from the source
+on. What the optimizer's state consists of is told through the rendezvous store, since it may be
+missing on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradlane.carrier import spread_from_host
+from gradlane.connection import Surroundings, open_channel
+from gradlane.core import translate_error
+from gradlane.ranks.rendezvous import Meeting
+from gradlane.ranks.table import Entry, state_entry
+
+_GOODBYE_S = 60.0
+
+
+def hand_over(
+    around: Surroundings,
+    meeting: Meeting,
+    entries: Sequence[Entry],
+    optimizer: Optimizer,
+    source: int,
+) -> None:
+    """Give every rank one rank's tensors and its optimizer's state; a collective call.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks meet for this; for nothing else.
+        entries: the model's tensor table.
+        optimizer: of the model; its parameters are those of the table.
+        source: the rank whose values everyone gets.
+
+    Raises:
+        GradlaneError: a rank was lost.
+    """
+    is_source = around.place.rank == source
+    # Also those without elements: nothing of them is sent, but they have state.
+    groups = optimizer.param_groups
+    parameters = [one for group in groups for one in list.__iter__(group["params"])]
+    if is_source:
+        meeting.put("state", _serialized(_describe(parameters, optimizer)))
+    else:
+        _adopt(parameters, optimizer, _deserialized(meeting.get("state", source)))
+    everything = [*entries, *_state_entries(parameters, optimizer)]
+    rows = [entry.bytes_row() for entry in everything]
+    channel = open_channel(around, meeting, rows, update="worker", first=source)
+    try:
+        spread_from_host(channel, everything, is_source)
+    except around.core.ChannelError as error:
+        raise translate_error(
+            around.core, error, f"receiving the state of rank {source}"
+        ) from error
+    finally:
+        with contextlib.suppress(around.core.ChannelError):
+            channel.finish(_GOODBYE_S)
+    meeting.leave()
+
+
+def _describe(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Any]:
+    """List what the state consists of; tensors by shape, everything else by value."""
+    rows: list[tuple[int, str, Any]] = []
+    for index, parameter in enumerate(parameters):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                on_cpu = value.device.type == "cpu"
+                value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
+                rows.append((index, key, value))
+            else:
+                rows.append((index, key, [value]))
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"rows": rows, "groups": groups}
+
+
+def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, Any]) -> None:
+    """Give the optimizer state of the source's form; tensors get their values later."""
+    expected: dict[int, dict[str, Any]] = {}
+    for index, key, value in told["rows"]:
+        expected.setdefault(index, {})[key] = value
+    for index, parameter in enumerate(parameters):
+        rows = expected.get(index)
+        if rows is None:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = optimizer.state[parameter]
+        for key in [key for key in state if key not in rows]:
+            del state[key]
+        for key, value in rows.items():
+            state[key] = _formed(state.get(key), value, parameter)
+    for group, hyperparameters in zip(optimizer.param_groups, told["groups"], strict=True):
+        for key, value in hyperparameters.items():
+            group[key] = value
+
+
+def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
+    if isinstance(told, list):
+        return told[0]
+    shape = torch.Size(told["shape"])
+    if isinstance(own, Tensor) and own.shape == shape and own.dtype is told["dtype"]:
+        return own
+    device = torch.device("cpu") if told["on_cpu"] else parameter.device
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=told["dtype"], device=device)
+
+
+def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Entry]:
+    return [
+        state_entry(f"{key} of the optimizer", value)
+        for parameter in parameters
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor) and value.numel() > 0
+    ]
+
+
+def _serialized(told: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(told, buffer)
+    return buffer.getvalue()
+
+
+def _deserialized(told: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(told), weights_only=True)
+    return loaded

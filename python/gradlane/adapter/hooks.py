@@ -1,0 +1,347 @@
+"""Everything that is hung onto the user's model and optimizer, and how it is taken off again.
+
+The objects stay the user's own: hooks run before all others, `step` and `zero_grad` are replaced on
+the instances only, and copies of the model carry none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradlane.adapter.buffer_guard import guard_buffers, release_buffers
+from gradlane.adapter.guard import Followers, guard_parameters, held_parameters, release_parameters
+from gradlane.adapter.refusals import refuse_assignment
+from gradlane.adapter.steps import Steps
+from gradlane.adapter.waiting import guard_groups, release_groups
+from gradlane.errors import UsageError
+from gradlane.modules.compiled import (
+    Freshness,
+    enters_compiled_code,
+    is_tracing,
+    only_inlined,
+    opaque,
+)
+from gradlane.ranks.table import Entry
+
+
+class ForwardWait:
+    """Forward pre-hook: waits for the updates of the parameters that a module uses."""
+
+    __slots__ = ("_below", "_flags_below", "_freshness", "_indices", "_steps", "_wait_for_all")
+
+    def __init__(
+        self,
+        steps: Steps,
+        indices: tuple[int, ...],
+        below: tuple[int, ...],
+        freshness: Freshness,
+        flags_below: list[Freshness],
+    ) -> None:
+        """Wait for the tensors that a module uses by itself.
+
+        Args:
+            steps: knows what is under way.
+            indices: numbers of those tensors.
+            below: numbers of the tensors of the module and all modules in it.
+            freshness: the module's flag for compiled code.
+            flags_below: the flags of the module and all modules in it.
+        """
+        self._steps = steps
+        self._indices = indices
+        self._below = below
+        self._freshness = freshness
+        self._flags_below = flags_below
+        self._wait_for_all = opaque(self._wait_below)
+
+    @only_inlined
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        """Wait, unless nothing is under way."""
+        if is_tracing() or enters_compiled_code():
+            if self._freshness.stale and (self._steps.reads_wait or not is_tracing()):
+                self._wait_for_all(module.training)
+        elif self._steps.reads_wait:
+            self._steps.before_forward(self._indices, module.training)
+
+    @property
+    def __name__(self) -> str:
+        """There is none: torch.jit.script asks for it to compile the hook.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of a model that gradlane has prepared: "
+            "script its modules before prepare(), or after session.close()"
+        )
+
+    def _wait_below(self, training: bool) -> None:
+        self._steps.before_forward(self._below, training)
+        for freshness in self._flags_below:
+            freshness.stale = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the model has parameters of its own and waits for nothing."""
+        return wait_for_nothing
+
+    def __reduce__(self) -> Any:
+        """Pickle as a hook that waits for nothing."""
+        return _nothing, ()
+
+
+def wait_for_nothing(module: nn.Module, arguments: Any) -> None:
+    """Forward pre-hook in copies of a prepared model."""
+
+
+def _nothing() -> Callable[..., None]:
+    return wait_for_nothing
+
+
+def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    """Reset the gradients of a prepared model: never waits, never touches memory in flight."""
+    original = functools.partial(type(self).zero_grad, self, set_to_none)
+    steps = getattr(self._parameters, "_steps", None)
+    if steps is None:
+        original()
+    else:
+        steps.discard(set_to_none)
+        steps.bypass(original)
+
+
+class Installation:
+    """What was hung onto one model and one optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        entries: Sequence[Entry],
+        buffer_owners: Set[int],
+    ) -> None:
+        """Remember what the model and the optimizer look like before anything is changed.
+
+        Args:
+            model: the user's.
+            optimizer: the user's.
+            entries: the tensor table.
+            buffer_owners: modules with buffers that are kept alike, by `id`.
+        """
+        self._buffer_owners = buffer_owners
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after each `optimizer.step()`; may take everything off."""
+        self.keep_step: Callable[[], None] = lambda: None
+        """Called before that; takes checkpoints."""
+        self.step_whole: Callable[..., Any] = optimizer.step
+        self._model = model
+        self._optimizer = optimizer
+        self._entries = entries
+        self._trained = [entry for entry in entries if entry.trained]
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        self._modules = list(model.modules())
+        self._children = [tuple(module._modules.values()) for module in self._modules]
+        self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._freshness = {module: Freshness() for module in self._modules}
+        self._used_by: dict[nn.Module, tuple[int, ...]] = {}
+        self._scripted = [
+            (module, module.__dict__.get("_parameters"))
+            for module in self._modules
+            if isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._handles: list[Any] = []
+        self._own_step: Any = None
+        self._own_zero_grad: Any = None
+        self._had_own_step = "step" in optimizer.__dict__
+        self._had_model_zero_grad = "zero_grad" in model.__dict__
+
+    def install(self, steps: Steps) -> None:
+        """Hang everything on."""
+        take_gradient = opaque(steps.take_gradient)
+        steps.when_stale = self.mark_stale
+        self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
+        for module in self._modules:
+            below = self._indices_below(module)
+            if below:
+                scripted = isinstance(module, torch.jit.ScriptModule)
+                hook = ForwardWait(
+                    steps,
+                    # Calls inside scripted code run no hooks.
+                    below if scripted else self._used_by[module],
+                    below,
+                    self._freshness[module],
+                    [self._freshness[one] for one in module.modules()],
+                )
+                # Scripted modules run such hooks, but refuse to have any registered.
+                handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+                self._handles.append(handle)
+        for index, entry in enumerate(self._trained):
+            take = functools.partial(take_gradient, index)
+            handle = entry.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        self._install_on_optimizer(steps)
+        for module in self._modules:
+            guard_parameters(module, steps, self._freshness[module])
+            load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
+            self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
+            if id(module) in self._buffer_owners:
+                guard_buffers(module, steps)
+        self._handles.append(Followers(steps, [entry.tensor for entry in self._trained]))
+        if not self._had_model_zero_grad:
+            self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
+
+    def follow(self, handle: Any) -> None:
+        """Take something else off together with the hooks."""
+        self._handles.append(handle)
+
+    def _indices_used(self, module: nn.Module, steps: Steps) -> tuple[int, ...]:
+        """Numbers of the tensors that a module owns, or holds past torch's registration."""
+        own = (one for one in module._parameters.values() if one is not None)
+        found = (self._index_of.get(id(one)) for one in (*own, *held_parameters(module)))
+        used = [index for index in found if index is not None]
+        if id(module) in self._buffer_owners:
+            used.append(steps.buffers_index)
+        return tuple(dict.fromkeys(used))
+
+    def _indices_below(self, module: nn.Module) -> tuple[int, ...]:
+        """Numbers of the tensors that a module and all modules in it use, each once."""
+        below = (index for one in module.modules() for index in self._used_by[one])
+        return tuple(dict.fromkeys(below))
+
+    def _install_on_optimizer(self, steps: Steps) -> None:
+        installation, optimizer, step_whole = self, self._optimizer, self.step_whole
+        zero_whole = optimizer.zero_grad
+        end_step = opaque(steps.end_step)
+        after_step = opaque(self.step_ended)
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Update the parameters: at once, or as the averaged gradients arrive."""
+            if not installation._handles:
+                return step_whole() if closure is None else step_whole(closure)
+            # Learning rate schedulers look at this to see the order of calls.
+            self._opt_called = True  # type: ignore[attr-defined]
+            result = end_step(closure)
+            after_step()
+            return result
+
+        def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
+            """Reset the gradients; between backward and step, forget those under way."""
+            if not installation._handles:
+                zero_whole(set_to_none)
+                return
+            steps.discard(set_to_none)
+            steps.bypass(functools.partial(zero_whole, set_to_none))
+
+        # Whose code steps is asked again if the optimizer is prepared in another session.
+        step.__wrapped__ = step_whole  # type: ignore[attr-defined]
+        if hasattr(step_whole, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._own_step = types.MethodType(step, optimizer)
+        self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
+        optimizer.__dict__["step"] = self._own_step
+        optimizer.__dict__["zero_grad"] = self._own_zero_grad
+        guard_groups(optimizer, steps)
+
+        def before_state(*_: Any) -> None:
+            steps.before_optimizer_state()
+
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(before_state, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
+        ]
+
+    def step_ended(self) -> None:
+        """Do what follows on each training step."""
+        self.keep_step()
+        self.after_step()
+
+    def mark_stale(self) -> None:
+        """Have compiled code wait, or raise, before it uses any parameter again."""
+        for freshness in self._freshness.values():
+            freshness.stale = True
+
+    def remove(self) -> None:
+        """Take everything off again; the model and the optimizer are plain ones afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._modules:
+            release_parameters(module)
+            release_buffers(module)
+        for module, mapping in self._scripted:
+            if mapping is None:
+                del module.__dict__["_parameters"]
+            else:
+                module.__dict__["_parameters"] = mapping
+        if not self._had_model_zero_grad:
+            self._model.__dict__.pop("zero_grad", None)
+        release_groups(self._optimizer)
+        own = self._optimizer.__dict__
+        # Someone may have wrapped the replacement since: then it stays, and passes calls on.
+        if own.get("step") is self._own_step:
+            del own["step"]
+            if self._had_own_step:
+                own["step"] = self.step_whole
+        if own.get("zero_grad") is self._own_zero_grad:
+            del own["zero_grad"]
+
+    def check_unchanged(self) -> None:
+        """Check that the model still is what was prepared.
+
+        Raises:
+            UsageError: modules or parameters were added, removed or replaced, or frozen
+                parameters are trained now.
+        """
+        for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
+            if not _same(module._modules, children) or not _same(module._parameters, owned):
+                raise UsageError(self._describe_change())
+        for entry in self._entries:
+            if not entry.trained and entry.tensor.requires_grad:
+                raise UsageError(
+                    f"parameter {entry.name!r} was frozen when the model was prepared and is "
+                    "trained now: call session.prepare(model, optimizer) again, on all ranks"
+                )
+
+    def _describe_change(self) -> str:
+        before = {entry.name: id(entry.tensor) for entry in self._entries}
+        now = {name: id(parameter) for name, parameter in _raw_parameters(self._model)}
+        for name, buffer in self._model.named_buffers():
+            now[name] = before.get(name, id(buffer))
+        added = [name for name in now if name not in before]
+        removed = [name for name in before if name not in now]
+        replaced = [name for name in now if name in before and now[name] != before[name]]
+        changes = [
+            f"{word} {', '.join(map(repr, names[:3]))}"
+            for word, names in (("added", added), ("removed", removed), ("replaced", replaced))
+            if names
+        ]
+        what = "; ".join(changes) or "its modules were changed"
+        return (
+            f"the model was changed after prepare(): {what}; change it before prepare(), or call "
+            "session.prepare(model, optimizer) again, on all ranks"
+        )
+
+
+def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
+    # The children of a scripted module are in no dictionary of Python's.
+    values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
+    return len(values) == len(expected) and all(map(_is, values, expected))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """`named_parameters()` past the guard: nobody reads the values."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None and id(parameter) not in found:
+                full_name = f"{prefix}.{name}" if prefix else name
+                found[id(parameter)] = (full_name, parameter)
+    return list(found.values())

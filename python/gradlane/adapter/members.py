@@ -1,0 +1,73 @@
+"""What takes part in the steps of one channel, each in its place: gradients, votes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gradlane.adapter.ballot import Ballot
+from gradlane.adapter.buffers import BufferPack, pack_buffers
+from gradlane.factors.choice import Factored
+from gradlane.ranks.environment import Place
+from gradlane.ranks.table import Entry, extra_entry
+
+
+@dataclass(frozen=True)
+class Members:
+    """What takes part in the steps of a channel.
+
+    Attributes:
+        trained: table entries of the trained parameters, by tensor number.
+        ballot: how all ranks ended their steps, or None where updates run on the servers.
+        ballot_index: its tensor number.
+        buffers: buffers that are kept alike, or None.
+        buffers_index: their tensor number.
+        factored: trained parameters that travel as factors, by tensor number.
+    """
+
+    trained: Sequence[Entry]
+    ballot: Ballot | None = None
+    ballot_index: int = -1
+    buffers: BufferPack | None = None
+    buffers_index: int = -1
+    factored: Mapping[int, Factored] = field(default_factory=dict)
+
+
+def lay_out(
+    model: nn.Module,
+    entries: Sequence[Entry],
+    factored: Mapping[int, Factored],
+    place: Place,
+    buffers: str,
+    *,
+    alone: bool,
+) -> tuple[list[Entry], Members]:
+    """Give everything that takes part in each step its place.
+
+    Args:
+        model: the user's.
+        entries: its table; places beside the gradients follow it.
+        factored: trained parameters that travel as factors, by tensor number.
+        place: this rank's.
+        buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
+        alone: nothing but gradients may take part.
+
+    Returns:
+        The entries that follow the table, and all members.
+    """
+    trained = [entry for entry in entries if entry.trained]
+    if alone:
+        return [], Members(trained)
+    ballot = Ballot(place.rank, place.world_size)
+    index = len(entries)
+    extras = [extra_entry("gradlane's ballot", ballot.tensor)]
+    pack = pack_buffers(model, buffers, place.rank, place.world_size)
+    if pack is not None:
+        extras.append(extra_entry("the packed buffers", pack.tensor))
+    # Blocks are of training steps alone: something else carries the weights in step 0.
+    extras += [one.first_values() for one in factored.values()]
+    return extras, Members(
+        trained, ballot, index, pack, index + 1 if pack is not None else -1, factored
+    )

@@ -1,0 +1,371 @@
+"""The training steps of one prepared model, as a state machine.
+
+Idle: all parameters are up to date. Local: gradients add up in `.grad` and nothing was sent, as
+inside `session.no_sync()`. Backward: a step has begun on the channel; a gradient leaves as soon as
+its last part is there, what is left follows at the end. Attached: the averaged gradients are in
+`.grad`, waiting for the user's `optimizer.step()`. Pending: the step has ended here; parameters are
+updated as their gradients arrive.
+
+In every step each parameter's gradient is the mean over all ranks of what they had in `.grad`, none
+counting as zeros. Every read of a parameter comes through `before_read`, `before_list` or
+`before_forward`, which wait for its update; after a failure they raise, so that nobody sees some
+parameters of one step and some of another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradlane.adapter.ballot import Ending, Vote
+from gradlane.adapter.step_reads import StepReads
+from gradlane.adapter.step_state import Driver, Phase
+from gradlane.adapter.updates import undisturbed
+from gradlane.errors import SessionFailed, UsageError
+from gradlane.factors.block import Part
+from gradlane.modules.forward_order import inside_backward
+
+__all__ = ["Driver", "Phase", "Steps"]
+
+
+class Steps(StepReads):
+    """Drives one channel through the training steps of one model."""
+
+    def take_gradient(self, index: int, parameter: Tensor) -> None:
+        """Note a parameter's fresh gradient, and hand it over if it is whole: the hook.
+
+        Raises:
+            UsageError: the gradient comes at a moment, or in a form, that has no meaning.
+            GradlaneError: the session has failed.
+        """
+        if parameter.grad is None and self._exchange.sends_factors(index):
+            # Factors were taken; torch runs the hook all the same.
+            return
+        self._on_gradient(index)
+        if self.accumulates:
+            if parameter.grad is not None:
+                self._versions[index] = parameter.grad._version
+            return
+        self._exchange.hold(index, parameter)
+        if self._exchange.sends_factors(index):
+            self._touched.add(index)
+        elif self._firings.is_last(index):
+            self._exchange.give(index)
+
+    def wants_factors(self, index: int) -> bool:
+        """Whether factors may take the place of a gradient now: those that add up may not."""
+        sends = self._exchange.sends_factors(index)
+        return sends and not self.accumulates and self._failure is None
+
+    def take_factors(self, index: int, part: Part) -> None:
+        """Note factors of a part of a parameter's fresh gradient.
+
+        Raises:
+            UsageError: they come after the last ones that were to be expected.
+            GradlaneError: the session has failed.
+        """
+        self._on_gradient(index)
+        self._exchange.hold_factors(index, part)
+        self._touched.add(index)
+
+    def end_parts(self, index: int) -> None:
+        """Hand over what a backward gave for a parameter that sends factors, if it is whole.
+
+        Called once in each backward, after all layers that use the parameter, as the hook of a
+        gradient is: it counts the same whether factors or gradients came.
+        """
+        if index in self._touched:
+            self._touched.discard(index)
+            if self._firings.is_last(index):
+                self._exchange.give(index)
+
+    def _on_gradient(self, index: int) -> None:
+        """Begin a step with its first gradient, and refuse one that comes too late."""
+        if self._phase is not Phase.BACKWARD:
+            self._on_first_gradient()
+            if not self.accumulates:
+                self._begin_step()
+        elif self._exchange.is_given(index):
+            self._refuse_late_gradient(index)
+
+    def _on_first_gradient(self) -> None:
+        """Leave whatever phase there was: gradients add up locally from now on."""
+        self.raise_failure()
+        if self._phase is Phase.LOCAL:
+            return
+        self.settle()
+        if self._phase is Phase.ATTACHED:
+            # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
+            self._exchange.end()
+            self._ending = Ending.CARRIED_ON
+        self._on_top = not self._zeroed
+        self._zeroed = True
+        self._versions.clear()
+        self._phase = Phase.LOCAL
+        self._refresh()
+
+    def _begin_step(self, *, shadow: bool = False) -> None:
+        if not any(vote.shadow for vote in self._exchange.votes()):
+            # Ranks that went along without data get the others' parameters at the end of join().
+            self._driver.before_step(self.step + 1)
+        if self._server_rows is not None:
+            self._rows = self._bypassing(self._server_rows)
+        vote = Vote(self._ending, shadow, self._digest)
+        self._exchange.begin(vote, self._rows if self._server_rows is not None else None)
+        if self._order is not None and not self._order.is_empty:
+            order, self._order = self._order, None
+            self._driver.announce_order(order)
+        self._firings.begin()
+        self._touched.clear()
+        self._phase = Phase.BACKWARD
+        self._refresh()
+
+    def before_group(self, parameters: Iterable[Tensor | None]) -> None:
+        """Make parameters that are about to be read through the optimizer right.
+
+        What was only accumulated here is averaged first: `GradScaler` looks for infinities there,
+        and ranks that each looked at their own gradients would skip different steps.
+        """
+        busy = self.accumulates or self._bypassed or self._applying or inside_backward()
+        if self._phase is Phase.LOCAL and self._server_rows is None and not busy:
+            self.reads_averages = True
+            self.raise_failure()
+            self._check_untouched()
+            self._begin_step()
+        self.before_list(parameters)
+
+    def end_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do what `optimizer.step()` means: now, or as gradients arrive.
+
+        Args:
+            closure: evaluated first, with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            UsageError: there is no gradient, or the model or the optimizer was changed.
+            GradlaneError: the session has failed.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.raise_failure()
+        if self._phase in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"optimizer.step() without any gradient since step {self.step}: every rank must "
+                "run backward() on at least one trained parameter in each step"
+            )
+        self._driver.check_unchanged()
+        if self._on_top:
+            warnings.warn(
+                "zero_grad() was not called since the last optimizer.step(); gradlane takes "
+                "gradients away in backward(), so they do not add up over steps",
+                UserWarning,
+                stacklevel=3,
+            )
+        if self._phase is Phase.LOCAL:
+            self._check_untouched()
+            self._begin_step()
+        self._bypassing(self._driver.update.record)
+        if self._server_rows is not None:
+            self._check_rows(self._bypassing(self._server_rows))
+        elif self._phase is Phase.BACKWARD and not self._driver.defers():
+            self.attach()
+        self._firings.learn()
+        self._digest = self._driver.hyperparameters.digest()
+        if self._phase is Phase.ATTACHED:
+            self._update_now()
+        else:
+            self._complete()
+            self._end(Ending.STEPPED)
+            self._pending.update(range(len(self._trained)))
+            self._zeroed = False
+            self._refresh()
+        return result
+
+    def discard(self, set_to_none: bool = True) -> None:
+        """Do what `zero_grad()` means: forget the gradients of a step that was not taken.
+
+        Args:
+            set_to_none: as the user gave it.
+
+        Raises:
+            UsageError: updates run on the servers and have begun.
+        """
+        if inside_backward() or self._failure is not None:
+            return
+        self._zeroed = True
+        if self._phase in (Phase.PENDING, Phase.IDLE):
+            if set_to_none:
+                self._driver.update.leave_none()
+            else:
+                self._driver.update.zero_in_place()
+        elif self._phase is Phase.LOCAL:
+            self._phase = Phase.IDLE
+        elif self._phase is Phase.ATTACHED:
+            self._end(Ending.DISCARDED)
+        elif self._phase is Phase.BACKWARD:
+            self._discard_backward(set_to_none)
+        self._refresh()
+
+    def _discard_backward(self, set_to_none: bool) -> None:
+        if self._server_rows is not None:
+            raise UsageError(
+                f'zero_grad() after backward() in step {self.step}: with update="server" the '
+                "update has already begun; call optimizer.step() first"
+            )
+        if not set_to_none:
+            for index in self._exchange.present():
+                parameter = self._trained[index].tensor
+                parameter.grad = torch.zeros_like(parameter)
+        self._end_with_nothing()
+
+    def _end_with_nothing(self) -> None:
+        """Hand over nothing more in this step, and end it."""
+        self._give_nothing_more(shadow=False)
+        self._end(Ending.DISCARDED)
+
+    def _give_nothing_more(self, *, shadow: bool) -> None:
+        self._discards = True
+        self._exchange.complete(discards=True)
+        self._exchange.give_buffers(shadow=shadow)
+
+    def begin_shadow(self) -> None:
+        """Go along in the next step of the others with nothing to contribute.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self.settle()
+        if self._phase in (Phase.BACKWARD, Phase.ATTACHED):
+            raise UsageError(
+                f"the end of session.join() inside step {self.step}: call optimizer.step() or "
+                "zero_grad() after the last backward()"
+            )
+        keeps_local = self._phase
+        self._begin_step(shadow=True)
+        self._give_nothing_more(shadow=True)
+        self._exchange.end()
+        self._ending = Ending.SHADOWED
+        self._phase = keeps_local
+        self._refresh()
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        Returns:
+            Whether it was done: only a rank that was left out of the last step ever does it.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self.raise_failure()
+        if self._phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"the next batch of session.keep_pace() inside step {self.step}: call "
+                "optimizer.step() or zero_grad() first"
+            )
+        exchange = self._exchange
+        if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
+            # What is still to come of the last step comes during the next forward, as ever.
+            return False
+        if self._driver.meets_before(self.step + 1):
+            # The others wait for this rank there, and begin the step together with it.
+            return False
+        self.settle()
+        with self._lock:
+            self._driver.before_step(self.step + 1)
+            self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
+            self._exchange.complete(discards=True)
+            self._bypassing(self._driver.update.record)
+            if self._driver.defers():
+                self._end(self._ending)
+                self._pending.update(range(len(self._trained)))
+            else:
+                self._exchange.end()
+                for index, gradient in self._exchange.take(None).gradients:
+                    self._trained[index].tensor.grad = gradient
+                self._guarded(self._driver.step_whole)
+                self._driver.update.take_away()
+                self.when_stale()
+            self._refresh()
+        return True
+
+    def has_votes(self) -> bool:
+        """Whether all ranks have begun the step that this one goes along in."""
+        return self._exchange.has_votes()
+
+    def end_shadow(self) -> list[Vote]:
+        """Wait for the end of the step that was gone along in; returns all ranks' votes."""
+        self._exchange.take(None, discards=True)
+        self._discards = False
+        return self._exchange.votes()
+
+    def finish(self) -> None:
+        """Bring the current step to an end, so that the channel can be closed in order."""
+        if self._failure is not None:
+            return
+        if self._phase is Phase.BACKWARD:
+            self._end_with_nothing()
+        elif self._phase is Phase.ATTACHED:
+            self._end(Ending.DISCARDED)
+        self.settle()
+
+    def _update_now(self) -> None:
+        def update() -> None:
+            with undisturbed():
+                self._driver.step_whole()
+
+        self._guarded(update)
+        self._driver.update.take_away()
+        self._zeroed = False
+        self._end(Ending.STEPPED)
+        self._refresh()
+
+    def _check_untouched(self) -> None:
+        """Refuse gradients that were changed before they were averaged: no rule covers them."""
+        gradients = {index: self._trained[index].tensor.grad for index in self._versions}
+        newest: dict[int, int] = {}
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                # Views of one memory, as cat() gives them, count their changes together.
+                memory = gradient.untyped_storage().data_ptr()
+                newest[memory] = max(newest.get(memory, 0), self._versions[index])
+        for index, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if gradient._version != newest[gradient.untyped_storage().data_ptr()]:
+                raise UsageError(
+                    f"the gradient of {self._trained[index].name!r} was changed in place before "
+                    f"it was averaged in step {self.step + 1}: every backward() of the step was "
+                    "inside session.no_sync(), so clipping and unscaling saw this rank's own "
+                    "gradients; run the last backward() of a step outside of it"
+                )
+
+    def _check_rows(self, rows: str) -> None:
+        if rows != self._rows:
+            failure = SessionFailed(
+                f"hyper-parameters were changed between the first gradient and optimizer.step() of "
+                f'step {self.step}: with update="server" the update has already begun; step '
+                "schedulers after optimizer.step()",
+                self.step - 1,
+            )
+            self.fail(failure)
+            raise failure
+
+    def _refuse_late_gradient(self, index: int) -> NoReturn:
+        refusal = UsageError(
+            f"parameter {self._trained[index].name!r} got another gradient in step {self.step} "
+            "after its gradient had been sent: it got more of them than in any step before; run "
+            "every backward() of a step but the last inside `with session.no_sync():`"
+        )
+        # What was sent cannot be taken back, so no rank can end this step.
+        self.fail(refusal)
+        self._driver.abort(str(refusal))
+        raise refusal

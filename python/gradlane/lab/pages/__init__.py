@@ -1,0 +1,1 @@
+"""Pages of the lab's runs and presets."""

@@ -1,0 +1,1 @@
+"""What links carry, measured: streams between ranks, and what follows for each link."""

@@ -1,0 +1,1 @@
+"""The other ranks: finding them, agreeing with them, waiting for them."""

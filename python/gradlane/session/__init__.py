@@ -1,0 +1,1 @@
+"""Sessions: how they start, the models they prepare, what they keep, how they end."""

@@ -1,0 +1,1 @@
+"""Settings of sessions: options, the rules they follow, which tensor gets which codec."""

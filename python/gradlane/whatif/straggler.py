@@ -1,0 +1,51 @@
+"""Which rank is slow, and how much: asked of the lab, which stops it, and of the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+BURST_S = 0.5
+"""Seconds of a stop where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class StragglerSpec:
+    """Which rank is stopped, and how much.
+
+    Attributes:
+        rank: which one.
+        share: of the time that it is stopped for.
+        burst_s: real seconds of each stop; it runs `burst_s / share - burst_s` between two.
+    """
+
+    rank: int
+    share: float
+    burst_s: float = BURST_S
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+
+def parse_straggler(text: str) -> StragglerSpec:
+    """Return what a text such as `rank=3,share=0.1,burst=0.5` stands for.
+
+    Raises:
+        ValueError: a part is missing, unknown or out of range.
+    """
+    parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+    usage = "it is written rank=3,share=0.1 or rank=3,share=0.1,burst=0.5 (seconds of a stop)"
+    if not {"rank", "share"} <= set(parts) <= {"rank", "share", "burst"}:
+        raise ValueError(f"straggler is {text!r}; {usage}")
+    try:
+        spec = StragglerSpec(
+            int(parts["rank"]), float(parts["share"]), float(parts.get("burst", BURST_S))
+        )
+    except ValueError:
+        raise ValueError(f"straggler is {text!r}; {usage}") from None
+    if spec.rank < 0 or not 0 < spec.share < 1 or not 0.001 <= spec.burst_s <= 20:
+        raise ValueError(
+            f"straggler is {text!r}; rank is 0 or more, share between 0 and 1, burst 0.001 to 20 s"
+        )
+    return spec
