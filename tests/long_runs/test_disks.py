@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def writers() -> list[threading.Thread]:
+    """The threads of all ranks that write a checkpoint."""
+    return [thread for thread in threading.enumerate() if thread.name == "gradlane-checkpoint"]
+
+
 @needs_core
 def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_there_is_room(
     small_disk: Path,
@@ -52,6 +58,8 @@ def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_ther
                     # As much is left as one of two ranks needs.
                     file.truncate(file.tell() - 80 * 1024)
         if step == 8:
+            # It has failed on one rank, and the other one knows.
+            assert eventually(lambda: not writers(), 30.0)
             found[step] = newest(small_disk)
             room.unlink()
 

@@ -81,7 +81,7 @@ class Checkpoints:
         self._restores = 0
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._failures: list[str] = []
+        self._failures: deque[str] = deque()
         self._told: deque[tuple[Meeting, str]] = deque()
 
     def follow(self, prepared: Prepared, meeting: Meeting) -> None:
@@ -296,8 +296,8 @@ class Checkpoints:
             thread.join()
 
     def _warn(self) -> None:
-        failures, self._failures = self._failures, []
-        for text in failures:
+        while self._failures:
+            text = self._failures.popleft()
             warnings.warn(
                 f"{text}; the training goes on, and the checkpoint before it stays",
                 RuntimeWarning,
