@@ -84,6 +84,19 @@ def test_schemes_are_read_and_wrong_ones_refused() -> None:
             parse_scheme(text, 4)
 
 
+def test_a_quick_study_of_all_schemes_has_those_of_the_full_one() -> None:
+    full = study.runs_of(quick=False, seeds=2)
+    quick = study.runs_of(quick=True, schemes=["all"], seeds=2)
+    assert [(run.task, run.scheme, run.layers, run.seed) for run in quick] == [
+        (run.task, run.scheme, run.layers, run.seed) for run in full
+    ]
+    assert {run.steps for run in quick} == {task.quick_steps for task in TASKS.values()} - {
+        TASKS[CIFAR10].quick_steps
+    }
+    with pytest.raises(ValueError, match="all"):
+        study.runs_of(quick=True, schemes=["all", "p3"])
+
+
 @pytest.mark.parametrize("task", [name for name in TASKS if name != CIFAR10])
 def test_networks_have_the_parameters_that_they_say(task: str) -> None:
     model = TASKS[task].build(0)

@@ -11,6 +11,8 @@ use alloc::sync::Arc;
 pub(crate) struct Unicast {
     pub(crate) message: Arc<Message>,
     pub(crate) offset: u64,
+    /// Length of its next frame, so that nobody has to look at the message for it.
+    pub(crate) next_bytes: u32,
 }
 
 /// Entries in ascending order of their keys. New ones nearly always belong at one of the ends.

@@ -173,7 +173,8 @@ impl Scheduler {
 
     /// Queues a message to one peer.
     pub(crate) fn push(&mut self, peer: Rank, key: Key, message: Message) {
-        self.insert(peer, key, Unicast { message: Arc::new(message), offset: 0 });
+        let whole = self.entry(Arc::new(message));
+        self.insert(peer, key, whole);
     }
 
     /// Queues a message to several peers as one entry.
@@ -285,8 +286,8 @@ impl Scheduler {
             }
             let entry = self.shared.remove(&key)?;
             for peer in entry.owed.iter() {
-                let message = Arc::clone(&entry.message);
-                self.insert(peer, key, Unicast { message, offset: 0 });
+                let whole = self.entry(Arc::clone(&entry.message));
+                self.insert(peer, key, whole);
             }
         }
     }
@@ -296,11 +297,12 @@ impl Scheduler {
         let peer = &mut self.peers[rank.index()];
         let (first, mut entry) = peer.queue.pop_first().expect("an indexed head is in its queue");
         debug_assert_eq!(first, key, "the indexed entry is the head");
-        let length = entry.message.frame_length(entry.offset, frame_bytes);
+        let length = entry.next_bytes;
         let transmit = entry.message.frame(rank, entry.offset, length);
         peer.in_flight_bytes += frame_cost(length);
         entry.offset += u64::from(length);
         if entry.offset < entry.message.bytes() {
+            entry.next_bytes = entry.message.frame_length(entry.offset, frame_bytes);
             peer.queue.insert(key, entry);
         }
         self.reindex(rank);
@@ -315,8 +317,15 @@ impl Scheduler {
         } else {
             Arc::clone(&entry.message)
         };
-        self.insert(rank, key, Unicast { message, offset: 0 });
+        let whole = self.entry(message);
+        self.insert(rank, key, whole);
         Some(self.emit_unicast(key, rank))
+    }
+
+    /// A message of which nothing was handed out.
+    fn entry(&self, message: Arc<Message>) -> Unicast {
+        let next_bytes = message.frame_length(0, self.frame_bytes);
+        Unicast { message, offset: 0, next_bytes }
     }
 
     fn insert(&mut self, peer: Rank, key: Key, entry: Unicast) {
@@ -341,8 +350,7 @@ impl Scheduler {
             self.open.remove(rank);
         }
         let head = peer.queue.first().and_then(|(key, entry)| {
-            let length = entry.message.frame_length(entry.offset, self.frame_bytes);
-            peer.can_take(length, self.credit_bytes).then_some(key)
+            peer.can_take(entry.next_bytes, self.credit_bytes).then_some(key)
         });
         if head == peer.indexed {
             return;

@@ -1,11 +1,15 @@
-//! What happens next: a heap of events in the order of time, then of their making. Nothing here
-//! depends on addresses or hashes, so the same scenario unfolds the same way every time.
+//! What happens next: events in the order of time, then of their making. Nothing here depends on
+//! addresses or hashes, so the same scenario unfolds the same way every time.
+//!
+//! A radix heap: nothing is ever planned before what happened last, so an event waits in the bucket of
+//! the highest bit in which its time differs from that moment. When the first bucket that has any is
+//! looked into, its events spread over those before it, in the order in which they were made. Each
+//! moves to lower buckets alone, and all of them are read one after the other; a binary heap jumps.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::VecDeque;
 
 /// What happens to which rank, or to which port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The port may send the next piece.
     Depart,
@@ -31,29 +35,104 @@ pub(crate) enum Kind {
     Clock,
 }
 
-/// An entry: time, order of making, kind, rank.
-type Entry = Reverse<(u64, u64, Kind, u32)>;
+/// An event: time, kind, rank.
+type Entry = (u64, Kind, u32);
 
-#[derive(Debug, Default)]
+const BUCKETS: usize = u64::BITS as usize;
+
+#[derive(Debug)]
 pub(crate) struct Calendar {
-    heap: BinaryHeap<Entry>,
+    /// When the last event was.
+    last: u64,
+    /// What happens at that time, too.
+    present: VecDeque<Entry>,
+    /// Later events, by the highest bit in which their time differs from it.
+    later: [Vec<Entry>; BUCKETS],
+    /// Bit by bit, which of them have any.
+    filled: u64,
     made: u64,
 }
 
+impl Default for Calendar {
+    fn default() -> Calendar {
+        Calendar {
+            last: 0,
+            present: VecDeque::new(),
+            later: [const { Vec::new() }; BUCKETS],
+            filled: 0,
+            made: 0,
+        }
+    }
+}
+
 impl Calendar {
-    /// Adds an event.
+    /// Adds an event, which is not before the last one that happened.
     pub(crate) fn at(&mut self, time: u64, kind: Kind, rank: u32) {
+        debug_assert!(time >= self.last, "{kind:?} of {rank} at {time}, before {}", self.last);
         self.made += 1;
-        self.heap.push(Reverse((time, self.made, kind, rank)));
+        self.put((time.max(self.last), kind, rank));
     }
 
     /// The next event.
     pub(crate) fn next(&mut self) -> Option<(u64, Kind, u32)> {
-        self.heap.pop().map(|Reverse((time, _, kind, rank))| (time, kind, rank))
+        if self.present.is_empty() && self.filled != 0 {
+            let first = self.filled.trailing_zeros() as usize;
+            let mut entries = std::mem::take(&mut self.later[first]);
+            self.filled &= !(1 << first);
+            self.last = entries.iter().map(|entry| entry.0).min().unwrap_or(self.last);
+            for entry in entries.drain(..) {
+                self.put(entry);
+            }
+            // Its memory serves again.
+            self.later[first] = entries;
+        }
+        self.present.pop_front()
     }
 
     /// Events made so far.
     pub(crate) fn made(&self) -> u64 {
         self.made
+    }
+
+    fn put(&mut self, entry: Entry) {
+        match (entry.0 ^ self.last).checked_ilog2() {
+            None => self.present.push_back(entry),
+            Some(bit) => {
+                self.later[bit as usize].push(entry);
+                self.filled |= 1 << bit;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gradlane_units::Rng;
+
+    #[test]
+    fn events_come_in_the_order_of_time_and_then_of_their_making() {
+        for seed in 0..200 {
+            let mut rng = Rng::new(seed);
+            let mut calendar = Calendar::default();
+            let mut waiting: Vec<(u64, u32)> = Vec::new();
+            let (mut now, mut made) = (0, 0);
+            for _ in 0..1000 {
+                if rng.below(2) == 0 {
+                    // Often at once, often together, seldom far away.
+                    let time = now + (rng.next_u64() >> (24 + rng.below(40)));
+                    calendar.at(time, Kind::Listen, made);
+                    waiting.push((time, made));
+                    made += 1;
+                    continue;
+                }
+                let first = waiting.iter().copied().min();
+                waiting.retain(|&it| Some(it) != first);
+                let next = calendar.next();
+                assert_eq!(next.map(|(time, _, rank)| (time, rank)), first, "seed {seed}");
+                now = first.map_or(now, |(time, _)| time);
+            }
+            assert_eq!(calendar.made(), u64::from(made));
+        }
     }
 }

@@ -2,35 +2,48 @@
 
 use gradlane_engine::{Payload, Transmit};
 use gradlane_wire::FrameHeader;
+use std::collections::BTreeMap;
+
+/// A header in a line of the cache of its own: there may be a million of them on their way.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Slot(FrameHeader);
 
 #[derive(Debug, Default)]
 pub(crate) struct FrameTable {
-    frames: Vec<Option<(FrameHeader, Vec<u8>)>>,
+    frames: Vec<Slot>,
     free: Vec<u32>,
+    /// Payloads of control frames.
+    payloads: BTreeMap<u32, Vec<u8>>,
 }
 
 impl FrameTable {
     pub(crate) fn insert(&mut self, transmit: &Transmit) -> u32 {
-        let payload = match &transmit.payload {
-            Payload::Inline(bytes) => bytes.clone(),
-            Payload::None | Payload::Region(_) => Vec::new(),
+        let slot = Slot(transmit.header);
+        let number = match self.free.pop() {
+            Some(number) => {
+                self.frames[number as usize] = slot;
+                number
+            }
+            None => {
+                self.frames.push(slot);
+                (self.frames.len() - 1) as u32
+            }
         };
-        let frame = Some((transmit.header, payload));
-        if let Some(number) = self.free.pop() {
-            self.frames[number as usize] = frame;
-            return number;
+        if let Payload::Inline(bytes) = &transmit.payload {
+            self.payloads.insert(number, bytes.clone());
         }
-        self.frames.push(frame);
-        (self.frames.len() - 1) as u32
+        number
     }
 
     pub(crate) fn get(&self, number: u32) -> FrameHeader {
-        self.frames[number as usize].as_ref().expect("a frame on its way has a header").0
+        self.frames[number as usize].0
     }
 
+    /// Takes a frame that has arrived, which it does once; its payload is empty but for control.
     pub(crate) fn remove(&mut self, number: u32) -> (FrameHeader, Vec<u8>) {
         self.free.push(number);
-        self.frames[number as usize].take().expect("a frame arrives once")
+        (self.get(number), self.payloads.remove(&number).unwrap_or_default())
     }
 
     /// Number of frames on their way.

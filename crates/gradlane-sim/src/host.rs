@@ -14,31 +14,31 @@ impl Run {
     /// Something for the I/O thread: heard at once, or when it has done what it is doing.
     pub(crate) fn hear(&mut self, rank: u32, input: Input) {
         let now = self.now;
-        let node = &mut self.nodes[rank as usize];
-        if node.inbox.is_empty() && node.busy_until <= now {
+        let io = &mut self.nodes[rank as usize].io;
+        if io.inbox.is_empty() && io.busy_until <= now {
             self.handle(rank, input);
             return;
         }
-        node.inbox.push_back(input);
-        if !std::mem::replace(&mut node.will_listen, true) {
-            self.calendar.at(node.busy_until, Kind::Listen, rank);
+        io.inbox.push_back(input);
+        if !std::mem::replace(&mut io.will_listen, true) {
+            self.calendar.at(io.busy_until, Kind::Listen, rank);
         }
     }
 
     pub(crate) fn listen(&mut self, rank: u32) {
-        let node = &mut self.nodes[rank as usize];
-        if node.busy_until > self.now {
+        let io = &mut self.nodes[rank as usize].io;
+        if io.busy_until > self.now {
             // It was stopped meanwhile.
-            return self.calendar.at(node.busy_until, Kind::Listen, rank);
+            return self.calendar.at(io.busy_until, Kind::Listen, rank);
         }
-        node.will_listen = false;
-        while let Some(input) = self.nodes[rank as usize].inbox.pop_front() {
+        io.will_listen = false;
+        while let Some(input) = self.nodes[rank as usize].io.inbox.pop_front() {
             self.handle(rank, input);
-            let node = &mut self.nodes[rank as usize];
-            if node.busy_until > self.now {
-                if !node.inbox.is_empty() {
-                    node.will_listen = true;
-                    self.calendar.at(node.busy_until, Kind::Listen, rank);
+            let io = &mut self.nodes[rank as usize].io;
+            if io.busy_until > self.now {
+                if !io.inbox.is_empty() {
+                    io.will_listen = true;
+                    self.calendar.at(io.busy_until, Kind::Listen, rank);
                 }
                 return;
             }
@@ -122,12 +122,16 @@ impl Run {
             self.fail(rank, reason);
             return;
         }
+        if matches!(input, Input::Header(_)) && !leaves_out {
+            // It takes no time, and makes the engine ask for nothing.
+            return;
+        }
         if let Input::Writable(peer) = input {
             time = self.flush(rank, peer, time);
         }
         time = self.pump(rank, time);
         self.meters.io_ns += time - begin;
-        self.nodes[rank as usize].busy_until = time;
+        self.nodes[rank as usize].io.busy_until = time;
         self.schedule_clock(rank);
     }
 

@@ -11,6 +11,7 @@
 mod accelerator;
 mod calendar;
 mod codecs;
+mod connections;
 mod costs;
 mod error;
 mod fold;

@@ -7,8 +7,9 @@
 //! is empty at times although every connection is full.
 
 use crate::calendar::Kind;
+use crate::connections::Partial;
 use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
-use crate::node::{Input, Partial};
+use crate::node::Input;
 use crate::port::{Content, Piece};
 use crate::simulation::{fraction, Run};
 use crate::trace::{Lane, Subject};
@@ -23,9 +24,9 @@ impl Run {
     /// Gives a frame that the engine has chosen to the kernel, or keeps it until that takes more.
     pub(crate) fn offer(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
-        let node = &mut self.nodes[rank as usize];
-        if node.partial.contains_key(&peer) || node.unsent.contains_key(&peer) {
-            node.unsent.entry(peer).or_default().push_back(transmit);
+        if self.connections[(rank, peer)].behind {
+            let unsent = &mut self.nodes[rank as usize].unsent;
+            unsent.entry(peer).or_default().push_back(transmit);
             self.mark_busy(rank, peer);
             return time;
         }
@@ -34,17 +35,19 @@ impl Run {
 
     /// The connection takes no more for now.
     fn mark_busy(&mut self, rank: u32, peer: u32) {
-        let node = &mut self.nodes[rank as usize];
-        node.connections[peer as usize].busy = true;
-        node.engine.handle_writable(Rank(peer), false);
+        self.connections[(rank, peer)].busy = true;
+        self.nodes[rank as usize].engine.handle_writable(Rank(peer), false);
     }
 
     /// Gives the kernel what waited for a connection to take more.
     pub(crate) fn flush(&mut self, rank: u32, peer: u32, mut time: u64) -> u64 {
+        if !std::mem::take(&mut self.connections[(rank, peer)].behind) {
+            return time;
+        }
         if let Some(partial) = self.nodes[rank as usize].partial.remove(&peer) {
             self.push(rank, peer, partial, time);
         }
-        while !self.nodes[rank as usize].connections[peer as usize].busy {
+        while !self.connections[(rank, peer)].busy {
             let unsent = &mut self.nodes[rank as usize].unsent;
             let Some(queue) = unsent.get_mut(&peer) else {
                 break;
@@ -57,6 +60,8 @@ impl Run {
                 time = self.send(rank, transmit, time);
             }
         }
+        let waits = self.nodes[rank as usize].unsent.contains_key(&peer);
+        self.connections[(rank, peer)].behind |= waits;
         time
     }
 
@@ -85,13 +90,14 @@ impl Run {
         let overhead = PACKET_OVERHEAD_BYTES;
         let to = self.channels.topology.peer(rank, peer);
         while partial.rest > 0 {
-            let connection = &mut self.nodes[rank as usize].connections[peer as usize];
+            let connection = &mut self.connections[(rank, peer)];
             if connection.held_bytes >= connection.window_bytes {
+                connection.behind = true;
                 self.nodes[rank as usize].partial.insert(peer, partial);
                 return self.mark_busy(rank, peer);
             }
             let bytes = partial.rest.min(self.piece_bytes);
-            self.shares.pass(connection, bytes);
+            self.shares.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
             connection.held_bytes += bytes + overhead;
             connection.waiting_bytes += bytes;
             let first = partial.rest == partial.bytes;
@@ -107,25 +113,25 @@ impl Run {
     }
 
     fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
-        let waiting = self.nodes[rank as usize].connections[peer as usize].waiting_bytes;
+        let waiting = self.connections[(rank, peer)].waiting_bytes;
         let topology = self.channels.topology;
         let (port, _) = topology.ports(rank, topology.peer(rank, peer));
-        self.ports[port as usize].outgoing_bytes <= self.queue_bytes
+        self.ports[port as usize].out.bytes <= self.queue_bytes
             || u64::from(waiting) < self.low_water_bytes
     }
 
     fn queue(&mut self, time: u64, piece: Piece) {
         let (port, _) = self.channels.topology.ports(piece.from, piece.to);
-        if let Some(at) = self.ports[port as usize].queue(time, piece) {
+        if let Some(at) = self.ports[port as usize].out.push(time, piece) {
             self.calendar.at(at.max(self.now), Kind::Depart, port);
         }
     }
 
     /// What is at the head of the queue leaves: acknowledgements, and one piece behind them.
     pub(crate) fn depart(&mut self, port: u32) {
-        while let Some(piece) = self.ports[port as usize].depart() {
+        while let Some(piece) = self.ports[port as usize].out.depart() {
             self.carry(piece);
-            let Some(at) = self.ports[port as usize].next_departure() else {
+            let Some(at) = self.ports[port as usize].out.next_departure() else {
                 return;
             };
             let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;
@@ -149,23 +155,23 @@ impl Run {
         };
         let weights = &self.fold.weights;
         let occupies =
-            |weight: u32| (f64::from(piece.bytes) * ns_per_byte * f64::from(weight)).ceil() as u64;
+            |weight: u32| ceiling(f64::from(piece.bytes) * ns_per_byte * f64::from(weight));
         let out_ns = occupies(weights[piece.to as usize]);
         let in_ns = occupies(weights[piece.from as usize]);
         let now = self.now;
-        self.ports[out as usize].out_line.occupy(now, out_ns, burst);
+        self.ports[out as usize].out.line.occupy(now, out_ns, burst);
         let left_at = now + out_ns;
-        let target = &mut self.ports[into as usize];
-        let begins_at = target.in_line.free_at.max(now + latency);
+        let target = &mut self.ports[into as usize].into;
+        let begins_at = target.line.free_at.max(now + latency);
         let whole_at = if burst > 0 {
-            target.in_line.occupy(begins_at, in_ns, burst);
+            target.line.occupy(begins_at, in_ns, burst);
             begins_at
         } else {
-            target.in_line.free_at = (begins_at + in_ns).max(left_at + latency);
-            target.in_line.free_at
+            target.line.free_at = (begins_at + in_ns).max(left_at + latency);
+            target.line.free_at
         };
-        target.incoming.push_back((whole_at, piece));
-        if target.incoming.len() == 1 {
+        target.queue.push_back((whole_at, piece));
+        if target.queue.len() == 1 {
             self.calendar.at(whole_at, Kind::Arrive, into);
         }
         if outside {
@@ -187,7 +193,7 @@ impl Run {
             self.span(piece.to, Lane::Receive, header.step, subject, begin, whole_at);
         }
         let peer = topology.member(piece.to);
-        let connection = &mut self.nodes[rank as usize].connections[peer as usize];
+        let connection = &mut self.connections[(rank, peer)];
         connection.waiting_bytes -= piece.bytes;
         self.wake_if_writable(rank, peer);
     }
@@ -195,7 +201,7 @@ impl Run {
     /// Pieces are whole at their receiver.
     pub(crate) fn arrive(&mut self, port: u32) {
         loop {
-            let incoming = &mut self.ports[port as usize].incoming;
+            let incoming = &mut self.ports[port as usize].into.queue;
             match incoming.front() {
                 None => return,
                 Some(&(time, _)) if time > self.now => {
@@ -214,7 +220,7 @@ impl Run {
             Content::Other => {}
             Content::Acknowledgement { held_bytes } => {
                 let peer = self.channels.topology.member(piece.from);
-                self.nodes[rank as usize].connections[peer as usize].held_bytes -= held_bytes;
+                self.connections[(rank, peer)].held_bytes -= held_bytes;
                 self.wake_if_writable(rank, peer);
             }
             Content::Frame { number, first, last } => {
@@ -235,7 +241,7 @@ impl Run {
         let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
         if piece.bytes <= SMALL_PIECE_BYTES {
             let peer = self.channels.topology.member(rank);
-            let connection = &mut self.nodes[piece.from as usize].connections[peer as usize];
+            let connection = &mut self.connections[(piece.from, peer)];
             connection.held_bytes -= held_bytes;
             return self.wake_if_writable(piece.from, peer);
         }
@@ -246,10 +252,10 @@ impl Run {
 
     /// Whether the kernel reports the connection as writable again: a third of the buffer is free.
     fn wake_if_writable(&mut self, rank: u32, peer: u32) {
-        let connection = self.nodes[rank as usize].connections[peer as usize];
+        let connection = self.connections[(rank, peer)];
         let has_room = connection.held_bytes <= connection.window_bytes / 3 * 2;
         if connection.busy && has_room && self.is_below_low_water(rank, peer) {
-            self.nodes[rank as usize].connections[peer as usize].busy = false;
+            self.connections[(rank, peer)].busy = false;
             self.hear(rank, Input::Writable(peer));
         }
     }
@@ -274,4 +280,10 @@ impl Run {
         self.queue(self.now, Piece { content: Content::Other, from: rank, to, bytes });
         self.schedule_background(rank);
     }
+}
+
+/// The least whole number of nanoseconds that is no less.
+fn ceiling(ns: f64) -> u64 {
+    let whole = ns as u64;
+    whole + u64::from((whole as f64) < ns)
 }

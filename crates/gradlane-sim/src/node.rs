@@ -4,6 +4,7 @@
 //! busy waits in its inbox.
 
 use crate::accelerator::Accelerator;
+use crate::connections::Partial;
 use crate::straggling::Pace;
 use gradlane_engine::{Engine, Transmit, WorkId};
 use gradlane_units::{Step, TensorId};
@@ -37,48 +38,28 @@ pub(crate) enum Input {
     Clock,
 }
 
-/// The sending side of a connection, as the kernel has it.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Connection {
-    /// Bytes that it takes on average before the first of them is acknowledged.
-    pub(crate) middle_bytes: f64,
-    /// Bytes that it takes now.
-    pub(crate) window_bytes: u32,
-    /// Bytes until that changes.
-    pub(crate) window_lasts_bytes: u32,
-    /// Bytes that the kernel has taken and has not heard to be at the peer, as it counts them.
-    pub(crate) held_bytes: u32,
-    /// Those of them that have not begun to leave.
-    pub(crate) waiting_bytes: u32,
-    /// Whether the engine was told that it takes no more.
-    pub(crate) busy: bool,
-}
-
-/// A frame that the kernel has taken in part.
-#[derive(Debug)]
-pub(crate) struct Partial {
-    pub(crate) number: u32,
-    pub(crate) bytes: u32,
-    /// Bytes that it has not taken.
-    pub(crate) rest: u32,
-    pub(crate) transmit: Transmit,
+/// The thread that drives the engine: one event touches one line of the cache.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct IoThread {
+    pub(crate) inbox: VecDeque<Input>,
+    /// When it has done what it heard last.
+    pub(crate) busy_until: u64,
+    /// Whether it will look into its inbox then.
+    pub(crate) will_listen: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) engine: Engine,
     pub(crate) accelerator: Accelerator,
-    /// By rank.
-    pub(crate) connections: Vec<Connection>,
+    /// Bytes that the kernel takes of a connection on average before the first is acknowledged.
+    pub(crate) window_bytes: f64,
     /// Frames that the kernel has not taken whole, by rank.
     pub(crate) partial: BTreeMap<u32, Partial>,
     /// Frames behind them that the engine has chosen, by rank.
     pub(crate) unsent: BTreeMap<u32, VecDeque<Transmit>>,
-    pub(crate) inbox: VecDeque<Input>,
-    /// When the I/O thread has done what it heard last.
-    pub(crate) busy_until: u64,
-    /// Whether it will look into its inbox then.
-    pub(crate) will_listen: bool,
+    pub(crate) io: IoThread,
     /// When each work thread has done all that it was given.
     pub(crate) work_until: Vec<u64>,
     /// Works with their ends, the first to end first.

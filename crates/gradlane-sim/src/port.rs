@@ -50,37 +50,51 @@ impl Line {
     }
 }
 
-/// One rank's port.
+/// One rank's port. What one event needs of it lies in a line of the cache.
 #[derive(Debug, Default)]
 pub(crate) struct Port {
-    /// Pieces that wait to leave, with the time from which they may.
-    pub(crate) outgoing: VecDeque<(u64, Piece)>,
-    /// Bytes in `outgoing`.
-    pub(crate) outgoing_bytes: u64,
-    pub(crate) out_line: Line,
-    /// Pieces on their way here, with the time at which they are whole.
-    pub(crate) incoming: VecDeque<(u64, Piece)>,
-    pub(crate) in_line: Line,
+    pub(crate) out: Outgoing,
+    pub(crate) into: Incoming,
 }
 
-impl Port {
+/// What leaves a port.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct Outgoing {
+    /// Pieces that wait to leave, with the time from which they may.
+    queue: VecDeque<(u64, Piece)>,
+    /// Bytes of them.
+    pub(crate) bytes: u64,
+    pub(crate) line: Line,
+}
+
+/// What comes to a port.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct Incoming {
+    /// Pieces on their way here, with the time at which they are whole.
+    pub(crate) queue: VecDeque<(u64, Piece)>,
+    pub(crate) line: Line,
+}
+
+impl Outgoing {
     /// Queues a piece that may leave at `time`; when the port should be looked at, if nobody does
     /// yet.
-    pub(crate) fn queue(&mut self, time: u64, piece: Piece) -> Option<u64> {
-        self.outgoing_bytes += u64::from(piece.bytes);
-        self.outgoing.push_back((time, piece));
-        (self.outgoing.len() == 1).then(|| time.max(self.out_line.free_at))
+    pub(crate) fn push(&mut self, time: u64, piece: Piece) -> Option<u64> {
+        self.bytes += u64::from(piece.bytes);
+        self.queue.push_back((time, piece));
+        (self.queue.len() == 1).then(|| time.max(self.line.free_at))
     }
 
     /// Takes the piece that leaves now.
     pub(crate) fn depart(&mut self) -> Option<Piece> {
-        let (_, piece) = self.outgoing.pop_front()?;
-        self.outgoing_bytes -= u64::from(piece.bytes);
+        let (_, piece) = self.queue.pop_front()?;
+        self.bytes -= u64::from(piece.bytes);
         Some(piece)
     }
 
     /// When the next piece may leave.
     pub(crate) fn next_departure(&self) -> Option<u64> {
-        self.outgoing.front().map(|&(time, _)| time.max(self.out_line.free_at))
+        self.queue.front().map(|&(time, _)| time.max(self.line.free_at))
     }
 }

@@ -4,11 +4,12 @@
 
 use crate::accelerator::{Accelerator, Turn};
 use crate::calendar::{Calendar, Kind};
+use crate::connections::Connections;
 use crate::costs::PACKET_BYTES;
 use crate::error::SimError;
 use crate::fold::Fold;
 use crate::frames::FrameTable;
-use crate::node::{Connection, Input, Node};
+use crate::node::{Input, IoThread, Node};
 use crate::nodes::Channels;
 use crate::port::Port;
 use crate::profile::{nanos, Act, Profile, Script};
@@ -94,6 +95,7 @@ pub(crate) struct Run {
     pub(crate) nodes: Vec<Node>,
     /// Of nodes; then, where these have several ranks, of every rank within its node.
     pub(crate) ports: Vec<Port>,
+    pub(crate) connections: Connections,
     pub(crate) frames: FrameTable,
     pub(crate) finished: u32,
     pub(crate) meters: Meters,
@@ -152,9 +154,12 @@ impl Run {
         let network = &scenario.network;
         let training = channels.topology.workers() as usize;
         let mut shares = Shares::new(network);
+        let mut connections = Connections::new(nodes.len(), channels.plan(0).world_size as usize);
         for (rank, node) in nodes.iter_mut().enumerate() {
             let peers = peers[usize::from(rank >= training)];
-            node.connections.iter_mut().for_each(|it| shares.begin(it, network, peers));
+            node.window_bytes = network.window_bytes(peers) as f64;
+            let own = connections.of(rank as u32);
+            own.iter_mut().for_each(|it| shares.begin(it, node.window_bytes));
             // Nor does it compute: it has finished before it begins.
             node.accelerator.finished = rank >= training;
         }
@@ -192,6 +197,7 @@ impl Run {
             calendar: Calendar::default(),
             ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
             nodes,
+            connections,
             frames: FrameTable::default(),
             finished: scenario.serving,
             meters: Meters {
@@ -433,12 +439,10 @@ fn new_node(
     Node {
         engine,
         accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
-        connections: vec![Connection::default(); plan.world_size as usize],
+        window_bytes: 0.0,
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
-        inbox: VecDeque::new(),
-        busy_until: 0,
-        will_listen: false,
+        io: IoThread::default(),
         work_until: vec![0; scenario.work_threads],
         works: BinaryHeap::new(),
         answers: VecDeque::new(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +35,9 @@ def lab_accuracy(
     ] = None,
     scheme: Annotated[
         list[str] | None,
-        typer.Option(help="In place of the study's: p3, asgd or a codec; may be given repeatedly."),
+        typer.Option(
+            help="In place of the study's: p3, asgd or a codec, may be given repeatedly; or all."
+        ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
     workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
@@ -90,7 +93,12 @@ def lab_accuracy(
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
     if markdown is not None:
-        command = f"gradlane lab accuracy{' --quick' if quick else ''} --markdown {markdown}"
+        given = ["--quick"] * quick
+        given += ["--task", task] if task else []
+        given += [word for text in scheme or () for word in ("--scheme", text)]
+        given += ["--seeds", str(seeds)] if seeds is not None else []
+        given += ["--workers", str(workers)] if workers != study.WORKERS else []
+        command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
         markdown.write_text(page_text(rows, command), encoding="utf-8")
         console.print(f"wrote {markdown}", highlight=False)
     if summary is not None:

@@ -62,6 +62,8 @@ BUCKETS = (
 CONVOLUTION_SCHEMES = ("qsgd:bits=2", "onebit", "topk:ratio=0.01,broadcast_ratio=0.04")
 STUDIED_CLOSELY = "resnet"
 """The task of the bucket sweep and of the comparison of layers."""
+EVERY = "all"
+"""In place of a list of schemes: those of the full study, with buckets and layers."""
 ALL, CONVOLUTIONS = "all", "convolutions"
 
 
@@ -99,7 +101,8 @@ def runs_of(
     Args:
         quick: fewer steps, seeds and schemes.
         tasks: only these; where none is named all but the one that needs data.
-        schemes: in place of the study's; buckets and layers are left out then.
+        schemes: in place of the study's, buckets and layers are left out then; or `all` alone, for
+            those of the full study.
         seeds: in place of the study's 5, or 3 where it is quick.
         workers: how many are emulated.
 
@@ -109,6 +112,9 @@ def runs_of(
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"there is no task {task!r}; there are: {', '.join(TASKS)}")
+    every = list(schemes) == [EVERY]
+    if every:
+        schemes = ()
     for text in schemes:
         parse_scheme(text, workers)
     if seeds is None:
@@ -120,7 +126,7 @@ def runs_of(
     chosen = list(tasks or (name for name in TASKS if name != CIFAR10))
     pairs = [
         (task, scheme, ALL)
-        for scheme in (schemes or (QUICK_SCHEMES if quick else SCHEMES))
+        for scheme in (schemes or (QUICK_SCHEMES if quick and not every else SCHEMES))
         for task in chosen
     ]
     if not schemes and STUDIED_CLOSELY in chosen:

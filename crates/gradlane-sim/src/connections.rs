@@ -1,0 +1,72 @@
+//! The sending sides of all connections, as the kernels have them. A thousand ranks have a million of
+//! them, so they are small and lie side by side.
+
+use gradlane_engine::Transmit;
+use std::ops::{Index, IndexMut};
+
+/// The sending side of a connection.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Connection {
+    /// Bytes that it takes now before the first of them is acknowledged.
+    pub(crate) window_bytes: u32,
+    /// Bytes until that changes.
+    pub(crate) window_lasts_bytes: u32,
+    /// Bytes that the kernel has taken and has not heard to be at the peer, as it counts them.
+    pub(crate) held_bytes: u32,
+    /// Those of them that have not begun to leave.
+    pub(crate) waiting_bytes: u32,
+    /// Whether the engine was told that it takes no more.
+    pub(crate) busy: bool,
+    /// Whether there are frames that the kernel has not taken, or not whole.
+    pub(crate) behind: bool,
+}
+
+/// A frame that the kernel has taken in part.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    pub(crate) number: u32,
+    pub(crate) bytes: u32,
+    /// Bytes that it has not taken.
+    pub(crate) rest: u32,
+    pub(crate) transmit: Transmit,
+}
+
+/// Those of all ranks: by rank and by the peer's number in the rank's channel.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    members: usize,
+    all: Vec<Connection>,
+}
+
+impl Connections {
+    /// Of so many ranks to so many members of their channels each.
+    pub(crate) fn new(ranks: usize, members: usize) -> Connections {
+        Connections { members, all: vec![Connection::default(); ranks * members] }
+    }
+
+    /// Those of a rank.
+    pub(crate) fn of(&mut self, rank: u32) -> &mut [Connection] {
+        let begin = rank as usize * self.members;
+        &mut self.all[begin..begin + self.members]
+    }
+
+    fn place(&self, (rank, peer): (u32, u32)) -> usize {
+        debug_assert!((peer as usize) < self.members, "a peer of the rank's channel");
+        rank as usize * self.members + peer as usize
+    }
+}
+
+impl Index<(u32, u32)> for Connections {
+    type Output = Connection;
+
+    fn index(&self, at: (u32, u32)) -> &Connection {
+        &self.all[self.place(at)]
+    }
+}
+
+impl IndexMut<(u32, u32)> for Connections {
+    fn index_mut(&mut self, at: (u32, u32)) -> &mut Connection {
+        let place = self.place(at);
+        &mut self.all[place]
+    }
+}
