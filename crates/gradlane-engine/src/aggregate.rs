@@ -42,16 +42,16 @@ impl Engine {
             self.abort(&reason);
             return;
         }
-        owned.parts.insert(rank, part);
+        owned.collected.insert(rank, part);
         owned.priority = priority;
         if chooses {
             return self.reduce_if_decided(slice);
         }
-        if owned.parts.len() < contributors {
+        if owned.collected.whole() < contributors {
             return;
         }
         owned.reducing = true;
-        let parts = owned.take_parts();
+        let parts = owned.collected.take_whole();
         self.reduce(slice, step, parts, priority);
     }
 

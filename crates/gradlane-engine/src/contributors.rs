@@ -9,6 +9,7 @@
 //! and becomes a step's result when the rank comes to that step. The owner's side of a rank that is
 //! late goes on like any other's: only its own worker waits.
 
+use crate::collected::Arriving;
 use crate::coordinator::{Coordinator, Entry};
 use crate::engine::Engine;
 use crate::error::UsageError;
@@ -19,7 +20,7 @@ use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::recent::Recent;
 use crate::scheduler::{Body, Message};
-use crate::server::{Arriving, Part};
+use crate::server::Part;
 use crate::worker::{Contribution, Phase};
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -338,14 +339,14 @@ impl Engine {
         let Some(set) = self.contributors.sets.get(&owned.step).filter(|_| !owned.reducing) else {
             return;
         };
-        if !set.iter().all(|rank| owned.parts.contains_key(&rank)) {
+        if !set.iter().all(|rank| owned.collected.has(rank)) {
             return;
         }
         let (parts, others): (Vec<_>, Vec<_>) =
-            owned.take_parts().into_iter().partition(|&(rank, _)| set.contains(rank));
+            owned.collected.take_whole().into_iter().partition(|&(rank, _)| set.contains(rank));
         let (step, priority) = (owned.step, owned.priority);
         owned.reducing = true;
-        for (rank, arriving) in core::mem::take(&mut owned.arriving) {
+        for (rank, arriving) in owned.collected.take_arriving() {
             self.contributors.late.insert((slice, rank), (step, arriving));
         }
         for (_, part) in others {

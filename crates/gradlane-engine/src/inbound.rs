@@ -6,7 +6,7 @@ use crate::engine::Engine;
 use crate::error::ProtocolError;
 use crate::io::{BufferRef, Landing, Memory, Region};
 use crate::plan::Plan;
-use crate::server::{Arriving, Part};
+use crate::server::Part;
 use crate::strategy::{PullRule, ReadyRule};
 use crate::worker::{Contribution, Phase};
 use alloc::format;
@@ -127,8 +127,8 @@ impl Engine {
             let state = if owned.reducing { "reduces" } else { "collects for" };
             return Err(format!("{}, but this rank {state} {collected}", what()));
         }
-        let arrived = owned.arriving.get(&from).map_or(0, |arriving| arriving.received_bytes);
-        if owned.parts.contains_key(&from) || arrived != header.offset {
+        let arrived = owned.collected.received_bytes(from);
+        if owned.collected.has(from) || arrived != header.offset {
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
         if has_body && *owned.form.get_or_insert(header.codec) != header.codec {
@@ -138,11 +138,8 @@ impl Engine {
             return Ok(Landing::Nothing);
         }
         let buffers = &mut self.buffers;
-        let arriving = owned
-            .arriving
-            .entry(from)
-            .or_insert_with(|| Arriving { buffer: buffers.acquire(bytes), received_bytes: 0 });
-        Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+        let buffer = owned.collected.landing(from, || buffers.acquire(bytes));
+        Ok(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length)))
     }
 
     /// The step that a push of this rank may be for now.
@@ -163,13 +160,11 @@ impl Engine {
         let Some(owned) = self.server.owned.get_mut(&header.slice) else {
             return;
         };
-        if let Some(arriving) = owned.arriving.get_mut(&from) {
-            arriving.received_bytes += u64::from(header.length);
-        }
+        owned.collected.receive(from, header.length);
         if !header.flags.contains(FrameFlags::LAST) {
             return;
         }
-        let part = match owned.arriving.remove(&from) {
+        let part = match owned.collected.take_arrived(from) {
             Some(arriving) => {
                 let buffer = BufferRef { bytes: arriving.received_bytes, ..arriving.buffer };
                 match header.codec {

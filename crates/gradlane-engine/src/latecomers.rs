@@ -2,10 +2,10 @@
 //! went on without, which land in buffers and are dropped, and results of steps that this rank's
 //! worker has not come to, which wait in buffers until it begins them.
 
+use crate::collected::Arriving;
 use crate::engine::Engine;
 use crate::inbound::{range, Checked};
 use crate::io::{BufferRef, Landing, Memory};
-use crate::server::Arriving;
 use alloc::format;
 use gradlane_units::{Rank, SliceId, Step};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader};

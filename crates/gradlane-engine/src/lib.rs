@@ -18,6 +18,7 @@ extern crate std;
 mod aggregate;
 mod answer;
 mod buffers;
+mod collected;
 mod contribution;
 mod contributors;
 mod coordinator;

@@ -343,7 +343,7 @@ impl Engine {
     /// Ranks whose contributions an owned slice lacks.
     pub(crate) fn lacking<'a>(&'a self, owned: &'a OwnedSlice) -> impl Iterator<Item = Rank> + 'a {
         let ranks = (0..self.plan.workers()).map(Rank);
-        ranks.filter(|&rank| self.contributes(rank, owned.step) && !owned.parts.contains_key(&rank))
+        ranks.filter(|&rank| self.contributes(rank, owned.step) && !owned.collected.has(rank))
     }
 
     pub(crate) fn collects(&self, slice: SliceId, step: Step) -> bool {

@@ -14,13 +14,14 @@
 //! whose gradient begins a sum sends that from gradient memory. A frame is believed only from the rank
 //! before this one, at the hop at which this rank gets its slice.
 
+use crate::collected::Arriving;
 use crate::engine::Engine;
 use crate::inbound::{range, Checked};
 use crate::io::{BufferRef, Landing, Memory, Operation, Region, Work};
 use crate::plan::Plan;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
-use crate::server::{Arriving, Part};
+use crate::server::Part;
 use crate::work::{Pending, Running};
 use crate::worker::{Contribution, Phase};
 use alloc::collections::BTreeMap;

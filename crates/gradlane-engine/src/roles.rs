@@ -260,7 +260,7 @@ impl Engine {
             let form = owned.form.unwrap_or(Codec::Raw);
             for rank in self.lacking(owned) {
                 missing.insert(rank);
-                let arrived = owned.arriving.get(&rank).map_or(0, |it| it.received_bytes);
+                let arrived = owned.collected.received_bytes(rank);
                 outstanding.bytes += self.plan.bytes_as(slice, form).saturating_sub(arrived);
             }
         }

@@ -124,13 +124,15 @@ impl Message {
     }
 }
 
+/// A peer, in one line of the cache: a thousand ranks have a million of them.
 #[derive(Debug, Default)]
+#[repr(align(64))]
 struct Peer {
     queue: Queue,
     in_flight_bytes: u64,
     writable: bool,
-    /// The entry of this peer in `Scheduler::heads`.
-    indexed: Option<Key>,
+    /// Whether the head of its queue is in `Scheduler::heads`.
+    indexed: bool,
 }
 
 #[derive(Debug)]
@@ -188,7 +190,9 @@ impl Scheduler {
     pub(crate) fn withdraw_pushes(&mut self, step: Step) -> Vec<SliceId> {
         let mut slices = Vec::new();
         for peer in (0..self.peers.len() as u32).map(Rank) {
-            self.peers[peer.index()].queue.retain(|entry| {
+            let state = &mut self.peers[peer.index()];
+            let before = state.head();
+            state.queue.retain(|entry| {
                 let header = &entry.message.header;
                 let is_push = header.kind == FrameKind::Push && header.step == step;
                 let goes = is_push && entry.offset == 0;
@@ -197,7 +201,7 @@ impl Scheduler {
                 }
                 !goes
             });
-            self.reindex(peer);
+            self.reindex(peer, before);
         }
         slices
     }
@@ -206,7 +210,8 @@ impl Scheduler {
         let state = &mut self.peers[peer.index()];
         if state.writable != writable {
             state.writable = writable;
-            self.reindex(peer);
+            let head = state.head();
+            self.reindex(peer, head);
         }
     }
 
@@ -216,7 +221,8 @@ impl Scheduler {
         let peer = &mut self.peers[transmit.peer.index()];
         assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
         peer.in_flight_bytes -= bytes;
-        self.reindex(transmit.peer);
+        let head = peer.head();
+        self.reindex(transmit.peer, head);
     }
 
     /// Drops everything queued; what was handed out stays accounted for.
@@ -224,7 +230,7 @@ impl Scheduler {
         self.shared.clear();
         for peer in &mut self.peers {
             peer.queue.clear();
-            peer.indexed = None;
+            peer.indexed = false;
         }
         self.heads.clear();
     }
@@ -305,7 +311,7 @@ impl Scheduler {
             entry.next_bytes = entry.message.frame_length(entry.offset, frame_bytes);
             peer.queue.insert(key, entry);
         }
-        self.reindex(rank);
+        self.reindex(rank, Some(key));
         transmit
     }
 
@@ -329,8 +335,10 @@ impl Scheduler {
     }
 
     fn insert(&mut self, peer: Rank, key: Key, entry: Unicast) {
-        self.peers[peer.index()].queue.insert(key, entry);
-        self.reindex(peer);
+        let state = &mut self.peers[peer.index()];
+        let before = state.head();
+        state.queue.insert(key, entry);
+        self.reindex(peer, before);
     }
 
     /// Whether a peer can take a frame with this key now: it has room, and nothing more urgent of
@@ -341,8 +349,8 @@ impl Scheduler {
         peer.can_take(length, self.credit_bytes) && !passes_over
     }
 
-    /// Brings `heads` and `open` up to date for one peer.
-    fn reindex(&mut self, rank: Rank) {
+    /// Brings `heads` and `open` up to date for one peer, whose queue began with `before` so far.
+    fn reindex(&mut self, rank: Rank, before: Option<Key>) {
         let peer = &mut self.peers[rank.index()];
         if peer.can_take(0, self.credit_bytes) {
             self.open.insert(rank);
@@ -352,20 +360,26 @@ impl Scheduler {
         let head = peer.queue.first().and_then(|(key, entry)| {
             peer.can_take(entry.next_bytes, self.credit_bytes).then_some(key)
         });
-        if head == peer.indexed {
+        let old = before.filter(|_| peer.indexed);
+        if head == old {
             return;
         }
-        if let Some(old) = peer.indexed.take() {
-            self.heads.remove(&(old, rank));
+        if let Some(key) = old {
+            self.heads.remove(&(key, rank));
         }
         if let Some(key) = head {
             self.heads.insert((key, rank));
         }
-        peer.indexed = head;
+        peer.indexed = head.is_some();
     }
 }
 
 impl Peer {
+    /// Key of the most urgent entry.
+    fn head(&self) -> Option<Key> {
+        self.queue.first().map(|(key, _)| key)
+    }
+
     fn can_take(&self, length: u32, credit_bytes: u64) -> bool {
         let after = self.in_flight_bytes + frame_cost(length);
         self.writable && (self.in_flight_bytes == 0 || after <= credit_bytes)

@@ -4,6 +4,7 @@
 //! Under the ready rule `All` a slice collects for one step at a time: nobody can contribute to a
 //! step before having the result of the one before.
 
+use crate::collected::Collected;
 use crate::io::BufferRef;
 use crate::plan::{Plan, Slice};
 use crate::rank_set::RankSet;
@@ -26,21 +27,12 @@ pub(crate) enum Part {
     Absent,
 }
 
-/// A slice that is arriving from a peer.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Arriving {
-    pub(crate) buffer: BufferRef,
-    pub(crate) received_bytes: u64,
-}
-
 #[derive(Debug)]
 pub(crate) struct OwnedSlice {
     /// Step that contributions are collected for.
     pub(crate) step: Step,
-    /// Whole contributions, by rank.
-    pub(crate) parts: BTreeMap<Rank, Part>,
-    /// Partial contributions, by rank.
-    pub(crate) arriving: BTreeMap<Rank, Arriving>,
+    /// Contributions, whole and partial ones.
+    pub(crate) collected: Collected,
     /// Whether the reduction is queued or under way.
     pub(crate) reducing: bool,
     /// In which form the step's contributions come, once one has.
@@ -78,8 +70,7 @@ impl Server {
     pub(crate) fn new(plan: &Plan, rank: Rank) -> Server {
         let fresh = || OwnedSlice {
             step: Step(0),
-            parts: BTreeMap::new(),
-            arriving: BTreeMap::new(),
+            collected: Collected::default(),
             reducing: false,
             form: None,
             priority: Priority(0),
@@ -101,13 +92,7 @@ impl Server {
 impl OwnedSlice {
     /// Whether some contributions have come, or begun to, and others are missing.
     pub(crate) fn is_collecting(&self) -> bool {
-        let has_some = !self.parts.is_empty() || !self.arriving.is_empty();
-        has_some && !self.reducing
-    }
-
-    /// Gives up the collected contributions and begins to collect for the next step.
-    pub(crate) fn take_parts(&mut self) -> Vec<(Rank, Part)> {
-        core::mem::take(&mut self.parts).into_iter().collect()
+        !self.collected.is_empty() && !self.reducing
     }
 
     /// After a reduction: the next step's contributions may come.

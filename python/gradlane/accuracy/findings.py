@@ -20,6 +20,8 @@ from gradlane.accuracy.tasks import TASKS
 Row = Mapping[str, Any]
 EQUAL_TIME_SHARE = 0.25
 """Of the time that full precision takes for all steps at a rate: where curves are compared."""
+RESOLUTION = 0.0005
+"""Of accuracies as shares: tables give tenths of a point."""
 TARGET_MARGIN = 0.02
 """Below the final accuracy of full precision: what time to accuracy is measured to."""
 T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
@@ -71,9 +73,12 @@ def difference(rows: Sequence[Row], full: Sequence[Row]) -> Spread:
 
 
 def is_noise(change: Spread) -> bool:
-    """Whether nothing lies in the 95 % interval of a mean difference; always so of one seed."""
+    """Whether nothing lies in the 95 % interval of a mean difference; always so of one seed.
+
+    What rounds to no tenth of a point is none, however alike the seeds are.
+    """
     count = len(change.values)
-    if count < 2:
+    if count < 2 or abs(change.mean) < RESOLUTION:
         return True
     width = T_QUANTILES.get(count, T_QUANTILE_MANY) * change.deviation / math.sqrt(count)
     return abs(change.mean) <= width

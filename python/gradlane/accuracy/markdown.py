@@ -236,8 +236,9 @@ INTRODUCTION = """
 Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
 Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
 which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
-t) holds zero. Of few seeds that interval is wide: a large loss so marked needs more seeds: it is
-not shown to be none.
+t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
+large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
+are none, one falls outside by chance.
 
 - Every worker's gradient goes through the kernels that training uses, with its residual; the mean
   is summed in rank order and encoded once more with the owner's residual; all workers decode the

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradlane.lab.balance import balance_notes
 from gradlane.lab.cells import CEILING
+from gradlane.lab.columns import ROW_COLUMNS
 from gradlane.lab.evidence import NO_EVIDENCE
 from gradlane.lab.factor_notes import factor_notes
 from gradlane.lab.straggler_notes import loss_over_time
@@ -31,32 +32,6 @@ from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization
 Row = Mapping[str, Any]
 BASELINE = "ddp"
 """Strategies whose names begin so are what others are compared with."""
-TABLE_FIELDS = (
-    "workload",
-    "strategy",
-    "repeat",
-    "workers",
-    "rate_bps",
-    "dilation",
-    "slice_elems",
-    "codec",
-    "steps",
-    "samples_per_s",
-    "step_s_median",
-    "wall_step_s_median",
-    "compute_s",
-    "bound_step_s",
-    "tx_bytes_per_step",
-    "link_utilization",
-    "cpu_s_per_step",
-    "cpu_share",
-    "stolen_share",
-    "cpu_bound",
-    "params_equal",
-    "param_digest",
-    "peer_version",
-)
-"""Columns of the table of all rows, in this order, where any row has them."""
 DIGEST_CHARACTERS = 12
 
 
@@ -389,7 +364,7 @@ def _fastest_of_each_kind(rows: Sequence[Row]) -> list[str]:
 
 
 def _all_rows(results: Sequence[Row]) -> Table:
-    columns = [key for key in TABLE_FIELDS if any(row.get(key) is not None for row in results)]
+    columns = [key for key in ROW_COLUMNS if any(row.get(key) is not None for row in results)]
     body = [[_plain(key, row.get(key)) for key in columns] for row in results]
     return Table(columns, body, "Times ending in _s are nominal; only wall_ is real time.")
 

@@ -14,34 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.cells import replace_or_say, write_failure
+from gradlane.lab.columns import ROW_COLUMNS
 from gradlane.lab.errors import LabError
 
 NEEDED_BYTES = 24 * 10**6
 """The page carries the plotting library, 5 MB; rows with what ports did over time are as large."""
-FIRST_COLUMNS = (
-    "source",
-    "workload",
-    "strategy",
-    "workers",
-    "rate_bps",
-    "dilation",
-    "slice_elems",
-    "codec",
-    "steps",
-    "samples_per_s",
-    "step_s_median",
-    "wall_step_s_median",
-    "compute_s",
-    "bound_step_s",
-    "step_over_bound",
-    "tx_bytes_per_step",
-    "link_utilization",
-    "cpu_s_per_step",
-    "cpu_share",
-    "stolen_share",
-    "cpu_bound",
-)
-"""Columns of the table, in this order; others come after them."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +84,7 @@ class PresetFolder:
 
 def table_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of fields that are numbers, texts or nothing in every row that has them."""
-    names = dict.fromkeys((*FIRST_COLUMNS, *(name for row in rows for name in row)))
+    names = dict.fromkeys((*ROW_COLUMNS, *(name for row in rows for name in row)))
     return [
         name
         for name in names
