@@ -60,7 +60,8 @@ impl Collected {
             return arriving.buffer;
         }
         let buffer = acquire();
-        self.put(rank, Slot::Arriving(Arriving { buffer, received_bytes: 0 }));
+        *self.slot(rank) = Slot::Arriving(Arriving { buffer, received_bytes: 0 });
+        self.arriving += 1;
         buffer
     }
 
@@ -82,9 +83,11 @@ impl Collected {
         Some(arriving)
     }
 
-    /// Adds a whole contribution.
+    /// Adds a whole contribution, of which nothing is arriving any more.
     pub(crate) fn insert(&mut self, rank: Rank, part: Part) {
-        self.put(rank, Slot::Whole(part));
+        let old = core::mem::replace(self.slot(rank), Slot::Whole(part));
+        debug_assert!(!matches!(old, Slot::Arriving(_)), "{rank} is still arriving");
+        self.whole += usize::from(!matches!(old, Slot::Whole(_)));
     }
 
     /// Takes all whole contributions, by rank.
@@ -105,18 +108,11 @@ impl Collected {
         })
     }
 
-    fn put(&mut self, rank: Rank, slot: Slot) {
+    fn slot(&mut self, rank: Rank) -> &mut Slot {
         if self.slots.len() <= rank.index() {
             self.slots.resize(rank.index() + 1, Slot::Nothing);
         }
-        let old = core::mem::replace(&mut self.slots[rank.index()], slot);
-        for (slot, sign) in [(old, -1), (slot, 1)] {
-            match slot {
-                Slot::Nothing => {}
-                Slot::Arriving(_) => self.arriving = self.arriving.wrapping_add_signed(sign),
-                Slot::Whole(_) => self.whole = self.whole.wrapping_add_signed(sign),
-            }
-        }
+        &mut self.slots[rank.index()]
     }
 
     fn take<T>(&mut self, wanted: impl Fn(Slot) -> Option<T>) -> Vec<(Rank, T)> {

@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 /// A header in a line of the cache of its own: there may be a million of them on their way.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct Slot(FrameHeader);
+struct Slot(Option<FrameHeader>);
+
+const _: () = assert!(size_of::<Slot>() == 64, "one line");
 
 #[derive(Debug, Default)]
 pub(crate) struct FrameTable {
@@ -19,7 +21,7 @@ pub(crate) struct FrameTable {
 
 impl FrameTable {
     pub(crate) fn insert(&mut self, transmit: &Transmit) -> u32 {
-        let slot = Slot(transmit.header);
+        let slot = Slot(Some(transmit.header));
         let number = match self.free.pop() {
             Some(number) => {
                 self.frames[number as usize] = slot;
@@ -37,13 +39,14 @@ impl FrameTable {
     }
 
     pub(crate) fn get(&self, number: u32) -> FrameHeader {
-        self.frames[number as usize].0
+        self.frames[number as usize].0.expect("a frame on its way has a header")
     }
 
     /// Takes a frame that has arrived, which it does once; its payload is empty but for control.
     pub(crate) fn remove(&mut self, number: u32) -> (FrameHeader, Vec<u8>) {
         self.free.push(number);
-        (self.get(number), self.payloads.remove(&number).unwrap_or_default())
+        let header = self.frames[number as usize].0.take().expect("a frame arrives once");
+        (header, self.payloads.remove(&number).unwrap_or_default())
     }
 
     /// Number of frames on their way.
