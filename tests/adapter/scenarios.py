@@ -87,7 +87,10 @@ def loss_of(name: str, model: Any, rank: int, step: int) -> Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer by name."""
+    """An optimizer by name; by a workload's name, that workload's own."""
+    if name in REAL_NAMES:
+        own: torch.optim.Optimizer = real_workload(name, 0).make_optimizer(model)
+        return own
     if name == "adamw":
         decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]

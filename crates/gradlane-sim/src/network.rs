@@ -96,7 +96,8 @@ impl Run {
                 self.nodes[rank as usize].partial.insert(peer, partial);
                 return self.mark_busy(rank, peer);
             }
-            let bytes = partial.rest.min(self.piece_bytes);
+            let room = connection.window_bytes - connection.held_bytes;
+            let bytes = packet(partial.rest, self.piece_bytes, room);
             self.shares.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
             connection.held_bytes += bytes + overhead;
             connection.waiting_bytes += bytes;
@@ -279,6 +280,17 @@ impl Run {
         let bytes = background.bytes;
         self.queue(self.now, Piece { content: Content::Other, from: rank, to, bytes });
         self.schedule_background(rank);
+    }
+}
+
+/// Bytes that go at once where `rest` do: a packet, and the little that is left over where the buffer
+/// has room for it too, which spares the events of its own.
+fn packet(rest: u32, largest: u32, room: u32) -> u32 {
+    let little = largest / 16;
+    if rest <= largest || (rest - largest <= little && room > largest + PACKET_OVERHEAD_BYTES) {
+        rest
+    } else {
+        largest
     }
 }
 
