@@ -2,8 +2,9 @@
 
 `.venv/bin/python -m benchmarks.same_learning` trains `digits-cnn` and `char-transformer` for 200
 steps on four and on two ranks of this machine, over loopback, with torch's DDP and with gradlane,
-from the same seed and with their own optimizers, and compares (some minutes on two cores; the tests do the same with small
-models). `--json PATH` writes what is printed. The status is 0 only where everything holds.
+from the same seed and with their own optimizers, and compares (some minutes on two cores; the tests
+do the same with small models). `--json PATH` writes what is printed. The status is 0 only where
+everything holds.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ LIGHT_FORWARD_S = 0.002
 HEAVY_FORWARD_S = 0.004
 """Time of fully connected layers."""
 LEARNING_RATE = 1e-3
-"""Twice as much learns more slowly here, and turns the last bits of sums into percents of the loss."""
+"""Twice as much learns more slowly, and turns the last bits of sums into percents of the loss."""
 HELD_OUT_WINDOWS = 64
 HELD_OUT_BATCH = 16
 

@@ -1,9 +1,9 @@
 """A small convolutional network on scikit-learn's handwritten digits: 1,797 images of 8x8.
 
 Every rank draws its part of each epoch's permutation, so that no image is seen twice in an epoch.
-The network is smooth (GELU, average pooling): where it has kinks (ReLU, maximum pooling), the last
-bits of a sum decide on which side of one an activation falls, and 200 steps turn them into percents
-of the loss.
+The network is smooth (tanh and average pooling, as in LeNet-5): at kinks (ReLU, maximum pooling)
+the last bits of a sum decide which side an activation falls on, and 200 steps turn them into
+percents of the loss.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 
 
-def _gelu_pool(images: torch.Tensor) -> torch.Tensor:
-    return functional.avg_pool2d(functional.gelu(images), 2)
+def _tanh_pool(images: torch.Tensor) -> torch.Tensor:
+    return functional.avg_pool2d(torch.tanh(images), 2)
 
 
 class DigitsNetwork(nn.Module):
@@ -34,9 +34,9 @@ class DigitsNetwork(nn.Module):
     def __init__(self, pacer: Pacer) -> None:
         """Create the network from torch's global generator."""
         super().__init__()
-        self.convolution1 = PacedConvolution(pacer, 1, 32, CONVOLUTION_FORWARD_S, functional.gelu)
-        self.convolution2 = PacedConvolution(pacer, 32, 64, CONVOLUTION_FORWARD_S, _gelu_pool)
-        self.linear1 = PacedLinear(pacer, 64 * 4 * 4, 256, LINEAR_FORWARD_S, functional.gelu)
+        self.convolution1 = PacedConvolution(pacer, 1, 32, CONVOLUTION_FORWARD_S, torch.tanh)
+        self.convolution2 = PacedConvolution(pacer, 32, 64, CONVOLUTION_FORWARD_S, _tanh_pool)
+        self.linear1 = PacedLinear(pacer, 64 * 4 * 4, 256, LINEAR_FORWARD_S, torch.tanh)
         self.linear2 = PacedLinear(pacer, 256, 10, LINEAR_FORWARD_S)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
