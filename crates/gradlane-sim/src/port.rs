@@ -66,6 +66,8 @@ pub(crate) struct Outgoing {
     /// Bytes of them.
     pub(crate) bytes: u64,
     pub(crate) line: Line,
+    /// Whether an event that looks at the queue is on the calendar, or is going on.
+    watched: bool,
 }
 
 /// What comes to a port.
@@ -83,12 +85,17 @@ impl Outgoing {
     pub(crate) fn push(&mut self, time: u64, piece: Piece) -> Option<u64> {
         self.bytes += u64::from(piece.bytes);
         self.queue.push_back((time, piece));
-        (self.queue.len() == 1).then(|| time.max(self.line.free_at))
+        let unseen = !std::mem::replace(&mut self.watched, true);
+        unseen.then(|| time.max(self.line.free_at))
     }
 
-    /// Takes the piece that leaves now.
+    /// Takes the piece that leaves now. Whoever took one goes on until there is none, or leaves an
+    /// event on the calendar.
     pub(crate) fn depart(&mut self) -> Option<Piece> {
-        let (_, piece) = self.queue.pop_front()?;
+        let Some((_, piece)) = self.queue.pop_front() else {
+            self.watched = false;
+            return None;
+        };
         self.bytes -= u64::from(piece.bytes);
         Some(piece)
     }

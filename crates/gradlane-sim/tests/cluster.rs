@@ -247,7 +247,14 @@ fn a_shaped_port_that_was_idle_lets_a_burst_through() {
 
 #[test]
 fn a_trace_has_every_frame_once_and_no_port_sends_two_at_once() {
-    let mut scenario = free(layers(&[70_000, 120_000, 3_000]), 3, "kvstore", Network::new(1e9));
+    for strategy in ["kvstore", "wfbp", "slicing", "p3"] {
+        let profile = layers(&[70_000, 1_120_000, 3_000]);
+        trace_is_whole(free(profile.clone(), 3, strategy, Network::new(1e9)));
+        trace_is_whole(Scenario::new(profile, 3, strategy, Network::new(1e9)));
+    }
+}
+
+fn trace_is_whole(mut scenario: Scenario) {
     scenario.outputs = Outputs { trace: true, utilization_interval_s: 0.01, ..Outputs::default() };
     let outcome = simulate(&scenario).expect("the scenario runs");
     let trace = outcome.trace.expect("it was asked for");

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gradlane.command_options import CostsPath, HtmlPath, JsonPath, require_writable, write_json
+from gradlane.commands.huge_pages import prefer_huge_pages
 from gradlane.ranks.server_places import SERVERS_HELP, parse_servers
 
 
@@ -109,6 +110,8 @@ def whatif(
     from gradlane.whatif.straggler import parse_straggler
 
     require_writable(json_path, html_path, trace)
+    numbers = lists.parse_workers(workers)
+    prefer_huge_pages(max(numbers))
     rules = lists.parse_rules(stragglers)
     late = straggler is not None or rules != [WAIT]
     codecs = list(dict.fromkeys(codec or [RAW]))
@@ -116,7 +119,7 @@ def whatif(
         check_codecs(codec_rules(text))
     content = command.run_whatif(
         find_profile(profile, batch_time_s),
-        workers=lists.parse_workers(workers),
+        workers=numbers,
         rates_bps=lists.parse_rates(rate),
         strategies=lists.parse_names(strategy, STRATEGIES, "strategy"),
         compressions=lists.parse_compressions(compression),
