@@ -133,7 +133,7 @@ impl Run {
         while let Some(piece) = self.ports[port as usize].out.depart() {
             self.carry(piece);
             let Some(at) = self.ports[port as usize].out.next_departure() else {
-                continue;
+                return;
             };
             let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;
             if !may_follow {

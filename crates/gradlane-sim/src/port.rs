@@ -66,8 +66,6 @@ pub(crate) struct Outgoing {
     /// Bytes of them.
     pub(crate) bytes: u64,
     pub(crate) line: Line,
-    /// Whether an event that looks at the queue is on the calendar, or is going on.
-    watched: bool,
 }
 
 /// What comes to a port.
@@ -85,23 +83,20 @@ impl Outgoing {
     pub(crate) fn push(&mut self, time: u64, piece: Piece) -> Option<u64> {
         self.bytes += u64::from(piece.bytes);
         self.queue.push_back((time, piece));
-        let unseen = !std::mem::replace(&mut self.watched, true);
-        unseen.then(|| time.max(self.line.free_at))
+        (self.queue.len() == 1).then(|| time.max(self.line.free_at))
     }
 
-    /// Takes the piece that leaves now. Whoever took one goes on until there is none, or leaves an
-    /// event on the calendar.
+    /// The piece that leaves now. It stays at the head until `next_departure`: what is queued because
+    /// it leaves is looked at already.
     pub(crate) fn depart(&mut self) -> Option<Piece> {
-        let Some((_, piece)) = self.queue.pop_front() else {
-            self.watched = false;
-            return None;
-        };
+        let &(_, piece) = self.queue.front()?;
         self.bytes -= u64::from(piece.bytes);
         Some(piece)
     }
 
-    /// When the next piece may leave.
-    pub(crate) fn next_departure(&self) -> Option<u64> {
+    /// Takes the piece that has left; when the next one may leave.
+    pub(crate) fn next_departure(&mut self) -> Option<u64> {
+        self.queue.pop_front();
         self.queue.front().map(|&(time, _)| time.max(self.line.free_at))
     }
 }
