@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.commands import cli
+from tests.children import descendants_of
 from tests.command_line import run
 from tests.namespaces import needs_namespaces
 
@@ -123,11 +124,11 @@ def test_an_interrupted_run_leaves_nothing() -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline_s = time.monotonic() + 30
-    started: list[str] = []
+    started: list[int] = []
     try:
         # The process that forks the ranks, and the four; later those that keep processors awake.
         while len(started) < 5 and time.monotonic() < deadline_s:
-            started = _descendants(str(child.pid))
+            started = descendants_of(child.pid)
             time.sleep(0.02)
         assert len(started) >= 5
     except BaseException:
@@ -139,16 +140,6 @@ def test_an_interrupted_run_leaves_nothing() -> None:
     assert child.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
-
-
-def _descendants(pid: str) -> list[str]:
-    """Return the processes that a process started, and those that they did."""
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    children = " ".join(lists).split()
-    return children + [one for child in children for one in _descendants(child)]
 
 
 UNPRIVILEGED = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]

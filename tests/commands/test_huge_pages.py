@@ -25,11 +25,7 @@ def starts(
     monkeypatch.setattr(sys, "argv", ["gradlane", "whatif", "resnet50"])
     line = ["python", "-X", "dev", "-m", "gradlane", "whatif", "resnet50"]
     monkeypatch.setattr(sys, "orig_argv", line if own else ["python", "-m", "pytest"])
-    monkeypatch.setenv("GLIBC_TUNABLES", "")
-    if tunables is None:
-        monkeypatch.delenv("GLIBC_TUNABLES")
-    else:
-        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    monkeypatch.setattr(os, "environ", {} if tunables is None else {"GLIBC_TUNABLES": tunables})
     huge_pages.prefer_huge_pages(ranks)
     return started
 

@@ -24,6 +24,7 @@ import pytest
 from gradlane.lab.cells import read_rows, save_rows, write_failure
 from gradlane.lab.errors import LabError
 from gradlane.lab.presets.folder import PresetFolder
+from tests.children import children_of
 from tests.namespaces import needs_namespaces
 
 UNPRIVILEGED = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
@@ -45,15 +46,6 @@ def _can_mount() -> bool:
 needs_mount = pytest.mark.skipif(
     shutil.which("mount") is None or not _can_mount(), reason="no file system can be mounted here"
 )
-
-
-def children_of(process: int) -> list[int]:
-    """What a process has started; nothing if it has ended meanwhile, as short helpers do."""
-    try:
-        text = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [int(it) for it in text.split()]
 
 
 class Started:

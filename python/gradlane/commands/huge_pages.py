@@ -27,7 +27,7 @@ def prefer_huge_pages(ranks: int) -> None:
         ranks: of the largest cluster that will be simulated.
     """
     arguments = sys.argv[1:]
-    is_own = sys.orig_argv[-len(arguments) :] == arguments if arguments else False
+    is_own = sys.orig_argv[-len(arguments) :] == arguments
     if ranks < MANY_RANKS or _TUNABLES in os.environ or not is_own:
         return
     if platform.libc_ver()[0] != "glibc":
