@@ -132,7 +132,7 @@ impl Run {
     pub(crate) fn depart(&mut self, port: u32) {
         while let Some(piece) = self.ports[port as usize].out.depart() {
             self.carry(piece);
-            let Some(at) = self.ports[port as usize].out.next_departure() else {
+            let Some(at) = self.ports[port as usize].out.departed() else {
                 return;
             };
             let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;

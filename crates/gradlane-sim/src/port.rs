@@ -86,7 +86,7 @@ impl Outgoing {
         (self.queue.len() == 1).then(|| time.max(self.line.free_at))
     }
 
-    /// The piece that leaves now. It stays at the head until `next_departure`: what is queued because
+    /// The piece that leaves now. It stays at the head until it has `departed`: what is queued because
     /// it leaves is looked at already.
     pub(crate) fn depart(&mut self) -> Option<Piece> {
         let &(_, piece) = self.queue.front()?;
@@ -94,8 +94,8 @@ impl Outgoing {
         Some(piece)
     }
 
-    /// Takes the piece that has left; when the next one may leave.
-    pub(crate) fn next_departure(&mut self) -> Option<u64> {
+    /// Takes away the piece that has left. Returns when the next one may leave.
+    pub(crate) fn departed(&mut self) -> Option<u64> {
         self.queue.pop_front();
         self.queue.front().map(|&(time, _)| time.max(self.line.free_at))
     }
