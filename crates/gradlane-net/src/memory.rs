@@ -6,6 +6,7 @@
 
 use gradlane_engine::{BufferRef, Memory, Region};
 use gradlane_units::TensorId;
+use gradlane_wire::Checksum;
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 
 /// Checked bytes of registered memory. Who holds one is on a thread of the channel, and uses it
@@ -51,7 +52,7 @@ impl Span {
     }
 
     /// Adds the bytes to a checksum.
-    pub(crate) fn add_to(self, checksum: &mut crc32fast::Hasher) {
+    pub(crate) fn add_to(self, checksum: &mut Checksum) {
         // SAFETY: the bytes are registered and initialized, and nobody writes to what the engine
         // lets this thread send or has let it receive.
         checksum.update(unsafe { std::slice::from_raw_parts(self.pointer, self.length) });

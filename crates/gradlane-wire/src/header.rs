@@ -18,13 +18,13 @@
 //! | 48 | 4 | payload length in bytes, at most `MAX_FRAME_BYTES` |
 //! | 52 | 2 | hop round the ring, from 1; zero in frames of other kinds |
 //! | 54 | 2 | reserved, zero |
-//! | 56 | 4 | CRC-32 of the payload (IEEE; of the empty string: 0) |
-//! | 60 | 4 | CRC-32 of bytes 0 to 59 |
+//! | 56 | 4 | CRC-32C of the payload (of the empty string: 0) |
+//! | 60 | 4 | CRC-32C of bytes 0 to 59 |
 //!
 //! A header is verified whole before anything in it is believed.
 
 use crate::kind::{Codec, FrameFlags, FrameKind};
-use crate::WIRE_VERSION;
+use crate::{checksum, WIRE_VERSION};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 
 /// Size of a header.
@@ -66,7 +66,7 @@ pub struct FrameHeader {
     pub length: u32,
     /// Which hop round the ring this is, from 1; 0 in frames of other kinds.
     pub hop: u16,
-    /// CRC-32 of the payload.
+    /// CRC-32C of the payload, see [`crate::Checksum`].
     pub payload_crc: u32,
 }
 
@@ -153,7 +153,7 @@ impl FrameHeader {
         bytes[48..52].copy_from_slice(&self.length.to_le_bytes());
         bytes[52..54].copy_from_slice(&self.hop.to_le_bytes());
         bytes[56..60].copy_from_slice(&self.payload_crc.to_le_bytes());
-        let crc = crc32fast::hash(&bytes[..60]);
+        let crc = checksum(&bytes[..60]);
         bytes[60..64].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
@@ -167,7 +167,7 @@ impl FrameHeader {
             return Err(HeaderError::Magic { found: array(bytes, 0) });
         }
         let found = u32::from_le_bytes(array(bytes, 60));
-        let computed = crc32fast::hash(&bytes[..60]);
+        let computed = checksum(&bytes[..60]);
         if found != computed {
             return Err(HeaderError::Checksum { found, computed });
         }
@@ -293,7 +293,7 @@ mod tests {
         }
         .encode();
         bytes[at] = value;
-        let crc = crc32fast::hash(&bytes[..60]);
+        let crc = checksum(&bytes[..60]);
         bytes[60..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }

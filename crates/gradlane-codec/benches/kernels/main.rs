@@ -305,7 +305,7 @@ fn bench_all() -> Vec<Row> {
             }
         }
         keep(bench_checksum("crc32", "crc32fast", crc32fast::hash, working_set_bytes));
-        keep(bench_checksum("crc32c", "crc32c", crc32c::crc32c, working_set_bytes));
+        keep(bench_checksum("crc32c", "crc_fast", crc_fast::crc32_iscsi, working_set_bytes));
     }
     rows
 }

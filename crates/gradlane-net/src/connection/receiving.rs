@@ -4,7 +4,7 @@
 use super::Fault;
 use crate::memory::Span;
 use crate::syscall::Scatter;
-use gradlane_wire::{FrameHeader, HEADER_BYTES};
+use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -50,7 +50,7 @@ struct Incoming {
     target: Target,
     control: Vec<u8>,
     filled: usize,
-    checksum: crc32fast::Hasher,
+    checksum: Checksum,
 }
 
 impl Incoming {
@@ -190,7 +190,7 @@ impl Receiver {
                     target,
                     control: Vec::new(),
                     filled: 0,
-                    checksum: crc32fast::Hasher::new(),
+                    checksum: Checksum::new(),
                 });
             }
         }
@@ -199,7 +199,7 @@ impl Receiver {
 
 fn finish(incoming: Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
     let Incoming { header, target, control, checksum, .. } = incoming;
-    let computed = checksum.finalize();
+    let computed = checksum.value();
     if computed != header.payload_crc {
         return Err(Fault::Broken(format!(
             "sent a corrupted payload: {}: checksum {computed:#010x}, announced {:#010x}; nothing \

@@ -4,7 +4,7 @@
 use crate::memory::Span;
 use crate::syscall::Gather;
 use gradlane_engine::Transmit;
-use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_wire::{Checksum, FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -56,12 +56,12 @@ impl Outgoing {
     /// they are read from memory once.
     fn seal(&mut self) {
         if self.encoded.is_none() {
-            let mut checksum = crc32fast::Hasher::new();
+            let mut checksum = Checksum::new();
             match &self.payload {
                 OutgoingPayload::Span(span) => span.add_to(&mut checksum),
                 OutgoingPayload::Owned(bytes) => checksum.update(bytes),
             }
-            self.header.payload_crc = checksum.finalize();
+            self.header.payload_crc = checksum.value();
             self.encoded = Some(self.header.encode());
         }
     }
