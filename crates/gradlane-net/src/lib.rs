@@ -23,6 +23,7 @@ mod arrivals;
 mod attendance;
 mod blocks;
 mod channel;
+mod checksum;
 mod codecs;
 mod connection;
 mod depths;

@@ -66,7 +66,7 @@ pub struct FrameHeader {
     pub length: u32,
     /// Which hop round the ring this is, from 1; 0 in frames of other kinds.
     pub hop: u16,
-    /// CRC-32C of the payload, see [`crate::Checksum`].
+    /// CRC-32C of the payload, see [`crate::checksum()`].
     pub payload_crc: u32,
 }
 

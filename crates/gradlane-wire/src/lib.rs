@@ -12,7 +12,7 @@ mod handshake;
 mod header;
 mod kind;
 
-pub use checksum::{checksum, Checksum};
+pub use checksum::checksum;
 pub use handshake::{
     Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
 };

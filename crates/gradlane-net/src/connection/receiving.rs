@@ -2,9 +2,10 @@
 //! read (the next header, small frames) passes through a staging buffer.
 
 use super::Fault;
+use crate::checksum::Checksum;
 use crate::memory::Span;
 use crate::syscall::Scatter;
-use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
+use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::io;
 use std::os::fd::BorrowedFd;
 

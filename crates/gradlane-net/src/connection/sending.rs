@@ -1,10 +1,11 @@
 //! Frames going out: a short queue of those that the engine has chosen, written straight from the
 //! memory they lie in.
 
+use crate::checksum::Checksum;
 use crate::memory::Span;
 use crate::syscall::Gather;
 use gradlane_engine::Transmit;
-use gradlane_wire::{Checksum, FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
