@@ -38,10 +38,10 @@ test-python: build
 test-neon: .cache/tools
 	bash scripts/test-neon
 
+# The pure crates by themselves, since only so they and what they use are built without std.
 lint: build
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	# By themselves the pure crates and what they use are built without std.
 	cargo clippy -p gradlane-units -p gradlane-wire -p gradlane-engine -- -D warnings
 	$(BIN)/ruff check python tests examples benchmarks
 	$(BIN)/ruff format --check python tests examples benchmarks
