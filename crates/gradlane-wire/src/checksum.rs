@@ -5,7 +5,7 @@ use crc::{Crc, CRC_32_ISCSI};
 
 /// By a table of 1 kB: for headers. Payloads want the instructions that processors have for it, and
 /// those a crate with a host under it (`gradlane-net`).
-const CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
+static CRC: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
 
 /// The checksum of `bytes`; 0 for none.
 #[must_use]
