@@ -325,7 +325,7 @@ impl Engine {
             self.scheduler.push_shared(others, key, message);
         } else if pull == PullRule::AfterNotice {
             let header = self.slice_header(FrameKind::Notify, step, slice, priority);
-            let key = self.slice_key(step, priority, slice);
+            let key = self.keys.control();
             self.scheduler.push_shared(others, key, Message { header, body: Body::Empty });
         }
     }

@@ -45,7 +45,7 @@ impl Engine {
         for slice in self.plan.slices_of(tensor) {
             let owner = self.plan.slice(slice).owner;
             if owner != self.rank() {
-                let key = self.keys.slice(step, priority, tensor, slice);
+                let key = self.keys.control();
                 let header = self.slice_header(FrameKind::Pull, step, slice, priority);
                 self.scheduler.push(owner, key, Message { header, body: Body::Empty });
             }

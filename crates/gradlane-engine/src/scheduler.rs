@@ -60,7 +60,7 @@ impl KeyMaker {
         Key { step, urgency, tensor, slice, sequence: self.sequence }
     }
 
-    /// Key of a control message: before every slice.
+    /// Key of a control message, a request or a notice: before every slice.
     pub(crate) fn control(&mut self) -> Key {
         self.sequence += 1;
         let (tensor, slice) = (TensorId(0), SliceId(0));
