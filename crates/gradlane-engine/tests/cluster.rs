@@ -310,6 +310,34 @@ fn deferred_pull_sends_nothing_back_before_the_next_iteration() {
 }
 
 #[test]
+fn requests_and_notices_pass_data_that_waits() {
+    for (strategy, short) in [("deferred-pull", FrameKind::Pull), ("kvstore", FrameKind::Notify)] {
+        let tensors = 0..8_u32;
+        let plan = plan(&[10; 8], strategy, 10, 2);
+        let mut cluster = Cluster::new(&plan, 64, 64, 5);
+        cluster.step_zero();
+        cluster.begin(Step(1));
+        cluster.nodes[0].silent = true;
+        for node in &mut cluster.nodes {
+            node.log.clear();
+            for tensor in tensors.clone().rev() {
+                node.engine.gradient_ready(TensorId(tensor), Step(1)).expect("ok");
+            }
+        }
+        for tensor in tensors {
+            cluster.nodes[0].engine.tensor_needed(TensorId(tensor), Step(1)).expect("ok");
+        }
+        cluster.run();
+        cluster.nodes[0].silent = false;
+        cluster.run();
+        let kinds: Vec<FrameKind> = cluster.nodes[0].log.iter().map(|it| it.kind).collect();
+        let last_short = kinds.iter().rposition(|&kind| kind == short).expect("a short message");
+        let first_push = kinds.iter().position(|&kind| kind == FrameKind::Push).expect("a push");
+        assert!(last_short < first_push, "{strategy}: {kinds:?}");
+    }
+}
+
+#[test]
 fn a_lost_rank_is_named_by_all_others_whatever_the_moment() {
     for seed in 0..60 {
         let sizes = [300, 20, 500];

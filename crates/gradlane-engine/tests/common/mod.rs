@@ -240,7 +240,7 @@ impl Cluster {
 
     fn transmit(&mut self, node: usize) -> bool {
         let node = &mut self.nodes[node];
-        if node.dead {
+        if node.dead || node.silent {
             return false;
         }
         let Some(transmit) = node.engine.poll_transmit() else {

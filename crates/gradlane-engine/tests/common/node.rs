@@ -35,6 +35,8 @@ pub struct Node {
     pub failure: Option<Failure>,
     pub closed: bool,
     pub dead: bool,
+    /// Whether it sends nothing for now, so that what it would send waits in its queues.
+    pub silent: bool,
     /// Frames in the order in which they were handed out.
     pub log: Vec<FrameHeader>,
     pub(super) toy: Option<Toy>,
@@ -82,6 +84,7 @@ impl Node {
             failure: None,
             closed: false,
             dead: false,
+            silent: false,
             log: Vec::new(),
             toy: None,
             lenient: false,
