@@ -13,7 +13,7 @@ from gradlane.planner import candidates
 from gradlane.planner.candidates import TIE
 from gradlane.planner.coordinator import Coordinator
 from gradlane.planner.reasons import reason_of
-from gradlane.planner.search import Choice, Tried, search
+from gradlane.planner.search import SLICES, Choice, Tried, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
 from gradlane.settings.options import Options
@@ -41,6 +41,21 @@ def test_where_order_matters_the_urgent_first_is_chosen() -> None:
     runner_up = strategy.runner_up
     assert runner_up is not None and runner_up.value != "p3"
     assert runner_up.step_s == min(one.step_s for one in strategy.tried if one.value != "p3")
+
+
+def test_slices_that_are_tried_fill_whole_frames() -> None:
+    """Frames that are partly empty were measured slower (docs/experiments.md)."""
+    frame_bytes = Settings().frame_bytes
+    for elems in SLICES:
+        left = -4 * elems % frame_bytes
+        assert left < 0.001 * 4 * elems or elems > Settings().slice_elems_in_force
+
+
+def test_on_a_slow_link_slices_of_one_frame_are_chosen() -> None:
+    """A result takes a slice's time each way, so smaller slices return sooner."""
+    found = search(SMALL, SLOW, Settings())
+    assert found is not None
+    assert found.settings.slice_elems_in_force == min(SLICES)
 
 
 def test_where_late_ranks_are_left_out_only_what_goes_on_without_them_is_tried() -> None:

@@ -29,9 +29,11 @@ from gradlane.settings.stragglers import LEAVES_OUT
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 
-SLICES = (12_500, 25_000, 100_000, 200_000, 500_000)
+SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
+"""What is tried beside the base settings: below 50,000 elements, what fills whole frames of the
+usual size with four bytes an element. Other sizes leave each slice's last frame partly empty."""
 FRAMES = (32_768, 131_072, 262_144)
-"""What is tried beside the base settings. Of send buffers only the transport's own: the simulator
+"""Frames that are tried beside it. Of send buffers only the transport's own is: the simulator
 knows no queue that overflows, and finds longer ones better than they are (docs/simulator.md)."""
 
 _RING_SLICES = (4_096, 8_192, 16_384, 32_768)

@@ -23,7 +23,7 @@ from gradlane.planner.settings import ClusterFacts, Settings
 
 NAME = "slices"
 STRATEGY = "p3"
-SLICES = (1_000, 2_000, 5_000, 12_500, 25_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
+SLICES = (1_000, 2_000, 5_000, 16_667, 33_334, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 """From the smallest to the largest of the paper; all that the planner tries is among them."""
 RATES_BPS: Mapping[str, tuple[int, ...]] = {"resnet50": (4 * GBIT,), "vgg19": (10 * GBIT,)}
 _PLAN_BUDGET_S = 60.0
