@@ -44,7 +44,7 @@ def test_where_order_matters_the_urgent_first_is_chosen() -> None:
 
 
 def test_slices_that_are_tried_fill_whole_frames() -> None:
-    """The send buffer takes two of them; others were measured slower (docs/experiments.md)."""
+    """Sizes between them were measured or simulated slower (docs/experiments.md)."""
     usual = Settings()
     usual_elems = usual.slice_elems_in_force
     assert usual_elems is not None

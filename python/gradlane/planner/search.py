@@ -31,11 +31,12 @@ from gradlane.whatif.profiles import Profile
 
 SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
 """What is tried beside the base settings: below 50,000 elements, what fills whole frames of the
-usual size with four bytes an element. The usual send buffer takes two of them; of frames of other
-sizes it takes a part of the last, which keeps back what is more urgent (docs/experiments.md)."""
+usual size with four bytes an element. Sizes between them were measured or simulated slower
+(docs/experiments.md)."""
 FRAMES = (32_768, 131_072, 262_144)
-"""Frames that are tried beside it. Of send buffers only the transport's own is: the simulator
-knows no queue that overflows, and finds longer ones better than they are (docs/simulator.md)."""
+"""Frames that are tried beside the base settings'. Of send buffers only the transport's own is: the
+simulator knows no queue that overflows, and finds longer ones better than they are
+(docs/simulator.md)."""
 
 _RING_SLICES = (4_096, 8_192, 16_384, 32_768)
 """Slices of a ring are smaller."""
