@@ -453,6 +453,7 @@ class FakeChannel:
         with self.world.changed:
             self.world.finished.add(self.rank)
             self.world.changed.notify_all()
+            self._wait_for(lambda: len(self.world.finished) == self.world.world_size)
 
     def abort(self, reason: str) -> None:
         self.world.fail(f"rank {self.rank} gave up: {reason}", self.rank, max(self.step - 1, 0))

@@ -18,8 +18,12 @@ def checkpointed(reentrant: bool) -> Use:
 
     def forward(model: Any, values: Tensor) -> Tensor:
         values = values.requires_grad_()
-        hidden: Any = checkpoint(model.first, values, use_reentrant=reentrant)
-        hidden = checkpoint(model.last, hidden.tanh(), use_reentrant=reentrant)
+        hidden: Any = checkpoint(
+            model.first, values, use_reentrant=reentrant, preserve_rng_state=False
+        )
+        hidden = checkpoint(
+            model.last, hidden.tanh(), use_reentrant=reentrant, preserve_rng_state=False
+        )
         result: Tensor = hidden * model.scale
         return result
 

@@ -58,7 +58,7 @@ class Shared(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         hidden: Any = self.first(values)
         for _ in range(self.times):
-            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True, preserve_rng_state=False)
         return hidden  # type: ignore[no-any-return]
 
 

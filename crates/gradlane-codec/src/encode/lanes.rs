@@ -102,6 +102,10 @@ pub(super) trait Lanes: Register<Lane = f32> {
     unsafe fn mask_of_bits(bits: u32) -> Self::Mask;
     /// Lanes of one where the mask says yes, of the other elsewhere.
     unsafe fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+    /// Does a part of some work in a function of its own, with the instructions enabled there. All
+    /// else becomes one long function for each [`Work`], and what compilers do with that takes
+    /// time that grows far faster than its length.
+    unsafe fn apart<T>(part: impl FnOnce() -> T) -> T;
 }
 
 /// Makes methods of [`Lanes`] from an expression each.

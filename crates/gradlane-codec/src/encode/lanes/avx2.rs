@@ -121,4 +121,10 @@ impl Lanes for __m256 {
             _mm256_storeu_si256(to.cast(), _mm256_add_epi8(bytes, _mm256_set1_epi8(127)));
         }
     }
+
+    #[inline(never)]
+    #[target_feature(enable = "avx2,f16c,popcnt")]
+    unsafe fn apart<T>(part: impl FnOnce() -> T) -> T {
+        part()
+    }
 }

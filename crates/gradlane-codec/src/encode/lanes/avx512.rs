@@ -82,4 +82,10 @@ impl Lanes for __m512 {
             _mm256_storeu_si256(to.cast(), _mm256_add_epi8(bytes, _mm256_set1_epi8(127)));
         }
     }
+
+    #[inline(never)]
+    #[target_feature(enable = "avx512f,popcnt")]
+    unsafe fn apart<T>(part: impl FnOnce() -> T) -> T {
+        part()
+    }
 }

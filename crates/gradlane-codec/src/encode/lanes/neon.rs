@@ -101,4 +101,10 @@ impl Lanes for float32x4_t {
             }
         }
     }
+
+    #[inline(never)]
+    #[target_feature(enable = "neon")]
+    unsafe fn apart<T>(part: impl FnOnce() -> T) -> T {
+        part()
+    }
 }

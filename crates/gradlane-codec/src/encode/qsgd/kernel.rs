@@ -70,16 +70,24 @@ pub(super) unsafe fn quantize<R: Lanes, const N: usize, const KEEP: bool>(
     // SAFETY: as the caller promises; the codes have the room that was checked.
     unsafe {
         let bucket = Bucket { qsgd, scale, draws, source, elements };
+        macro_rules! apart {
+            ($bits:literal, $sign:literal) => {
+                R::apart(
+                    #[inline(always)]
+                    || bucket.quantize::<R, N, $bits, $sign>(codes),
+                )
+            };
+        }
         match (qsgd.options.bits, qsgd.options.levels) {
             _ if scale.is_nan() || scale == 0.0 => bucket.send_nothing(codes),
-            (2, Levels::Sign) => bucket.quantize::<R, N, 2, true>(codes),
-            (4, Levels::Sign) => bucket.quantize::<R, N, 4, true>(codes),
-            (8, Levels::Sign) => bucket.quantize::<R, N, 8, true>(codes),
-            (_, Levels::Sign) => bucket.quantize::<R, N, 16, true>(codes),
-            (2, Levels::Uniform) => bucket.quantize::<R, N, 2, false>(codes),
-            (4, Levels::Uniform) => bucket.quantize::<R, N, 4, false>(codes),
-            (8, Levels::Uniform) => bucket.quantize::<R, N, 8, false>(codes),
-            (_, Levels::Uniform) => bucket.quantize::<R, N, 16, false>(codes),
+            (2, Levels::Sign) => apart!(2, true),
+            (4, Levels::Sign) => apart!(4, true),
+            (8, Levels::Sign) => apart!(8, true),
+            (_, Levels::Sign) => apart!(16, true),
+            (2, Levels::Uniform) => apart!(2, false),
+            (4, Levels::Uniform) => apart!(4, false),
+            (8, Levels::Uniform) => apart!(8, false),
+            (_, Levels::Uniform) => apart!(16, false),
         }
     }
 }
