@@ -140,13 +140,14 @@ impl Trace {
             let time_ns = monotonic_ns();
             let mut ring = lock(ring);
             let path = ring.path(peer);
-            let before = std::mem::replace(&mut path.sent_at, time_ns);
-            // The engine does not choose heartbeats.
-            let chosen = match header.kind {
-                FrameKind::Heartbeat => None,
-                _ => path.chosen.pop_front(),
+            // The engine does not choose heartbeats, and timelines do not show them: a frame that
+            // went with one begins when it was chosen, as clocks are compared by (`trace merge`).
+            let begin_ns = if header.kind == FrameKind::Heartbeat {
+                time_ns
+            } else {
+                let before = std::mem::replace(&mut path.sent_at, time_ns);
+                path.chosen.pop_front().unwrap_or(time_ns).max(before).min(time_ns)
             };
-            let begin_ns = chosen.unwrap_or(time_ns).max(before).min(time_ns);
             let (direction, header) = (Direction::Sent, *header);
             ring.keep_frame(TraceEntry { begin_ns, time_ns, direction, peer, header });
         }

@@ -2,7 +2,11 @@
 
 Ranks on one machine share its monotonic clock. Between machines clocks are compared by frames: the
 least time that one takes from a machine to another and the least time back are taken to be the
-same, as network time protocols do. The timeline says how far the result may be off.
+same, as network time protocols do. Of frames that follow one another without a pause only the first
+one counts: it began when it was chosen, certainly before a byte of it left, while the end of a
+frame and what begins there are read after the kernel took it, late where the thread lost its
+processor. So no delay is less than none, and how far the result may be off, which the timeline
+says, is a bound.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     reference = machines[min(machines)]
     others = [name for name in dict.fromkeys(machines.values()) if name != reference]
     offsets_ns = {reference: 0}
+    delays_ns = _least_delays_ns(timelines, machines) if others else {}
     for name in others:
-        offsets_ns[name], within_ns = _offset(spans, machines, reference, name)
+        offsets_ns[name], within_ns = _offset(delays_ns, machines, reference, name)
         ranks = [rank for rank, machine in machines.items() if machine == name]
         text = f"clock of ranks {', '.join(map(str, ranks))} moved by {-offsets_ns[name] / 1e6:.3f}"
         notes[
@@ -67,11 +72,11 @@ def _moved(span: Span, offset_ns: int) -> Span:
 
 
 def _offset(
-    spans: Sequence[Span], machines: dict[int, str], reference: str, other: str
+    delays_ns: dict[tuple[str, str], int], machines: dict[int, str], reference: str, other: str
 ) -> tuple[int, int]:
     """Return how far the other machine's clock is ahead, and within how much that is right."""
-    there = _least_delay_ns(spans, machines, reference, other)
-    back = _least_delay_ns(spans, machines, other, reference)
+    there = delays_ns.get((reference, other))
+    back = delays_ns.get((other, reference))
     if there is None or back is None:
         ranks = [
             min(rank for rank, machine in machines.items() if machine == name)
@@ -81,24 +86,36 @@ def _offset(
             f"the clocks of ranks {ranks[0]} and {ranks[1]} cannot be compared: their timelines "
             "have no frames in common in both directions; record the same steps on all ranks"
         )
-    return (there - back) // 2, max(0, (there + back) // 2)
+    return (there - back) // 2, -(-(there + back) // 2)
 
 
-def _least_delay_ns(
-    spans: Sequence[Span], machines: dict[int, str], sender: str, receiver: str
-) -> int | None:
-    """Return the least difference of clocks from when a frame was sent to when it was there."""
-    sent: dict[_Key, int] = {}
-    for span in spans:
-        if span.lane in SENT and machines[span.rank] == sender:
-            sent[_key(span, span.rank, span.arguments["peer"])] = span.end_ns
-    delays = [
-        span.end_ns - sent[key]
-        for span in spans
-        if span.lane == "receive" and machines[span.rank] == receiver
-        if (key := _key(span, span.arguments["peer"], span.rank)) in sent
-    ]
-    return min(delays, default=None)
+def _least_delays_ns(
+    timelines: Sequence[Timeline], machines: dict[int, str]
+) -> dict[tuple[str, str], int]:
+    """Return the least differences of clocks from before a frame was sent to when it was there.
+
+    The keys are the machines of the sender and of the receiver.
+    """
+    began: dict[_Key, int] = {}
+    for timeline in timelines:
+        ends: dict[tuple[int, int], int] = {}
+        sent = (span for span in timeline.spans if span.lane in SENT)
+        for span in sorted(sent, key=lambda it: (it.begin_ns, it.end_ns)):
+            path = (span.rank, span.arguments["peer"])
+            # What came before the first one is not known where the beginning was not kept.
+            follows = timeline.dropped > 0 if path not in ends else span.begin_ns <= ends[path]
+            if not follows:
+                began[_key(span, *path)] = span.begin_ns
+            ends[path] = span.end_ns
+    least: dict[tuple[str, str], int] = {}
+    for span in (it for timeline in timelines for it in timeline.spans if it.lane == "receive"):
+        sender, receiver = span.arguments["peer"], span.rank
+        key = _key(span, sender, receiver)
+        if key in began:
+            ends_of = (machines[sender], machines[receiver])
+            delay = span.end_ns - began[key]
+            least[ends_of] = min(delay, least.get(ends_of, delay))
+    return least
 
 
 def _key(span: Span, sender: int, receiver: int) -> _Key:
