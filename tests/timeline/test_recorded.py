@@ -227,6 +227,10 @@ def test_a_clock_that_was_read_late_moves_no_other_clock() -> None:
     assert joined.notes == (
         "clock of ranks 1 moved by -9.975 ms, right within 0.175 ms, by the least delays of frames",
     )
+    # Of two frames that are alike nobody can tell which one arrived when.
+    again = replace(timelines[0], spans=[*here, frame(0, "push", 0, 9000, 9010)])
+    with pytest.raises(ValueError, match="ranks 0 and 1 cannot be compared"):
+        merge([again, timelines[1]])
     # Without its beginning, what was sent before the frames that are left is not known.
     with pytest.raises(ValueError, match="ranks 0 and 1 cannot be compared"):
         merge([replace(timelines[0], dropped=1), timelines[1]])

@@ -97,6 +97,7 @@ def _least_delays_ns(
     The keys are the machines of the sender and of the receiver.
     """
     began: dict[_Key, int] = {}
+    seen: set[_Key] = set()
     for timeline in timelines:
         ends: dict[tuple[int, int], int] = {}
         sent = (span for span in timeline.spans if span.lane in SENT)
@@ -104,8 +105,13 @@ def _least_delays_ns(
             path = (span.rank, span.arguments["peer"])
             # What came before the first one is not known where the beginning was not kept.
             follows = timeline.dropped > 0 if path not in ends else span.begin_ns <= ends[path]
-            if not follows:
-                began[_key(span, *path)] = span.begin_ns
+            key = _key(span, *path)
+            if key in seen:
+                # Which of two alike arrived when cannot be told.
+                began.pop(key, None)
+            elif not follows:
+                began[key] = span.begin_ns
+            seen.add(key)
             ends[path] = span.end_ns
     least: dict[tuple[str, str], int] = {}
     for span in (it for timeline in timelines for it in timeline.spans if it.lane == "receive"):
