@@ -8,6 +8,7 @@
 mod commands;
 mod core;
 mod io_thread;
+mod moderation;
 mod silence;
 mod sockets;
 

@@ -8,6 +8,7 @@
 
 use crate::connection::Connection;
 use crate::driver::core::Core;
+use crate::driver::moderation::Moderation;
 use crate::driver::Ending;
 use crate::metrics::count;
 use crate::ready::lock;
@@ -19,7 +20,7 @@ use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes sent before sockets are looked at again.
 const SEND_TURN_BYTES: usize = 1 << 20;
@@ -63,6 +64,7 @@ pub(super) struct IoThread<'a> {
     pub(super) links: Links,
     /// When silence is looked at next.
     pub(super) next_watch: Time,
+    pub(super) moderation: Moderation,
     /// Peers to send to in this moment, the most urgent first.
     chosen: Vec<Rank>,
     /// Frames that the kernel has and the engine has not heard of.
@@ -78,6 +80,7 @@ impl<'a> IoThread<'a> {
             shared: Arc::clone(&lock(core).shared),
             links,
             next_watch: Time::ZERO,
+            moderation: Moderation::new(Instant::now()),
             chosen: Vec::new(),
             sent: Vec::new(),
         }
@@ -104,7 +107,7 @@ impl<'a> IoThread<'a> {
         loop {
             self.watch_silence();
             hurry |= self.pump();
-            let timeout = {
+            let asked = {
                 let mut core = self.core();
                 if core.ending.is_some() {
                     return;
@@ -117,15 +120,17 @@ impl<'a> IoThread<'a> {
                     next.map_or(self.next_watch, |it| it.min(self.next_watch)).since(core.now)
                 }
             };
+            let timeout = self.moderate(asked);
             let idle = || self.core().is_idle(self.index);
             let poller = &self.shared.pollers[self.index];
             let waited = poller.wait(&mut events, Some(timeout), idle, &mut reports);
+            self.moderation.begin_turn(Instant::now());
             {
                 let mut core = self.core();
                 if let Err(error) = waited {
                     core.engine.abort(&format!("cannot wait for sockets: {error}"));
                 }
-                core.read_clock(timeout);
+                core.read_clock(asked);
                 // What the application said before a peer's frame came is heard before it.
                 core.handle_commands();
                 count(&self.shared.metrics.turns, 1);
@@ -142,6 +147,16 @@ impl<'a> IoThread<'a> {
                 hurry |= self.pump();
             }
         }
+    }
+
+    /// Sleeps for a moment while a connection takes no more; what is left of the time to wait.
+    fn moderate(&self, timeout: Duration) -> Duration {
+        if !self.links.iter().flatten().any(|link| link.armed) {
+            return timeout;
+        }
+        let pause = self.moderation.pause(Instant::now()).min(timeout);
+        std::thread::sleep(pause);
+        timeout - pause
     }
 
     /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so

@@ -26,6 +26,7 @@ impl IoThread<'_> {
             trace.sent(rank, header);
             sent.push((*header, transmit));
         });
+        self.moderation.count(total);
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
             // A size that the kernel refuses leaves the last one in force.
@@ -111,6 +112,7 @@ impl IoThread<'_> {
             heard_goodbye: &mut link.heard_goodbye,
         };
         let (bytes, result) = link.connection.receive(RECEIVE_TURN_BYTES, &mut inbound);
+        self.moderation.count(bytes);
         if bytes == 0 && result.is_ok() {
             return 0;
         }
