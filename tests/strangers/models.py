@@ -81,7 +81,9 @@ class Recurrent(nn.Module):
         self.cells = kind(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.cells(hidden)[0]  # type: ignore[no-any-return]
+        # Under autocast torch's LSTM fails on processors that lack instructions for bfloat16.
+        with torch.autocast("cpu", enabled=False):
+            return self.cells(hidden)[0]  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
