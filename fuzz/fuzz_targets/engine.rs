@@ -108,7 +108,7 @@ fn apply(
                 length: u32::from(*length),
                 block_bytes: 0,
                 hop: u16::from(flags >> 2 & 3),
-                payload_crc: 0,
+                payload_checksum: 0,
             };
             receive(engine, peer(*from), &header);
         }

@@ -13,8 +13,8 @@ fuzz_target!(|bytes: &[u8]| {
         // The same bytes under a right checksum reach the checks of the single fields.
         let mut mended = *header;
         mended[..4].copy_from_slice(b"GLN1");
-        let crc = gradlane_wire::checksum(&mended[..60]);
-        mended[60..].copy_from_slice(&crc.to_le_bytes());
+        let sum = gradlane_wire::checksum(&mended[..60]);
+        mended[60..].copy_from_slice(&sum.to_le_bytes());
         if let Ok(decoded) = FrameHeader::decode(&mended) {
             assert_eq!(decoded.encode(), mended);
         }

@@ -22,7 +22,7 @@ impl Engine {
             length: 0,
             block_bytes: 0,
             hop: 0,
-            payload_crc: 0,
+            payload_checksum: 0,
         }
     }
 

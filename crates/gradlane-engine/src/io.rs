@@ -67,7 +67,7 @@ pub enum Payload {
     Inline(Vec<u8>),
 }
 
-/// One frame to send. `header.payload_crc` is zero: the driver fills it in.
+/// One frame to send. `header.payload_checksum` is zero: the driver fills it in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transmit {
     /// To whom.

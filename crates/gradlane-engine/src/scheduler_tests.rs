@@ -23,7 +23,7 @@ fn header(slice: u32) -> FrameHeader {
         length: 0,
         block_bytes: 0,
         hop: 0,
-        payload_crc: 0,
+        payload_checksum: 0,
     }
 }
 

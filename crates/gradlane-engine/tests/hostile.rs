@@ -42,7 +42,7 @@ fn hostile() -> impl Strategy<Value = Hostile> {
             length: length as u32,
             block_bytes: 0,
             hop: if kind.goes_round() { hop } else { 0 },
-            payload_crc: 0,
+            payload_checksum: 0,
         };
         Hostile { from, header, payload: vec![0xA5; length] }
     })

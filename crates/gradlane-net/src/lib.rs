@@ -23,7 +23,6 @@ mod arrivals;
 mod attendance;
 mod blocks;
 mod channel;
-mod checksum;
 mod codecs;
 mod connection;
 mod depths;

@@ -4,9 +4,9 @@
 //! A region becomes a pointer only after its bounds were checked against what is registered. The
 //! pool reuses buffers by size class, so that a steady state allocates nothing.
 
-use crate::checksum::Checksum;
 use gradlane_engine::{BufferRef, Memory, Region};
 use gradlane_units::TensorId;
+use gradlane_wire::Checksum;
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 
 /// Checked bytes of registered memory. Who holds one is on a thread of the channel, and uses it

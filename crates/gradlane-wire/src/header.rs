@@ -18,8 +18,8 @@
 //! | 48 | 4 | payload length in bytes, at most `MAX_FRAME_BYTES` |
 //! | 52 | 2 | hop round the ring, from 1; zero in frames of other kinds |
 //! | 54 | 2 | reserved, zero |
-//! | 56 | 4 | CRC-32C of the payload (of the empty string: 0) |
-//! | 60 | 4 | CRC-32C of bytes 0 to 59 |
+//! | 56 | 4 | checksum of the payload: the lower half of its XXH3-64 |
+//! | 60 | 4 | checksum of bytes 0 to 59 |
 //!
 //! A header is verified whole before anything in it is believed.
 
@@ -66,8 +66,8 @@ pub struct FrameHeader {
     pub length: u32,
     /// Which hop round the ring this is, from 1; 0 in frames of other kinds.
     pub hop: u16,
-    /// CRC-32C of the payload, see [`crate::checksum()`].
-    pub payload_crc: u32,
+    /// Checksum of the payload, see [`crate::checksum()`].
+    pub payload_checksum: u32,
 }
 
 /// Why 64 bytes are not a header.
@@ -152,9 +152,9 @@ impl FrameHeader {
         }
         bytes[48..52].copy_from_slice(&self.length.to_le_bytes());
         bytes[52..54].copy_from_slice(&self.hop.to_le_bytes());
-        bytes[56..60].copy_from_slice(&self.payload_crc.to_le_bytes());
-        let crc = checksum(&bytes[..60]);
-        bytes[60..64].copy_from_slice(&crc.to_le_bytes());
+        bytes[56..60].copy_from_slice(&self.payload_checksum.to_le_bytes());
+        let sum = checksum(&bytes[..60]);
+        bytes[60..64].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
 
@@ -210,7 +210,7 @@ impl FrameHeader {
             block_bytes,
             length,
             hop,
-            payload_crc: u32::from_le_bytes(array(bytes, 56)),
+            payload_checksum: u32::from_le_bytes(array(bytes, 56)),
         })
     }
 }
@@ -246,7 +246,7 @@ mod tests {
             block_bytes: if kind == FrameKind::Block { a.3 } else { 0 },
             length: b.3,
             hop: if kind.goes_round() { (b.4 as u16).max(1) } else { 0 },
-            payload_crc: b.4,
+            payload_checksum: b.4,
         })
     }
 
@@ -289,12 +289,12 @@ mod tests {
             block_bytes: 0,
             length: 0,
             hop: 0,
-            payload_crc: 0,
+            payload_checksum: 0,
         }
         .encode();
         bytes[at] = value;
-        let crc = checksum(&bytes[..60]);
-        bytes[60..].copy_from_slice(&crc.to_le_bytes());
+        let sum = checksum(&bytes[..60]);
+        bytes[60..].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
 

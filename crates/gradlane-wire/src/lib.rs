@@ -12,7 +12,7 @@ mod handshake;
 mod header;
 mod kind;
 
-pub use checksum::checksum;
+pub use checksum::{checksum, Checksum};
 pub use handshake::{
     Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
 };
@@ -20,4 +20,4 @@ pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
 pub use kind::{Codec, FrameFlags, FrameKind};
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.
-pub const WIRE_VERSION: u8 = 3;
+pub const WIRE_VERSION: u8 = 4;

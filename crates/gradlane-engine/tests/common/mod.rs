@@ -35,7 +35,7 @@ pub fn frame(kind: FrameKind, sender: Rank) -> FrameHeader {
         block_bytes: 0,
         length: 0,
         hop: 0,
-        payload_crc: 0,
+        payload_checksum: 0,
     }
 }
 

@@ -2,9 +2,9 @@
 //! read (the next header, small frames) passes through a staging buffer.
 
 use super::Fault;
-use crate::checksum::Checksum;
 use crate::memory::Span;
 use crate::syscall::Scatter;
+use gradlane_wire::Checksum;
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -201,12 +201,12 @@ impl Receiver {
 fn finish(incoming: Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
     let Incoming { header, target, control, checksum, .. } = incoming;
     let computed = checksum.value();
-    if computed != header.payload_crc {
+    if computed != header.payload_checksum {
         return Err(Fault::Broken(format!(
             "sent a corrupted payload: {}: checksum {computed:#010x}, announced {:#010x}; nothing \
              of it was released",
             sink.describe(&header),
-            header.payload_crc
+            header.payload_checksum
         )));
     }
     let control = matches!(target, Target::Control).then_some(control.as_slice());

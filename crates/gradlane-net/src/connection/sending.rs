@@ -1,10 +1,10 @@
 //! Frames going out: a short queue of those that the engine has chosen, written straight from the
 //! memory they lie in.
 
-use crate::checksum::Checksum;
 use crate::memory::Span;
 use crate::syscall::Gather;
 use gradlane_engine::Transmit;
+use gradlane_wire::Checksum;
 use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::io;
@@ -62,7 +62,7 @@ impl Outgoing {
                 OutgoingPayload::Span(span) => span.add_to(&mut checksum),
                 OutgoingPayload::Owned(bytes) => checksum.update(bytes),
             }
-            self.header.payload_crc = checksum.value();
+            self.header.payload_checksum = checksum.value();
             self.encoded = Some(self.header.encode());
         }
     }

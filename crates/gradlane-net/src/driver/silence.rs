@@ -71,7 +71,7 @@ fn heartbeat(options: &ChannelOptions) -> Outgoing {
         length: 0,
         block_bytes: 0,
         hop: 0,
-        payload_crc: 0,
+        payload_checksum: 0,
     };
     Outgoing::new(header, OutgoingPayload::Owned(Vec::new()), None)
 }
