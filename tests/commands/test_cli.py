@@ -50,6 +50,7 @@ def test_version_prints_what_it_writes(
     versions = json.loads(path.read_text())
     assert dict(line.split(" ", 1) for line in out.splitlines()) == versions
     assert versions["python"] == sys.version.split()[0]
+    assert run(monkeypatch, capsys, "--version") == (0, out, "")
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,23 @@ trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def _main(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="As `version`."),
+    ] = False,
 ) -> None:
-    # `main` reads the flag from the arguments, since an error may come before this is called.
-    del debug
+    # `main` reads the flag from the arguments, since an error may come before this is called; the
+    # other one has its callback.
+    del debug, version
 
 
 @app.command()
