@@ -1,8 +1,9 @@
 """What the wire costs: goodput, processor time and urgency of exchanges without any compute.
 
-Everything runs in one session on one emulated cluster, interleaved: plain TCP streams, gradlane
-and Gloo take turns on the same shaped ports with the same gradients, and ratios are taken within
-a repeat. Rates and times are real: nothing is dilated.
+Everything runs on one emulated cluster, interleaved: plain TCP streams, gradlane and Gloo take
+turns on the same shaped ports with the same gradients, and ratios are taken within a repeat. Each
+repeat has processes of its own, since where their memory lies moves processor time by several
+per cent, for as long as they live. Rates and times are real: nothing is dilated.
 """
 
 from __future__ import annotations
@@ -194,9 +195,11 @@ def run_transport(
     rows: list[Row] = []
     on_phase("building the cluster")
     with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
-        if options.repeat:
+        for repeat in range(options.repeat):
             with RankPool(cluster, program=_PROGRAM) as pool:
-                rows += _Measurement(options, cluster, pool, on_phase).exchanges()
+                rows.append(_Measurement(options, cluster, pool, on_phase).exchange(repeat))
+        if options.repeat:
+            rows.append(summarize_exchanges(rows))
         if options.urgent_trials:
             with RankPool(cluster, program=_PROGRAM) as pool:
                 rows += _Measurement(options, cluster, pool, on_phase).urgency()
@@ -247,40 +250,42 @@ class _Measurement:
             "load_average": os.getloadavg()[0],
         }
 
-    def exchanges(self) -> list[Row]:
-        """Let streams, gradlane and Gloo take turns."""
+    def exchange(self, repeat: int) -> Row:
+        """Let streams, gradlane and Gloo take turns, once."""
         options = self._options
-        self._on_phase(f"connecting {options.workers} ranks, spreading {options.megabytes:g} MB")
+        about = f"repeat {repeat + 1} of {options.repeat}"
+        self._on_phase(
+            f"{about}: connecting {options.workers} ranks, spreading {options.megabytes:g} MB"
+        )
         self._open(options.tensor_elems, gloo=True)
-        rows = []
-        for repeat in range(options.repeat):
-            self._on_phase(f"repeat {repeat + 1} of {options.repeat}: TCP streams")
-            streams = self._ask(
-                "stream",
-                addresses=self._cluster.addresses,
-                port=self._next_port(),
-                start_s=time.monotonic() + _STREAM_LEAD_S,
-                **_STREAM,
+        self._on_phase(f"{about}: TCP streams")
+        streams = self._ask(
+            "stream",
+            addresses=self._cluster.addresses,
+            port=self._next_port(),
+            start_s=time.monotonic() + _STREAM_LEAD_S,
+            **_STREAM,
+        )
+        turns: dict[str, Turn] = {}
+        # Who comes second finds the machine as the first one left it: they alternate.
+        for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
+            self._on_phase(f"{about}: {implementation}")
+            results = self._ask(
+                "run",
+                implementation=implementation,
+                steps=options.steps,
+                warmup=options.warmup,
             )
-            turns: dict[str, Turn] = {}
-            # Who comes second finds the machine as the first one left it: they alternate.
-            order = ["gradlane", "gloo"] if repeat % 2 == 0 else ["gloo", "gradlane"]
-            for implementation in order:
-                self._on_phase(f"repeat {repeat + 1} of {options.repeat}: {implementation}")
-                results = self._ask(
-                    "run",
-                    implementation=implementation,
-                    steps=options.steps,
-                    warmup=options.warmup,
-                )
-                turns[implementation] = summarize_turn(
-                    results, implementation, options.steps, options.sent_bytes_per_step
-                )
-            around = {**self._around("exchange"), "repeat": repeat}
-            stream_bps = statistics.median(result["goodput_bps"] for result in streams)
-            rows.append({**around, **compare_turns(turns["gradlane"], turns["gloo"], stream_bps)})
+            turns[implementation] = summarize_turn(
+                results, implementation, options.steps, options.sent_bytes_per_step
+            )
         self._ask("close")
-        return [*rows, summarize_exchanges(rows)]
+        stream_bps = statistics.median(result["goodput_bps"] for result in streams)
+        return {
+            **self._around("exchange"),
+            "repeat": repeat,
+            **compare_turns(turns["gradlane"], turns["gloo"], stream_bps),
+        }
 
     def urgency(self) -> list[Row]:
         """Hand over urgent slices while a large tensor saturates the ports."""
