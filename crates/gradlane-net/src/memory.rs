@@ -6,7 +6,7 @@
 
 use gradlane_engine::{BufferRef, Memory, Region};
 use gradlane_units::TensorId;
-use gradlane_wire::Checksum;
+use gradlane_wire::{checksum, Checksum};
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 
 /// Checked bytes of registered memory. Who holds one is on a thread of the channel, and uses it
@@ -56,6 +56,12 @@ impl Span {
         // SAFETY: the bytes are registered and initialized, and nobody writes to what the engine
         // lets this thread send or has let it receive.
         checksum.update(unsafe { std::slice::from_raw_parts(self.pointer, self.length) });
+    }
+
+    /// The checksum of the bytes.
+    pub(crate) fn checksum(self) -> u32 {
+        // SAFETY: as in `add_to`.
+        checksum(unsafe { std::slice::from_raw_parts(self.pointer, self.length) })
     }
 
     /// The bytes themselves.

@@ -13,6 +13,9 @@ use std::time::Duration;
 /// The key that no registration may have: it stands for wake-ups.
 const WAKE_KEY: u64 = u64::MAX;
 
+/// Pauses shorter than this one go by in the time that others would take to end them a few times.
+const PAUSE_LONG: Duration = Duration::from_micros(500);
+
 /// One epoll instance with a wake-up.
 #[derive(Debug)]
 pub(crate) struct Poller {
@@ -80,10 +83,77 @@ impl Poller {
         Ok(())
     }
 
+    /// Sleeps for `pause`, whatever sockets report; a long one a wake-up ends, and the next wait with
+    /// it. `is_idle` as for [`Poller::wait`].
+    pub(crate) fn rest(&self, pause: Duration, is_idle: impl FnOnce() -> bool) -> io::Result<()> {
+        if pause < PAUSE_LONG {
+            std::thread::sleep(pause);
+            return Ok(());
+        }
+        self.asleep.store(true, Ordering::SeqCst);
+        let result = match is_idle() {
+            true => syscall::eventfd_wait(self.wake.as_fd(), pause),
+            false => Ok(()),
+        };
+        self.asleep.store(false, Ordering::SeqCst);
+        result
+    }
+
     /// Ends a wait of another thread, or keeps it from sleeping next time if it is about to.
     pub(crate) fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst) {
             syscall::eventfd_signal(self.wake.as_fd());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_rest_lasts_as_long_as_was_asked_whatever_is_readable() {
+        use std::io::Write;
+        let poller = Poller::new().expect("a poller");
+        let (mut here, there) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        poller.add(there.as_fd(), 7, false).expect("added");
+        here.write_all(b"x").expect("written");
+        let pause = Duration::from_micros(2_500);
+        let began = Instant::now();
+        poller.rest(pause, || true).expect("rested");
+        assert!(began.elapsed() >= pause, "{:?}", began.elapsed());
+        let (mut events, mut reports) = (EpollEvents::new(), Vec::new());
+        poller.wait(&mut events, Some(LONG), || true, &mut reports).expect("waited");
+        assert!(reports.iter().any(|it| it.key == 7 && it.readable), "{reports:?}");
+    }
+
+    #[test]
+    fn a_wake_up_ends_a_rest_and_the_wait_after_it() {
+        let poller = Poller::new().expect("a poller");
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !poller.asleep.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                poller.wake();
+            });
+            poller.rest(LONG, || true).expect("rested");
+        });
+        let (mut events, mut reports) = (EpollEvents::new(), Vec::new());
+        poller.wait(&mut events, Some(LONG), || true, &mut reports).expect("waited");
+        assert!(reports.is_empty(), "{reports:?}");
+        assert!(began.elapsed() < LONG, "neither slept");
+    }
+
+    #[test]
+    fn there_is_no_rest_with_something_to_do() {
+        let poller = Poller::new().expect("a poller");
+        let began = Instant::now();
+        poller.rest(LONG, || false).expect("asked");
+        assert!(began.elapsed() < LONG);
     }
 }

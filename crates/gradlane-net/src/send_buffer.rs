@@ -10,6 +10,7 @@
 use crate::syscall::{self, PathEstimate};
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 /// In flight on any path, however short. The kernel doubles it for its own bookkeeping, and then two
 /// frames fit whole: the second one is not cut in two (decision 43).
@@ -33,6 +34,9 @@ pub(crate) struct SendBuffer {
     floor: Sizes,
     sizes: Sizes,
     sent_bytes: usize,
+    /// At the last look at the path.
+    delivery_bytes_per_s: u64,
+    not_sent_bytes: u64,
 }
 
 /// How much the kernel may hold of one connection.
@@ -63,20 +67,33 @@ impl SendBuffer {
         if floor.not_sent_bytes > 0 {
             syscall::set_not_sent_low_water(socket, floor.not_sent_bytes)?;
         }
-        Ok(SendBuffer { adapts, floor, sizes: floor, sent_bytes: 0 })
+        Ok(SendBuffer {
+            adapts,
+            floor,
+            sizes: floor,
+            sent_bytes: 0,
+            delivery_bytes_per_s: 0,
+            not_sent_bytes: 0,
+        })
     }
 
-    /// Notes bytes given to the kernel, and from time to time fits the buffer to the path.
+    /// Notes bytes given to the kernel; from time to time looks at the path, and fits a buffer to it
+    /// that adapts.
     ///
     /// # Errors
     /// When the kernel refuses the new size.
     pub(crate) fn sent(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
         self.sent_bytes += bytes;
-        if !self.adapts || self.sent_bytes < INTERVAL_BYTES {
+        if self.sent_bytes < INTERVAL_BYTES {
             return Ok(());
         }
         self.sent_bytes = 0;
-        let target = self.floor.fitted_to(syscall::path_estimate(socket)?);
+        let path = syscall::path_estimate(socket)?;
+        self.delivery_bytes_per_s = path.delivery_bytes_per_s;
+        if !self.adapts {
+            return Ok(());
+        }
+        let target = self.floor.fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
             syscall::set_send_buffer(socket, target.held_bytes)?;
@@ -88,10 +105,22 @@ impl SendBuffer {
         Ok(())
     }
 
-    /// Whether as much waits unsent as may.
-    pub(crate) fn is_full(&self, socket: BorrowedFd<'_>) -> bool {
+    /// Looks at what waits unsent; whether it is as much as may.
+    pub(crate) fn is_full(&mut self, socket: BorrowedFd<'_>) -> bool {
+        self.not_sent_bytes = syscall::not_sent_bytes(socket).unwrap_or(0);
         let most = self.sizes.not_sent_bytes;
-        most > 0 && syscall::not_sent_bytes(socket).is_ok_and(|waiting| waiting >= most)
+        most > 0 && self.not_sent_bytes >= most
+    }
+
+    /// How long it takes to send what waited unsent at the last look; nothing where the path's rate
+    /// is not known.
+    pub(crate) fn lasts(&self) -> Duration {
+        if self.delivery_bytes_per_s == 0 {
+            return Duration::ZERO;
+        }
+        let nanos = u128::from(self.not_sent_bytes) * 1_000_000_000;
+        let nanos = nanos / u128::from(self.delivery_bytes_per_s);
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 }
 
@@ -157,6 +186,22 @@ mod tests {
     }
 
     #[test]
+    fn what_waits_lasts_as_long_as_the_path_takes_for_it() {
+        let buffer = |delivery_bytes_per_s, not_sent_bytes| SendBuffer {
+            adapts: true,
+            floor: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
+            sizes: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
+            sent_bytes: 0,
+            delivery_bytes_per_s,
+            not_sent_bytes,
+        };
+        assert_eq!(buffer(20_000_000, 100_000).lasts(), Duration::from_millis(5));
+        assert_eq!(buffer(20_000_000, 0).lasts(), Duration::ZERO);
+        assert_eq!(buffer(0, 100_000).lasts(), Duration::ZERO, "a rate that is not known yet");
+        assert_eq!(buffer(1, u64::MAX).lasts(), Duration::from_nanos(u64::MAX));
+    }
+
+    #[test]
     fn few_connections_hold_more_each() {
         let floors: Vec<u64> = [1, 2, 3, 4, 100].map(floor_bytes).to_vec();
         assert_eq!(floors, [216 << 10, 108 << 10, 72 << 10, 72 << 10, 72 << 10]);
@@ -184,6 +229,7 @@ mod tests {
         let Sizes { held_bytes, not_sent_bytes } = buffer.sizes;
         assert!((FLOOR_BYTES..=CEILING_BYTES).contains(&held_bytes), "{held_bytes}");
         assert!((65_536..=CEILING_BYTES).contains(&not_sent_bytes), "{not_sent_bytes}");
+        assert!(buffer.delivery_bytes_per_s > 0, "{buffer:?}");
         drop(sender);
         assert_eq!(reader.join().expect("no panic").expect("read"), 64 * (64 << 10));
     }

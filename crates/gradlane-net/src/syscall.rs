@@ -35,8 +35,9 @@ struct Pieces {
 }
 
 impl Pieces {
-    const EMPTY: Pieces =
-        Pieces { vectors: [const { MaybeUninit::uninit() }; PIECES_MAX], count: 0, bytes: 0 };
+    fn new() -> Pieces {
+        Pieces { vectors: [const { MaybeUninit::uninit() }; PIECES_MAX], count: 0, bytes: 0 }
+    }
 
     fn push(&mut self, base: *mut u8, length: usize) {
         if length > 0 {
@@ -65,7 +66,7 @@ pub(crate) struct Gather<'a> {
 impl<'a> Gather<'a> {
     /// An empty list.
     pub(crate) fn new() -> Gather<'a> {
-        Gather { pieces: Pieces::EMPTY, borrowed: PhantomData }
+        Gather { pieces: Pieces::new(), borrowed: PhantomData }
     }
 
     /// Whether one more frame (a header and a payload) fits.
@@ -89,7 +90,7 @@ impl<'a> Gather<'a> {
     }
 
     /// Hands as much as possible to the kernel without blocking; the number of bytes it took.
-    pub(crate) fn send(mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let message = self.pieces.message();
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: `message` lists initialized pieces inside `self`, which outlives the call; they
@@ -108,7 +109,7 @@ pub(crate) struct Scatter<'a> {
 impl<'a> Scatter<'a> {
     /// An empty list.
     pub(crate) fn new() -> Scatter<'a> {
-        Scatter { pieces: Pieces::EMPTY, borrowed: PhantomData }
+        Scatter { pieces: Pieces::new(), borrowed: PhantomData }
     }
 
     /// Adds room for bytes.
@@ -127,7 +128,7 @@ impl<'a> Scatter<'a> {
     }
 
     /// Takes what the kernel has without blocking; the number of bytes, 0 at the end of the stream.
-    pub(crate) fn receive(mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+    pub(crate) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let mut message = self.pieces.message();
         // SAFETY: `message` lists initialized pieces inside `self`, which outlives the call; they
         // are borrowed mutably for 'a or are spans, which stay writable while they are registered.
@@ -376,6 +377,20 @@ pub(crate) fn eventfd_signal(eventfd: BorrowedFd<'_>) {
     let one = 1_u64;
     // SAFETY: eight bytes are read from `one`. A full counter is readable already.
     unsafe { libc::write(eventfd.as_raw_fd(), (&raw const one).cast(), 8) };
+}
+
+/// Sleeps until an eventfd is readable, or for so long, to the nanosecond.
+pub(crate) fn eventfd_wait(eventfd: BorrowedFd<'_>, timeout: Duration) -> io::Result<()> {
+    let mut entry = libc::pollfd { fd: eventfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let timeout = libc::timespec {
+        tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    // SAFETY: the kernel reads one timespec, and reads and writes one entry.
+    match check(unsafe { libc::ppoll(&raw mut entry, 1, &raw const timeout, std::ptr::null()) }) {
+        Err(error) if error.kind() != io::ErrorKind::Interrupted => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Makes an eventfd unreadable.

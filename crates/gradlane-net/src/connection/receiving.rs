@@ -4,8 +4,7 @@
 use super::Fault;
 use crate::memory::Span;
 use crate::syscall::Scatter;
-use gradlane_wire::Checksum;
-use gradlane_wire::{FrameHeader, HEADER_BYTES};
+use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -168,9 +167,10 @@ impl Receiver {
                 if incoming.rest() > 0 {
                     return Ok(());
                 }
-                if let Some(whole) = self.incoming.take() {
-                    finish(whole, sink)?;
-                }
+                // Where it lies: it is large, for the checksum holds a part of the payload.
+                let finished = finish(incoming, sink);
+                self.incoming = None;
+                finished?;
             } else {
                 let Some(bytes) = staged.first_chunk::<HEADER_BYTES>() else {
                     return Ok(());
@@ -198,17 +198,17 @@ impl Receiver {
     }
 }
 
-fn finish(incoming: Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
+fn finish(incoming: &Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
     let Incoming { header, target, control, checksum, .. } = incoming;
     let computed = checksum.value();
     if computed != header.payload_checksum {
         return Err(Fault::Broken(format!(
             "sent a corrupted payload: {}: checksum {computed:#010x}, announced {:#010x}; nothing \
              of it was released",
-            sink.describe(&header),
+            sink.describe(header),
             header.payload_checksum
         )));
     }
     let control = matches!(target, Target::Control).then_some(control.as_slice());
-    sink.frame_arrived(&header, control)
+    sink.frame_arrived(header, control)
 }

@@ -4,8 +4,7 @@
 use crate::memory::Span;
 use crate::syscall::Gather;
 use gradlane_engine::Transmit;
-use gradlane_wire::Checksum;
-use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_wire::{checksum, FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -57,12 +56,10 @@ impl Outgoing {
     /// they are read from memory once.
     fn seal(&mut self) {
         if self.encoded.is_none() {
-            let mut checksum = Checksum::new();
-            match &self.payload {
-                OutgoingPayload::Span(span) => span.add_to(&mut checksum),
-                OutgoingPayload::Owned(bytes) => checksum.update(bytes),
-            }
-            self.header.payload_checksum = checksum.value();
+            self.header.payload_checksum = match &self.payload {
+                OutgoingPayload::Span(span) => span.checksum(),
+                OutgoingPayload::Owned(bytes) => checksum(bytes),
+            };
             self.encoded = Some(self.header.encode());
         }
     }
@@ -108,7 +105,7 @@ impl Sender {
             for outgoing in &mut self.queue {
                 outgoing.seal();
             }
-            let gather = self.gather();
+            let mut gather = self.gather();
             let offered = gather.bytes();
             let count = match gather.send(socket) {
                 Ok(count) => count,

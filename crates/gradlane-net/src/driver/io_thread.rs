@@ -120,10 +120,15 @@ impl<'a> IoThread<'a> {
                     next.map_or(self.next_watch, |it| it.min(self.next_watch)).since(core.now)
                 }
             };
-            let timeout = self.moderate(asked);
             let idle = || self.core().is_idle(self.index);
             let poller = &self.shared.pollers[self.index];
-            let waited = poller.wait(&mut events, Some(timeout), idle, &mut reports);
+            let pause = self.pause().min(asked);
+            if !pause.is_zero() {
+                // Where it cannot sleep so, it waits below.
+                let _ = poller.rest(pause, idle);
+            }
+            let timeout = Some(asked - pause);
+            let waited = poller.wait(&mut events, timeout, idle, &mut reports);
             self.moderation.begin_turn(Instant::now());
             {
                 let mut core = self.core();
@@ -149,14 +154,11 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// Sleeps for a moment while a connection takes no more; what is left of the time to wait.
-    fn moderate(&self, timeout: Duration) -> Duration {
-        if !self.links.iter().flatten().any(|link| link.armed) {
-            return timeout;
-        }
-        let pause = self.moderation.pause(Instant::now()).min(timeout);
-        std::thread::sleep(pause);
-        timeout - pause
+    /// How long to leave sockets alone, while a connection takes no more.
+    fn pause(&self) -> Duration {
+        let full = self.links.iter().flatten().filter(|link| link.armed);
+        let lasts = full.map(|link| link.send_buffer.lasts()).min();
+        lasts.map_or(Duration::ZERO, |lasts| self.moderation.pause(Instant::now(), lasts))
     }
 
     /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so

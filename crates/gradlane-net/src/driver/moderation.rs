@@ -5,16 +5,25 @@
 //! thread for every one of them: on a busy port thousands of times a second, each time for a
 //! system call or two and a switch of threads. While a connection is full nothing is gained by so
 //! many turns, since what the kernel holds lasts for milliseconds (see `send_buffer`). So a thread
-//! with a full connection looks at its sockets once in a period: one that the buffers outlast by
-//! far, and in which no more bytes come and go than a processor's cache holds. Where nothing is
-//! full, and latency is all that counts, it never waits here (decision 46).
+//! with a full connection leaves its sockets alone for a period: until the first full connection
+//! has almost nothing left to send, and while no more bytes come and go than a processor handles in
+//! a fraction of that. Where nothing is full, and latency is all that counts, it never waits here,
+//! and what the application hands over ends a pause at once (decision 46).
 
 use std::time::{Duration, Instant};
 
-/// The longest time between two turns: a third of what the kernel holds.
-const PERIOD_MAX: Duration = Duration::from_millis(1);
-/// What may come and go between two turns.
+/// The longest time between the beginnings of two turns.
+const PERIOD_MAX: Duration = Duration::from_millis(3);
+/// What may come and go between two turns, beyond what comes and goes at the rate of a slow port.
 const PERIOD_BYTES: f64 = 262_144.0;
+/// 250 Mbit/s both ways. The least that connections hold lasts longer than the longest period there,
+/// and a thread has little to do; the faster a port, the more it loses by a thread that is late.
+const SLOW_BYTES_PER_S: f64 = 62_500_000.0;
+/// The thread looks again so long before a full connection has nothing left to send: it may have to
+/// wait for a processor, and has others to serve first.
+const AHEAD: Duration = Duration::from_millis(1);
+/// Shorter pauses are none: the kernel may end a sleep 50 us late.
+const PAUSE_LEAST: Duration = Duration::from_micros(100);
 /// The rate is the mean of about so long.
 const MEMORY: Duration = Duration::from_millis(10);
 
@@ -49,12 +58,18 @@ impl Moderation {
         (self.turn_began, self.turn_bytes) = (now, 0);
     }
 
-    /// How long to leave sockets alone that are full.
-    pub(super) fn pause(&self, now: Instant) -> Duration {
-        let period_s = PERIOD_BYTES / self.rate_bytes_per_s;
+    /// How long to leave sockets alone, where what each full connection holds `lasts` at least.
+    pub(super) fn pause(&self, now: Instant, lasts: Duration) -> Duration {
+        let period_s = PERIOD_BYTES / (self.rate_bytes_per_s - SLOW_BYTES_PER_S).max(0.0);
         let period =
             Duration::try_from_secs_f64(period_s).map_or(PERIOD_MAX, |it| it.min(PERIOD_MAX));
-        period.saturating_sub(now.saturating_duration_since(self.turn_began))
+        let rest = period.saturating_sub(now.saturating_duration_since(self.turn_began));
+        let pause = rest.min(lasts.saturating_sub(AHEAD));
+        if pause < PAUSE_LEAST {
+            Duration::ZERO
+        } else {
+            pause
+        }
     }
 }
 
@@ -62,9 +77,11 @@ impl Moderation {
 mod tests {
     use super::*;
 
-    /// The pause of a thread that comes and goes with these bytes in turns of this length, after
-    /// half a second of them, a tenth of a millisecond into a turn.
-    fn pause_at(turn: Duration, turn_bytes: usize) -> Duration {
+    const LONG: Duration = Duration::from_secs(1);
+
+    /// Of a thread that comes and goes with these bytes in turns of this length, after half a second
+    /// of them, and when the last turn began.
+    fn after(turn: Duration, turn_bytes: usize) -> (Moderation, Instant) {
         let mut now = Instant::now();
         let mut moderation = Moderation::new(now);
         for _ in 0..Duration::from_millis(500).as_micros() / turn.as_micros() {
@@ -72,30 +89,56 @@ mod tests {
             now += turn;
             moderation.begin_turn(now);
         }
-        moderation.pause(now + Duration::from_micros(100))
+        (moderation, now)
+    }
+
+    /// The pause a tenth of a millisecond into a turn.
+    fn pause_at((moderation, began): (Moderation, Instant), lasts: Duration) -> Duration {
+        moderation.pause(began + Duration::from_micros(100), lasts)
     }
 
     #[test]
     fn a_slow_port_is_looked_at_once_in_the_longest_period() {
         let turn = Duration::from_micros(120);
-        assert_eq!(pause_at(turn, 0), Duration::from_micros(900));
-        assert_eq!(pause_at(turn, 15_000), Duration::from_micros(900), "500 Mbit/s both ways");
+        assert_eq!(pause_at(after(turn, 0), LONG), Duration::from_micros(2900));
+        assert_eq!(
+            pause_at(after(turn, 15_000), LONG),
+            Duration::from_micros(2900),
+            "500 Mbit/s both ways"
+        );
     }
 
     #[test]
     fn a_fast_port_is_looked_at_when_so_many_bytes_have_come_and_gone() {
-        // 4 Gbit/s both ways, whatever the turns are: 262,144 bytes take 262 us.
+        // 4 Gbit/s both ways, whatever the turns are: 262,144 bytes take 279 us at 937.5 MB/s.
         for turn_us in [50, 125, 1000] {
-            let pause = pause_at(Duration::from_micros(turn_us), 1_000 * turn_us as usize);
-            assert_eq!(pause.as_micros(), 162, "turns of {turn_us} us");
+            let turns = after(Duration::from_micros(turn_us), 1_000 * turn_us as usize);
+            assert_eq!(pause_at(turns, LONG).as_micros(), 179, "turns of {turn_us} us");
         }
+    }
+
+    #[test]
+    fn a_pause_ends_before_a_full_connection_has_nothing_left() {
+        let turn = Duration::from_micros(120);
+        for (lasts_us, pause_us) in
+            [(0, 0), (1_000, 0), (1_099, 0), (1_100, 100), (2_500, 1_500), (9_000, 2_900)]
+        {
+            let pause = pause_at(after(turn, 15_000), Duration::from_micros(lasts_us));
+            assert_eq!(pause.as_micros(), pause_us, "{lasts_us} us left");
+        }
+    }
+
+    #[test]
+    fn there_are_no_pauses_at_the_rate_of_memory() {
+        let turns = after(Duration::from_micros(100), 400_000);
+        assert_eq!(pause_at(turns, LONG), Duration::ZERO);
     }
 
     #[test]
     fn a_turn_that_took_long_is_followed_by_another_one_at_once() {
         let began = Instant::now();
         let moderation = Moderation::new(began);
-        assert_eq!(moderation.pause(began + Duration::from_millis(3)), Duration::ZERO);
+        assert_eq!(moderation.pause(began + PERIOD_MAX, LONG), Duration::ZERO);
     }
 
     #[test]
@@ -107,6 +150,6 @@ mod tests {
             now += Duration::from_millis(1);
             moderation.begin_turn(now);
         }
-        assert_eq!(moderation.pause(now), PERIOD_MAX);
+        assert_eq!(moderation.pause(now, LONG), PERIOD_MAX);
     }
 }
