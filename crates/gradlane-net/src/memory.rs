@@ -55,13 +55,13 @@ impl Span {
     pub(crate) fn add_to(self, checksum: &mut Checksum) {
         // SAFETY: the bytes are registered and initialized, and nobody writes to what the engine
         // lets this thread send or has let it receive.
-        checksum.update(unsafe { std::slice::from_raw_parts(self.pointer, self.length) });
+        checksum.update(unsafe { self.bytes() });
     }
 
     /// The checksum of the bytes.
     pub(crate) fn checksum(self) -> u32 {
         // SAFETY: as in `add_to`.
-        checksum(unsafe { std::slice::from_raw_parts(self.pointer, self.length) })
+        checksum(unsafe { self.bytes() })
     }
 
     /// The bytes themselves.
@@ -92,7 +92,7 @@ impl Span {
     /// A copy of the bytes.
     pub(crate) fn to_vec(self) -> Vec<u8> {
         // SAFETY: as in `add_to`.
-        unsafe { std::slice::from_raw_parts(self.pointer, self.length) }.to_vec()
+        unsafe { self.bytes() }.to_vec()
     }
 
     /// Copies as many bytes as both spans have; they may overlap.

@@ -69,10 +69,10 @@ impl Poller {
         reports: &mut Vec<EpollReport>,
     ) -> io::Result<()> {
         reports.clear();
-        self.asleep.store(true, Ordering::SeqCst);
-        let timeout = if is_idle() { timeout } else { Some(Duration::ZERO) };
-        let result = events.wait(self.epoll.as_fd(), timeout);
-        self.asleep.store(false, Ordering::SeqCst);
+        let result = self.asleep_for(|| {
+            let timeout = if is_idle() { timeout } else { Some(Duration::ZERO) };
+            events.wait(self.epoll.as_fd(), timeout)
+        });
         for report in result? {
             if report.key == WAKE_KEY {
                 syscall::eventfd_clear(self.wake.as_fd());
@@ -90,11 +90,16 @@ impl Poller {
             std::thread::sleep(pause);
             return Ok(());
         }
+        self.asleep_for(|| {
+            let pause = if is_idle() { pause } else { Duration::ZERO };
+            syscall::eventfd_wait(self.wake.as_fd(), pause)
+        })
+    }
+
+    /// What `sleep` returns, which other threads know that they have to end.
+    fn asleep_for<T>(&self, sleep: impl FnOnce() -> T) -> T {
         self.asleep.store(true, Ordering::SeqCst);
-        let result = match is_idle() {
-            true => syscall::eventfd_wait(self.wake.as_fd(), pause),
-            false => Ok(()),
-        };
+        let result = sleep();
         self.asleep.store(false, Ordering::SeqCst);
         result
     }

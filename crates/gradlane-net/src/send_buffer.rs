@@ -34,8 +34,9 @@ pub(crate) struct SendBuffer {
     floor: Sizes,
     sizes: Sizes,
     sent_bytes: usize,
-    /// At the last look at the path.
+    /// Of the path, from time to time; 0: not known yet.
     delivery_bytes_per_s: u64,
+    /// At the last look.
     not_sent_bytes: u64,
 }
 
@@ -105,9 +106,13 @@ impl SendBuffer {
         Ok(())
     }
 
-    /// Looks at what waits unsent; whether it is as much as may.
-    pub(crate) fn is_full(&mut self, socket: BorrowedFd<'_>) -> bool {
+    /// Looks at what waits unsent.
+    pub(crate) fn look(&mut self, socket: BorrowedFd<'_>) {
         self.not_sent_bytes = syscall::not_sent_bytes(socket).unwrap_or(0);
+    }
+
+    /// Whether as much waited unsent at the last look as may.
+    pub(crate) fn is_full(&self) -> bool {
         let most = self.sizes.not_sent_bytes;
         most > 0 && self.not_sent_bytes >= most
     }

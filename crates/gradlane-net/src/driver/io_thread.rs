@@ -124,7 +124,7 @@ impl<'a> IoThread<'a> {
             let poller = &self.shared.pollers[self.index];
             let pause = self.pause().min(asked);
             if !pause.is_zero() {
-                // Where it cannot sleep so, it waits below.
+                // A failure leaves sockets unmoderated: the wait below returns as soon as it can.
                 let _ = poller.rest(pause, idle);
             }
             let timeout = Some(asked - pause);

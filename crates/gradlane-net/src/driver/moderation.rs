@@ -6,9 +6,9 @@
 //! system call or two and a switch of threads. While a connection is full nothing is gained by so
 //! many turns, since what the kernel holds lasts for milliseconds (see `send_buffer`). So a thread
 //! with a full connection leaves its sockets alone for a period: until the first full connection
-//! has almost nothing left to send, and while no more bytes come and go than a processor handles in
-//! a fraction of that. Where nothing is full, and latency is all that counts, it never waits here,
-//! and what the application hands over ends a pause at once (decision 46).
+//! has almost nothing left to send, and the shorter the faster its ports are. Where nothing is full,
+//! and latency is all that counts, it never waits here, and what the application hands over ends a
+//! long pause at once (decision 46).
 
 use std::time::{Duration, Instant};
 

@@ -32,8 +32,8 @@ impl IoThread<'_> {
             // A size that the kernel refuses leaves the last one in force.
             let _ = link.send_buffer.sent(link.connection.socket.as_fd(), total);
         }
-        let is_full = link.send_buffer.is_full(link.connection.socket.as_fd());
-        let writable = matches!(result, Ok(Flushed::All)) && !is_full;
+        link.send_buffer.look(link.connection.socket.as_fd());
+        let writable = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
         let mut core = lock(core);
         if total > 0 {
             link.last_sent = core.now;
