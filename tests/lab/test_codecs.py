@@ -39,7 +39,7 @@ def test_gradlanes_strategies_encode_and_ddp_does_not(profile: Path) -> None:
     for one in (p3, kvstore, ring):
         assert one.params_equal
         assert one.verified_tensors == 2 * 3
-        # An eighth, and headers, votes and what is still queued.
+        # An eighth, headers and votes.
         assert one.tx_bytes_per_step < 0.3 * ddp.tx_bytes_per_step
         assert one.bound_step_s is not None and ddp.bound_step_s is not None
         assert one.bound_step_s <= ddp.bound_step_s

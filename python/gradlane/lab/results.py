@@ -67,7 +67,8 @@ class Row:
         bound_step_s: perfect-overlap bound on a step; None where compute has no fixed time.
         bound_binding: what binds it.
         goodput_bps: nominal payload bits a second that plain TCP streams reached on the ports.
-        tx_bytes_per_step: bytes that left a node's port, mean over nodes.
+        tx_bytes_per_step: bytes that left a node's port, mean over nodes and over all steps but
+            those in which a plan is found: of the warm-up, too.
         expected_tx_bytes: those of gradients and factors alone, by the schemes' costs; None where
             nothing is known of them.
         link_utilization: carried bits over goodput, mean over ports and directions.

@@ -326,7 +326,7 @@ class _Runner:
             bound_step_s=None,
             bound_binding=None,
             goodput_bps=goodput.bps,
-            tx_bytes_per_step=statistics.fmean(r["sent_bytes"] for r in results) / options.steps,
+            tx_bytes_per_step=statistics.fmean(r["sent_bytes_per_step"] for r in results),
             link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
             utilization_over_time=series,
             cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,

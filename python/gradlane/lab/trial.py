@@ -117,12 +117,12 @@ def run_trial(
         report_step: called with the number of finished steps.
 
     Returns:
-        JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` and
-        `sent_bytes` (of the measured steps), `losses` (one a step, warm-up included),
-        `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
-        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
-        `schemes` (a tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of
-        the measured steps), `evaluation`.
+        JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` (of the
+        measured steps), `sent_bytes_per_step` (of this node, mean over all steps but those in which
+        a plan is found), `losses` (one a step, warm-up included), `param_digest`, `batch_size`,
+        `compute_s`, `wall_lag_s`, `timings`, `metrics`, `verified_tensors`, `wire_bytes` (encoded,
+        a tensor; empty: none is), `codec`, `schemes` (a tensor; empty: of one kind), `owner` (as
+        `Communication.owner_counters`, of the measured steps), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -196,7 +196,25 @@ def _run_connected(
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    result = _train(request, workload, model, optimizer, report_step, communication)
+    learning_steps, sent_start_bytes = strategy.learning_steps, 0
+
+    def count_from_here() -> None:
+        # One step is still sending when the next begins: counted is between moments of silence.
+        nonlocal sent_start_bytes
+        communication.settle()
+        _meet(store, request.job, "count", world_size)
+        sent_start_bytes = _sent_bytes()
+
+    result = _train(
+        request,
+        workload,
+        model,
+        optimizer,
+        report_step,
+        communication,
+        learning_steps,
+        count_from_here,
+    )
     communication.settle()
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
@@ -218,6 +236,8 @@ def _run_connected(
         )
     ]
     _meet(store, request.job, "end", world_size)
+    counted_steps = request.warmup + request.steps - learning_steps
+    result["sent_bytes_per_step"] = (_sent_bytes() - sent_start_bytes) / counted_steps
     del model, optimizer
     communication.close()
     # The server side of the store is rank 0's: it stays until nobody needs it any more.
@@ -259,21 +279,27 @@ def _train(
     optimizer: torch.optim.Optimizer,
     report_step: Callable[[int], None],
     communication: Communication,
+    learning_steps: int,
+    on_learned: Callable[[], None],
 ) -> dict[str, Any]:
-    """Train all steps; returns losses, boundaries, processor time, bytes sent, and as an owner."""
+    """Train all steps; returns losses, boundaries, processor time, and what it did as an owner."""
     pace = _pace_of(communication)
     owner_start: dict[str, int] = {}
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
-    cpu_start_s, sent_start_bytes = 0.0, 0
+    cpu_start_s = 0.0
+    learned = False
 
     def passed() -> None:
         boundaries_s.append(time.monotonic())
         losses.append(None)
 
     for step in pace(range(request.warmup + request.steps), passed):
+        if not learned and step >= learning_steps:
+            on_learned()
+            learned = True
         if step <= request.warmup:
-            cpu_start_s, sent_start_bytes = _cpu_s(), _sent_bytes()
+            cpu_start_s = _cpu_s()
             owner_start = communication.owner_counters()
         boundaries_s.append(time.monotonic())
         workload.begin_step(step)
@@ -287,7 +313,6 @@ def _train(
     return {
         "boundaries_s": boundaries_s,
         "cpu_s": _cpu_s() - cpu_start_s,
-        "sent_bytes": _sent_bytes() - sent_start_bytes,
         "owner": {
             name: count - (0 if name == "owned_bytes" else owner_start[name])
             for name, count in communication.owner_counters().items()
