@@ -171,9 +171,11 @@ impl<'a> IoThread<'a> {
                 return false;
             }
             // In the order of choice: the most urgent frame reaches its socket first.
-            for rank in std::mem::take(&mut self.chosen) {
+            let mut chosen = std::mem::take(&mut self.chosen);
+            for rank in chosen.drain(..) {
                 sent_bytes += self.flush(rank);
             }
+            self.chosen = chosen;
             if sent_bytes >= SEND_TURN_BYTES {
                 return true;
             }
