@@ -11,6 +11,7 @@ import pytest
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+import gradlane
 from gradlane.commands import cli
 from gradlane.profiler import Profile, ProfileError
 from gradlane.profiler.script import Found, run_script
@@ -263,7 +264,7 @@ def test_importing_the_format_does_not_import_torch() -> None:
         "import sys; import gradlane.profiler; from gradlane.profiler import reading; "
         "sys.exit('torch' in sys.modules)"
     )
-    source = str(Path(cli.__file__).parents[1])
+    source = str(Path(gradlane.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": source}, check=False, timeout=60
     )

@@ -198,6 +198,8 @@ class Generator:
             kind = "Muon"
         elif kind == "Muon":
             kind = "AdamW"
+        if not hasattr(torch.optim, kind):
+            kind = "AdamW"
         if "complex" in model.extras or (kind == "Adafactor" and _has_empty(model)):
             kind = "SGD"
         options = dict(self.random.choice(_OPTIMIZERS[kind]))

@@ -67,7 +67,8 @@ def meet_on_node(layout: Layout, meeting: Meeting, timeout_s: float) -> Store:
     if layout.local_rank > 0:
         port = int(meeting.get(key, layout.rank_of(layout.node, 0)))
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
-    # The store would listen on all interfaces by itself.
+    # The store would listen on all interfaces by itself. Torch 2.4 takes another socket with libuv
+    # off only.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((_LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -78,6 +79,7 @@ def meet_on_node(layout: Layout, meeting: Meeting, timeout_s: float) -> Store:
         timeout=limit,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
+        use_libuv=False,
     )
     meeting.put(key, str(port))
     return store
