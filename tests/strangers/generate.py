@@ -196,9 +196,7 @@ class Generator:
         kind = "SGD" if self.serves else self.random.choice(list(_OPTIMIZERS))
         if self.of_matrices:
             kind = "Muon"
-        elif kind == "Muon":
-            kind = "AdamW"
-        if not hasattr(torch.optim, kind):
+        elif kind == "Muon" or not hasattr(torch.optim, kind):
             kind = "AdamW"
         if "complex" in model.extras or (kind == "Adafactor" and _has_empty(model)):
             kind = "SGD"

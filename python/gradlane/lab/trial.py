@@ -196,25 +196,17 @@ def _run_connected(
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    learning_steps, sent_start_bytes = strategy.learning_steps, 0
+    sent_start_bytes: int | None = None
 
-    def count_from_here() -> None:
+    def before_step(step: int) -> None:
         # One step is still sending when the next begins: counted is between moments of silence.
         nonlocal sent_start_bytes
-        communication.settle()
-        _meet(store, request.job, "count", world_size)
-        sent_start_bytes = _sent_bytes()
+        if sent_start_bytes is None and step >= strategy.learning_steps:
+            communication.settle()
+            _meet(store, request.job, "count", world_size)
+            sent_start_bytes = _sent_bytes()
 
-    result = _train(
-        request,
-        workload,
-        model,
-        optimizer,
-        report_step,
-        communication,
-        learning_steps,
-        count_from_here,
-    )
+    result = _train(request, workload, model, optimizer, before_step, report_step, communication)
     communication.settle()
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
@@ -236,7 +228,8 @@ def _run_connected(
         )
     ]
     _meet(store, request.job, "end", world_size)
-    counted_steps = request.warmup + request.steps - learning_steps
+    assert sent_start_bytes is not None, "a rank takes part in some step"
+    counted_steps = request.warmup + request.steps - strategy.learning_steps
     result["sent_bytes_per_step"] = (_sent_bytes() - sent_start_bytes) / counted_steps
     del model, optimizer
     communication.close()
@@ -277,10 +270,9 @@ def _train(
     workload: Workload,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    before_step: Callable[[int], None],
     report_step: Callable[[int], None],
     communication: Communication,
-    learning_steps: int,
-    on_learned: Callable[[], None],
 ) -> dict[str, Any]:
     """Train all steps; returns losses, boundaries, processor time, and what it did as an owner."""
     pace = _pace_of(communication)
@@ -288,16 +280,13 @@ def _train(
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
     cpu_start_s = 0.0
-    learned = False
 
     def passed() -> None:
         boundaries_s.append(time.monotonic())
         losses.append(None)
 
     for step in pace(range(request.warmup + request.steps), passed):
-        if not learned and step >= learning_steps:
-            on_learned()
-            learned = True
+        before_step(step)
         if step <= request.warmup:
             cpu_start_s = _cpu_s()
             owner_start = communication.owner_counters()

@@ -171,11 +171,10 @@ impl<'a> IoThread<'a> {
                 return false;
             }
             // In the order of choice: the most urgent frame reaches its socket first.
-            let mut chosen = std::mem::take(&mut self.chosen);
-            for rank in chosen.drain(..) {
-                sent_bytes += self.flush(rank);
+            for index in 0..self.chosen.len() {
+                sent_bytes += self.flush(self.chosen[index]);
             }
-            self.chosen = chosen;
+            self.chosen.clear();
             if sent_bytes >= SEND_TURN_BYTES {
                 return true;
             }
