@@ -274,8 +274,14 @@ def test_bytes_of_a_step_are_those_of_a_step(profile: Path, steps: int) -> None:
         profile_path=str(profile),
     )
     (row,) = run_lab(options)
-    assert row.expected_tx_bytes is not None
-    assert 1.0 < row.tx_bytes_per_step / row.expected_tx_bytes < 1.15
+    expected = row.expected_tx_bytes
+    assert expected is not None
+    assert 1.0 < row.tx_bytes_per_step / expected < 1.15
+    for node in row.balance["nodes"]:
+        assert 1.0 < node["rx_bytes_per_step"] / expected < 1.15
+        assert 1.0 < node["tx_bytes_per_step"] / expected < 1.15
+    for owner in row.balance["owners"]:
+        assert owner["rx_bytes_per_step"] == owner["tx_bytes_per_step"] == owner["owned_bytes"]
 
 
 @needs_namespaces

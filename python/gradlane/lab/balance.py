@@ -22,10 +22,10 @@ def balance_of(
     """Return the balance of a run as it is kept in its row.
 
     Args:
-        ports: (received, sent) bytes of each node in all measured steps.
+        ports: (received, sent) bytes of each node in all these steps.
         ranks: what each rank counted in them as an owner, as `Communication.owner_counters` says;
             empty where nobody owns anything.
-        steps: measured.
+        steps: between two moments at which nobody had anything to send.
 
     Returns:
         `nodes`: rows of `node`, `rx_bytes_per_step` and `tx_bytes_per_step` through its port;

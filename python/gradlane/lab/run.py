@@ -304,6 +304,11 @@ class _Runner:
         batch_size = results[0]["batch_size"]
         nominal_window_s = (end_s - start_s) / dilation
         codec = str(results[0]["codec"])
+        # The first rank that sees a moment of silence sees that of all.
+        counted_s = [min(times) for times in _columns(results, "counted_s")]
+        ports = record.bytes_between(*counted_s)
+        worker_nodes = options.workers // options.ranks_per_node
+        counted_steps = results[0]["counted_steps"]
         return Row(
             workload=options.workload,
             strategy=strategy.text,
@@ -326,7 +331,8 @@ class _Runner:
             bound_step_s=None,
             bound_binding=None,
             goodput_bps=goodput.bps,
-            tx_bytes_per_step=statistics.fmean(r["sent_bytes_per_step"] for r in results),
+            tx_bytes_per_step=statistics.fmean(tx for _, tx in ports[:worker_nodes])
+            / counted_steps,
             link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
             utilization_over_time=series,
             cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,
@@ -343,11 +349,7 @@ class _Runner:
             verified_tensors=sum(r["verified_tensors"] for r in results),
             evaluation=results[0]["evaluation"],
             metrics=results[0]["metrics"],
-            balance=balance_of(
-                record.bytes_between(start_s, end_s),
-                owners,
-                options.steps,
-            ),
+            balance=balance_of(ports, owners, counted_steps),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
             late=strategy.late,

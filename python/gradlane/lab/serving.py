@@ -18,7 +18,7 @@ def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
 
     Returns:
         JSON-serializable: `owner`, as `Communication.owner_counters` has it. The bytes are those of
-        all steps, with the spread of the first values, scaled to the measured ones.
+        all steps, with the spread of the first values, scaled to those that workers count.
     """
     import gradlane
 
@@ -44,7 +44,7 @@ def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
     served = session.serve()
     del store
     gc.collect()
-    share = request.steps / (request.warmup + request.steps)
+    share = request.counted_steps / (request.warmup + request.steps)
     return {
         "owner": {
             "owned_bytes": sum(one.owned_bytes for one in served),

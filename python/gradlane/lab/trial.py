@@ -10,7 +10,6 @@ import ctypes
 import datetime
 import gc
 import hashlib
-import os
 import random
 import resource
 import time
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlane.lab.communication import Communication, Gradlane, Place, connect
-from gradlane.lab.counters import read_port_bytes
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
@@ -95,6 +93,11 @@ class TrialRequest:
     straggles: bool = False
     rate_bps: float = 1e9
 
+    @property
+    def counted_steps(self) -> int:
+        """Steps whose bytes are counted: all but those in which a plan is found."""
+        return self.warmup + self.steps - parse_strategy(self.strategy).learning_steps
+
 
 def digest_parameters(model: nn.Module) -> str:
     """Return the SHA-256 of all parameters: names, dtypes, shapes and bytes, in their order."""
@@ -118,11 +121,12 @@ def run_trial(
 
     Returns:
         JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` (of the
-        measured steps), `sent_bytes_per_step` (of this node, mean over all steps but those in which
-        a plan is found), `losses` (one a step, warm-up included), `param_digest`, `batch_size`,
-        `compute_s`, `wall_lag_s`, `timings`, `metrics`, `verified_tensors`, `wire_bytes` (encoded,
-        a tensor; empty: none is), `codec`, `schemes` (a tensor; empty: of one kind), `owner` (as
-        `Communication.owner_counters`, of the measured steps), `evaluation`.
+        measured steps), `counted_s` (two times of that clock at which nobody has anything to send)
+        and `counted_steps` (those between), `losses` (one a step, warm-up included),
+        `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
+        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`, `schemes` (a
+        tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of the counted
+        steps), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -196,18 +200,23 @@ def _run_connected(
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    sent_start_bytes: int | None = None
+    counted_s: list[float] = []
+    owner_start: dict[str, int] = {}
 
     def before_step(step: int) -> None:
         # One step is still sending when the next begins: counted is between moments of silence.
-        nonlocal sent_start_bytes
-        if sent_start_bytes is None and step >= strategy.learning_steps:
+        if not counted_s and step >= strategy.learning_steps:
             communication.settle()
+            owner_start.update(communication.owner_counters())
             _meet(store, request.job, "count", world_size)
-            sent_start_bytes = _sent_bytes()
+            counted_s.append(time.monotonic())
 
     result = _train(request, workload, model, optimizer, before_step, report_step, communication)
     communication.settle()
+    result["owner"] = {
+        name: count - (0 if name == "owned_bytes" else owner_start[name])
+        for name, count in communication.owner_counters().items()
+    }
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
     codecs = communication.codecs()
@@ -228,9 +237,8 @@ def _run_connected(
         )
     ]
     _meet(store, request.job, "end", world_size)
-    assert sent_start_bytes is not None, "a rank takes part in some step"
-    counted_steps = request.warmup + request.steps - strategy.learning_steps
-    result["sent_bytes_per_step"] = (_sent_bytes() - sent_start_bytes) / counted_steps
+    result["counted_s"] = [*counted_s, time.monotonic()]
+    result["counted_steps"] = request.counted_steps
     del model, optimizer
     communication.close()
     # The server side of the store is rank 0's: it stays until nobody needs it any more.
@@ -274,9 +282,8 @@ def _train(
     report_step: Callable[[int], None],
     communication: Communication,
 ) -> dict[str, Any]:
-    """Train all steps; returns losses, boundaries, processor time, and what it did as an owner."""
+    """Train all steps; returns losses, boundaries and processor time."""
     pace = _pace_of(communication)
-    owner_start: dict[str, int] = {}
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
     cpu_start_s = 0.0
@@ -289,7 +296,6 @@ def _train(
         before_step(step)
         if step <= request.warmup:
             cpu_start_s = _cpu_s()
-            owner_start = communication.owner_counters()
         boundaries_s.append(time.monotonic())
         workload.begin_step(step)
         loss = workload.loss(model, workload.batch(step))
@@ -302,10 +308,6 @@ def _train(
     return {
         "boundaries_s": boundaries_s,
         "cpu_s": _cpu_s() - cpu_start_s,
-        "owner": {
-            name: count - (0 if name == "owned_bytes" else owner_start[name])
-            for name, count in communication.owner_counters().items()
-        },
         "losses": [None if loss is None else float(loss) for loss in losses],
     }
 
@@ -353,15 +355,6 @@ def _meet(store: Store, job: str, place: str, world_size: int, *, waits: bool = 
 def _cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def _sent_bytes() -> int:
-    """Return what this rank's node has sent since its interface was made."""
-    descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
-    try:
-        return read_port_bytes(descriptor)[1]
-    finally:
-        os.close(descriptor)
 
 
 def _return_free_memory() -> None:
