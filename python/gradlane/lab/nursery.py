@@ -223,22 +223,25 @@ class Nursery:
         os.close(self._stderr)
 
 
-_running: list[Nursery] = []
+_running: dict[str | None, Nursery] = {}
+"""By the module search path that it was started with: what it has loaded, all its ranks have."""
 
 
 def running_nursery(environment: Mapping[str, str]) -> Nursery:
-    """Return this process's nursery, and start it where there is none."""
-    if not (_running and _running[0].is_up):
+    """Return this process's nursery for the `PYTHONPATH` of an environment; start it if need be."""
+    sources = environment.get("PYTHONPATH")
+    nursery = _running.get(sources)
+    if nursery is None or not nursery.is_up:
         with in_one_piece():
-            for ended in _running:
-                ended.close()
-            _running[:] = [Nursery(environment)]
-    return _running[0]
+            if nursery is not None:
+                nursery.close()
+            nursery = _running[sources] = Nursery(environment)
+    return nursery
 
 
 @atexit.register
 def _close() -> None:
-    for nursery in _running:
+    for nursery in _running.values():
         if nursery.owner == os.getpid():
             nursery.close()
 

@@ -1,0 +1,36 @@
+"""The process that ranks are forked from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gradlane.lab.namespaces import Cluster
+from gradlane.lab.nursery import running_nursery
+from tests.adapter.nursery import ROOT
+from tests.namespaces import needs_namespaces
+
+
+@needs_namespaces
+def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> None:
+    """One build beside another in one cluster: each has its own, not that which was loaded first."""
+    (tmp_path / "gradlane").symlink_to(ROOT / "python" / "gradlane")
+    (tmp_path / "where.py").write_text("import gradlane\nprint(gradlane.__file__)\n")
+    found = []
+    with Cluster(1, 100_000_000) as cluster:
+        for first in (ROOT / "python", tmp_path, ROOT / "python"):
+            environment = {"PYTHONPATH": os.pathsep.join(map(str, (first, tmp_path)))}
+            with (tmp_path / "errors").open("w+b") as errors:
+                child = running_nursery(environment).fork(
+                    0,
+                    "where",
+                    namespace=cluster.namespace_descriptor(0),
+                    environment=environment,
+                    stderr=errors,
+                    timeout_s=60.0,
+                )
+                child.stdin.close()
+                with child.stdout:
+                    found.append(Path(child.stdout.read().decode().strip()).parent.parent)
+                assert child.wait(60.0) == 0, (tmp_path / "errors").read_text()
+    assert found == [ROOT / "python", tmp_path, ROOT / "python"]
