@@ -13,7 +13,7 @@ from tests.namespaces import needs_namespaces
 
 @needs_namespaces
 def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> None:
-    """One build beside another in one cluster: each has its own, not that which was loaded first."""
+    """One build beside another in one cluster: none has what was loaded for another one."""
     (tmp_path / "gradlane").symlink_to(ROOT / "python" / "gradlane")
     (tmp_path / "where.py").write_text("import gradlane\nprint(gradlane.__file__)\n")
     found = []

@@ -228,6 +228,12 @@ impl Engine {
         self.scheduler.set_writable(peer, writable);
     }
 
+    /// Frames to a peer have at most so many bytes of payload from now on, not what the options say:
+    /// more on a connection that is so fast that an urgent slice hardly waits longer for it.
+    pub fn handle_frame_bytes(&mut self, peer: Rank, frame_bytes: u32) {
+        self.scheduler.set_frame_bytes(peer, frame_bytes.clamp(1, MAX_FRAME_BYTES));
+    }
+
     /// The kernel has a whole frame that `poll_transmit` gave out.
     pub fn handle_sent(&mut self, transmit: &Transmit) {
         self.scheduler.sent(transmit);

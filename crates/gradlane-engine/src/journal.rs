@@ -34,6 +34,7 @@ pub enum Input {
     StepEnd(Step),
     SwitchPriorities(Vec<Priority>),
     Writable(Rank, bool),
+    FrameBytes(Rank, u32),
     Sent(Transmit),
     Header(Rank, FrameHeader),
     Frame(Rank, FrameHeader),
@@ -164,6 +165,7 @@ fn tell(engine: &mut Engine, input: &Input) -> Decision {
 fn note(engine: &mut Engine, input: &Input) {
     match input {
         Input::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
+        Input::FrameBytes(peer, bytes) => engine.handle_frame_bytes(*peer, *bytes),
         Input::Sent(transmit) => engine.handle_sent(transmit),
         Input::WorkDone(id) => engine.handle_work_done(*id),
         Input::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
@@ -280,6 +282,8 @@ impl JournaledEngine {
             Input::SwitchPriorities(priorities.clone()), usage_of;
         handle_writable(peer: Rank, writable: bool),
             Input::Writable(peer, writable), |&()| Decision::Done;
+        handle_frame_bytes(peer: Rank, frame_bytes: u32),
+            Input::FrameBytes(peer, frame_bytes), |&()| Decision::Done;
         handle_sent(transmit: &Transmit), Input::Sent(transmit.clone()), |&()| Decision::Done;
         handle_header(from: Rank, header: &FrameHeader) -> Result<Landing, ProtocolError>,
             Input::Header(from, *header), landing_of;

@@ -12,7 +12,8 @@ pub const FRAME_BYTES_DEFAULT: u32 = 66_672;
 pub struct EngineOptions {
     /// This rank.
     pub rank: Rank,
-    /// Largest payload of one frame: what an urgent slice waits for at most, a peer.
+    /// Largest payload of one frame: what an urgent slice waits for at most, a peer. Other sizes for
+    /// single peers are [`crate::Engine::handle_frame_bytes`]'s.
     pub frame_bytes: u32,
     /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
     pub credit_bytes: u64,

@@ -16,7 +16,7 @@ pub(crate) struct Unicast {
 }
 
 /// Entries in ascending order of their keys. New ones nearly always belong at one of the ends.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Queue {
     entries: VecDeque<(Key, Unicast)>,
 }
@@ -53,6 +53,11 @@ impl Queue {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// All entries, most urgent first, to be changed.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Unicast> {
+        self.entries.iter_mut().map(|(_, entry)| entry)
     }
 
     /// All entries, most urgent first.

@@ -125,11 +125,13 @@ impl Message {
 }
 
 /// A peer, in one line of the cache: a thousand ranks have a million of them.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 #[repr(align(64))]
 struct Peer {
     queue: Queue,
     in_flight_bytes: u64,
+    /// Largest payload of a frame to it.
+    frame_bytes: u32,
     writable: bool,
     /// Whether the head of its queue is in `Scheduler::heads`.
     indexed: bool,
@@ -144,7 +146,6 @@ struct Shared {
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     rank: Rank,
-    frame_bytes: u32,
     credit_bytes: u64,
     /// By rank.
     peers: Vec<Peer>,
@@ -164,9 +165,8 @@ impl Scheduler {
     ) -> Scheduler {
         Scheduler {
             rank,
-            frame_bytes,
             credit_bytes,
-            peers: (0..world_size).map(|_| Peer::default()).collect(),
+            peers: alloc::vec![Peer { frame_bytes, ..Peer::default() }; world_size as usize],
             heads: BTreeSet::new(),
             shared: BTreeMap::new(),
             open: RankSet::empty(world_size),
@@ -175,8 +175,7 @@ impl Scheduler {
 
     /// Queues a message to one peer.
     pub(crate) fn push(&mut self, peer: Rank, key: Key, message: Message) {
-        let whole = self.entry(Arc::new(message));
-        self.insert(peer, key, whole);
+        self.insert(peer, key, Arc::new(message));
     }
 
     /// Queues a message to several peers as one entry.
@@ -213,6 +212,17 @@ impl Scheduler {
             let head = state.head();
             self.reindex(peer, head);
         }
+    }
+
+    /// Frames to a peer have at most so many bytes from now on.
+    pub(crate) fn set_frame_bytes(&mut self, peer: Rank, frame_bytes: u32) {
+        let state = &mut self.peers[peer.index()];
+        state.frame_bytes = frame_bytes;
+        for entry in state.queue.iter_mut() {
+            entry.next_bytes = entry.message.frame_length(entry.offset, frame_bytes);
+        }
+        let head = state.head();
+        self.reindex(peer, head);
     }
 
     /// A frame handed out by `poll` is with the kernel.
@@ -285,21 +295,18 @@ impl Scheduler {
             if self.heads.first().is_some_and(|&(head, _)| head < key) {
                 return None;
             }
-            let length = entry.message.frame_length(0, self.frame_bytes);
-            let able = |&peer: &Rank| self.can_take(peer, key, length);
+            let able = |&peer: &Rank| self.can_take(peer, key, &entry.message);
             if let Some(peer) = entry.owed.iter_after(self.rank).find(able) {
                 return Some((key, peer));
             }
             let entry = self.shared.remove(&key)?;
             for peer in entry.owed.iter() {
-                let whole = self.entry(Arc::clone(&entry.message));
-                self.insert(peer, key, whole);
+                self.insert(peer, key, Arc::clone(&entry.message));
             }
         }
     }
 
     fn emit_unicast(&mut self, key: Key, rank: Rank) -> Transmit {
-        let frame_bytes = self.frame_bytes;
         let peer = &mut self.peers[rank.index()];
         let (first, mut entry) = peer.queue.pop_first().expect("an indexed head is in its queue");
         debug_assert_eq!(first, key, "the indexed entry is the head");
@@ -308,7 +315,7 @@ impl Scheduler {
         peer.in_flight_bytes += frame_cost(length);
         entry.offset += u64::from(length);
         if entry.offset < entry.message.bytes() {
-            entry.next_bytes = entry.message.frame_length(entry.offset, frame_bytes);
+            entry.next_bytes = entry.message.frame_length(entry.offset, peer.frame_bytes);
             peer.queue.insert(key, entry);
         }
         self.reindex(rank, Some(key));
@@ -323,29 +330,25 @@ impl Scheduler {
         } else {
             Arc::clone(&entry.message)
         };
-        let whole = self.entry(message);
-        self.insert(rank, key, whole);
+        self.insert(rank, key, message);
         Some(self.emit_unicast(key, rank))
     }
 
-    /// A message of which nothing was handed out.
-    fn entry(&self, message: Arc<Message>) -> Unicast {
-        let next_bytes = message.frame_length(0, self.frame_bytes);
-        Unicast { message, offset: 0, next_bytes }
-    }
-
-    fn insert(&mut self, peer: Rank, key: Key, entry: Unicast) {
+    /// Queues a message of which nothing was handed out.
+    fn insert(&mut self, peer: Rank, key: Key, message: Arc<Message>) {
         let state = &mut self.peers[peer.index()];
         let before = state.head();
-        state.queue.insert(key, entry);
+        let next_bytes = message.frame_length(0, state.frame_bytes);
+        state.queue.insert(key, Unicast { message, offset: 0, next_bytes });
         self.reindex(peer, before);
     }
 
-    /// Whether a peer can take a frame with this key now: it has room, and nothing more urgent of
-    /// its own queue waits for more room than there is.
-    fn can_take(&self, peer: Rank, key: Key, length: u32) -> bool {
+    /// Whether a peer can take the first frame of a message with this key now: it has room, and
+    /// nothing more urgent of its own queue waits for more room than there is.
+    fn can_take(&self, peer: Rank, key: Key, message: &Message) -> bool {
         let peer = &self.peers[peer.index()];
         let passes_over = peer.queue.first().is_some_and(|(head, _)| head < key);
+        let length = message.frame_length(0, peer.frame_bytes);
         peer.can_take(length, self.credit_bytes) && !passes_over
     }
 

@@ -50,13 +50,13 @@ struct Model {
     entries: Vec<Entry>,
     in_flight: [u64; WORLD as usize],
     writable: [bool; WORLD as usize],
-    frame_bytes: u32,
+    frame_bytes: [u32; WORLD as usize],
     credit: u64,
 }
 
 impl Model {
     fn frame(&self, entry: &Entry) -> u32 {
-        (entry.bytes - entry.offset).min(u64::from(self.frame_bytes)) as u32
+        (entry.bytes - entry.offset).min(u64::from(self.frame_bytes[entry.peer.index()])) as u32
     }
 
     fn can_go(&self, entry: &Entry) -> bool {
@@ -111,6 +111,7 @@ enum Action {
     Push { peer: u32, priority: i32, bytes: u64 },
     Broadcast { priority: i32, bytes: u64 },
     Writable { peer: u32, writable: bool },
+    FrameBytes { peer: u32, frame_bytes: u32 },
     Poll,
     Sent,
 }
@@ -125,6 +126,8 @@ fn action() -> impl Strategy<Value = Action> {
         }),
         (-5..5, bytes()).prop_map(|(priority, bytes)| Action::Broadcast { priority, bytes }),
         (1..WORLD, any::<bool>()).prop_map(|(peer, writable)| Action::Writable { peer, writable }),
+        (1..WORLD, prop_oneof![Just(16_u32), Just(64), Just(192)])
+            .prop_map(|(peer, frame_bytes)| Action::FrameBytes { peer, frame_bytes }),
         Just(Action::Poll),
         Just(Action::Poll),
         Just(Action::Sent),
@@ -139,7 +142,7 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
         entries: Vec::new(),
         in_flight: [0; WORLD as usize],
         writable: [false; WORLD as usize],
-        frame_bytes,
+        frame_bytes: [frame_bytes; WORLD as usize],
         credit,
     };
     let mut unsent: Vec<Transmit> = Vec::new();
@@ -164,6 +167,10 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
             Action::Writable { peer, writable } => {
                 scheduler.set_writable(Rank(peer), writable);
                 model.writable[peer as usize] = writable;
+            }
+            Action::FrameBytes { peer, frame_bytes } => {
+                scheduler.set_frame_bytes(Rank(peer), frame_bytes);
+                model.frame_bytes[peer as usize] = frame_bytes;
             }
             Action::Poll => {
                 let expected = model.most_urgent();

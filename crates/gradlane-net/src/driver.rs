@@ -17,6 +17,7 @@ use crate::connection::Connection;
 use crate::descriptors::Tracked;
 use crate::ending::Finished;
 use crate::executor::Executor;
+use crate::frame_size::FrameSize;
 use crate::memory::MemoryTable;
 use crate::options::ChannelOptions;
 use crate::pacing::Pacing;
@@ -92,7 +93,11 @@ impl Driver {
             let (fixed, low_water) = (options.send_buffer_bytes, options.low_water_bytes);
             let send_buffer = SendBuffer::new(socket.as_fd(), fixed, low_water, sent_to)?;
             peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
-            links[thread][rank] = Some(Link::new(Connection::new(socket), send_buffer));
+            links[thread][rank] = Some(Link::new(
+                Connection::new(socket),
+                send_buffer,
+                FrameSize::new(options.frame_bytes),
+            ));
         }
         let executor = Executor::start(&shared, options.work_threads)?;
         let works = Works::new(executor, plan, Rank(options.rank), options.seed)

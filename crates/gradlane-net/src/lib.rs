@@ -33,6 +33,7 @@ mod encoded;
 mod ending;
 mod error;
 mod executor;
+mod frame_size;
 mod handshake;
 mod inbound;
 mod integer_ring;

@@ -23,7 +23,8 @@ pub struct ChannelOptions {
     /// Membership generation.
     #[serde(default)]
     pub generation: u32,
-    /// Most payload bytes in one frame; preemption happens between frames.
+    /// Payload bytes of a frame at most, or up to three times as many on connections so fast that a
+    /// frame takes 3 ms at most; preemption happens between frames.
     #[serde(default = "default_frame_bytes")]
     pub frame_bytes: u32,
     /// Bytes chosen for a peer and not yet in the kernel's hands; one frame always goes.

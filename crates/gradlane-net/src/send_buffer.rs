@@ -78,22 +78,24 @@ impl SendBuffer {
         })
     }
 
-    /// Notes bytes given to the kernel; from time to time looks at the path, and fits a buffer to it
-    /// that adapts.
-    ///
-    /// # Errors
-    /// When the kernel refuses the new size.
-    pub(crate) fn sent(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
+    /// Notes bytes given to the kernel; from time to time looks at the path, says what it saw, and
+    /// fits a buffer to it that adapts.
+    pub(crate) fn sent(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> Option<PathEstimate> {
         self.sent_bytes += bytes;
         if self.sent_bytes < INTERVAL_BYTES {
-            return Ok(());
+            return None;
         }
         self.sent_bytes = 0;
-        let path = syscall::path_estimate(socket)?;
+        let path = syscall::path_estimate(socket).ok()?;
         self.delivery_bytes_per_s = path.delivery_bytes_per_s;
-        if !self.adapts {
-            return Ok(());
+        if self.adapts {
+            // A size that the kernel refuses leaves the last one in force.
+            let _ = self.fit_to(path, socket);
         }
+        Some(path)
+    }
+
+    fn fit_to(&mut self, path: PathEstimate, socket: BorrowedFd<'_>) -> io::Result<()> {
         let target = self.floor.fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
@@ -227,7 +229,7 @@ mod tests {
         });
         for _ in 0..64 {
             sender.write_all(&[7; 64 << 10]).expect("sent");
-            buffer.sent(sender.as_fd(), 64 << 10).expect("adapted");
+            buffer.sent(sender.as_fd(), 64 << 10);
         }
         let path = syscall::path_estimate(sender.as_fd()).expect("an estimate");
         assert!(path.min_rtt_us < 1_000_000 && path.delivery_bytes_per_s > 0, "{path:?}");

@@ -309,6 +309,7 @@ class _Runner:
         ports = record.bytes_between(*counted_s)
         worker_nodes = options.workers // options.ranks_per_node
         counted_steps = results[0]["counted_steps"]
+        tx_bytes = statistics.fmean(tx for _, tx in ports[:worker_nodes])
         return Row(
             workload=options.workload,
             strategy=strategy.text,
@@ -331,8 +332,7 @@ class _Runner:
             bound_step_s=None,
             bound_binding=None,
             goodput_bps=goodput.bps,
-            tx_bytes_per_step=statistics.fmean(tx for _, tx in ports[:worker_nodes])
-            / counted_steps,
+            tx_bytes_per_step=tx_bytes / counted_steps,
             link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
             utilization_over_time=series,
             cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,

@@ -27,7 +27,7 @@ class Settings:
     Attributes:
         strategy: one of `gradlane.settings.options.STRATEGIES`.
         slice_elems: elements in a slice at most; None is the strategy's own choice.
-        frame_bytes: largest payload of a frame.
+        frame_bytes: payload of a frame, on fast connections up to three times as much.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
         codec: how gradients travel, in one text as
             `gradlane.settings.codec_choice.rules_text` writes it; None: as the session says.

@@ -1,7 +1,7 @@
 //! One I/O thread: drives the connections of its peers.
 //!
-//! One turn of its loop handles commands, finished works and socket events, and after each of them
-//! asks the engine for works, frames and events until it has none. A frame is chosen only when its
+//! One turn of its loop handles commands, finished works and all socket events that there are, and
+//! then asks the engine for works, frames and events until it has none. A frame is chosen only when its
 //! socket can take it; nothing here blocks but the wait for the next event, and for a moment the
 //! engine's lock. Frames that are chosen here for a peer of another thread wait in that peer's
 //! outbox, and its thread is woken.
@@ -10,6 +10,7 @@ use crate::connection::Connection;
 use crate::driver::core::Core;
 use crate::driver::moderation::Moderation;
 use crate::driver::Ending;
+use crate::frame_size::FrameSize;
 use crate::metrics::count;
 use crate::ready::lock;
 use crate::send_buffer::SendBuffer;
@@ -30,6 +31,7 @@ const SEND_TURN_BYTES: usize = 1 << 20;
 pub(crate) struct Link {
     pub(crate) connection: Connection,
     pub(super) send_buffer: SendBuffer,
+    pub(super) frame_size: FrameSize,
     /// Whether the poller reports it as writable.
     pub(super) armed: bool,
     pub(super) last_sent: Time,
@@ -39,10 +41,15 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(connection: Connection, send_buffer: SendBuffer) -> Link {
+    pub(super) fn new(
+        connection: Connection,
+        send_buffer: SendBuffer,
+        frame_size: FrameSize,
+    ) -> Link {
         Link {
             connection,
             send_buffer,
+            frame_size,
             armed: false,
             last_sent: Time::ZERO,
             last_received: Time::ZERO,
@@ -103,10 +110,9 @@ impl<'a> IoThread<'a> {
     fn turns(&mut self) {
         let mut events = EpollEvents::new();
         let mut reports = Vec::new();
-        let mut hurry = false;
         loop {
             self.watch_silence();
-            hurry |= self.pump();
+            let hurry = self.pump();
             let asked = {
                 let mut core = self.core();
                 if core.ending.is_some() {
@@ -140,7 +146,6 @@ impl<'a> IoThread<'a> {
                 core.handle_commands();
                 count(&self.shared.metrics.turns, 1);
             }
-            hurry = false;
             for report in &reports {
                 let rank = Rank(report.key as u32);
                 if report.readable {
@@ -149,7 +154,6 @@ impl<'a> IoThread<'a> {
                 if report.writable {
                     self.on_writable(rank);
                 }
-                hurry |= self.pump();
             }
         }
     }

@@ -27,16 +27,21 @@ impl IoThread<'_> {
             sent.push((*header, transmit));
         });
         self.moderation.count(total);
+        let socket = link.connection.socket.as_fd();
+        let mut path = None;
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
-            // A size that the kernel refuses leaves the last one in force.
-            let _ = link.send_buffer.sent(link.connection.socket.as_fd(), total);
+            path = link.send_buffer.sent(socket, total);
         }
-        link.send_buffer.look(link.connection.socket.as_fd());
+        link.send_buffer.look(socket);
         let writable = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
         let mut core = lock(core);
         if total > 0 {
             link.last_sent = core.now;
+        }
+        let grown = path.and_then(|path| link.frame_size.look(core.now, path.acknowledged_bytes));
+        if let Some(frame_bytes) = grown {
+            core.engine.handle_frame_bytes(rank, frame_bytes);
         }
         core.sent(rank, total, &mut self.sent);
         if let Err(error) = result {
