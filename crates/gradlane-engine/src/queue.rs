@@ -16,7 +16,7 @@ pub(crate) struct Unicast {
 }
 
 /// Entries in ascending order of their keys. New ones nearly always belong at one of the ends.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Queue {
     entries: VecDeque<(Key, Unicast)>,
 }

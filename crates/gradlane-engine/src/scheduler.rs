@@ -125,7 +125,7 @@ impl Message {
 }
 
 /// A peer, in one line of the cache: a thousand ranks have a million of them.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 #[repr(align(64))]
 struct Peer {
     queue: Queue,
@@ -166,7 +166,7 @@ impl Scheduler {
         Scheduler {
             rank,
             credit_bytes,
-            peers: alloc::vec![Peer { frame_bytes, ..Peer::default() }; world_size as usize],
+            peers: (0..world_size).map(|_| Peer { frame_bytes, ..Peer::default() }).collect(),
             heads: BTreeSet::new(),
             shared: BTreeMap::new(),
             open: RankSet::empty(world_size),

@@ -80,22 +80,24 @@ impl SendBuffer {
 
     /// Notes bytes given to the kernel; from time to time looks at the path, says what it saw, and
     /// fits a buffer to it that adapts.
-    pub(crate) fn sent(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> Option<PathEstimate> {
+    ///
+    /// # Errors
+    /// When the kernel refuses the new size.
+    pub(crate) fn sent(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        bytes: usize,
+    ) -> io::Result<Option<PathEstimate>> {
         self.sent_bytes += bytes;
         if self.sent_bytes < INTERVAL_BYTES {
-            return None;
+            return Ok(None);
         }
         self.sent_bytes = 0;
-        let path = syscall::path_estimate(socket).ok()?;
+        let path = syscall::path_estimate(socket)?;
         self.delivery_bytes_per_s = path.delivery_bytes_per_s;
-        if self.adapts {
-            // A size that the kernel refuses leaves the last one in force.
-            let _ = self.fit_to(path, socket);
+        if !self.adapts {
+            return Ok(Some(path));
         }
-        Some(path)
-    }
-
-    fn fit_to(&mut self, path: PathEstimate, socket: BorrowedFd<'_>) -> io::Result<()> {
         let target = self.floor.fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
@@ -105,7 +107,7 @@ impl SendBuffer {
             self.sizes.not_sent_bytes = target.not_sent_bytes;
             syscall::set_not_sent_low_water(socket, target.not_sent_bytes)?;
         }
-        Ok(())
+        Ok(Some(path))
     }
 
     /// Looks at what waits unsent.
@@ -229,7 +231,7 @@ mod tests {
         });
         for _ in 0..64 {
             sender.write_all(&[7; 64 << 10]).expect("sent");
-            buffer.sent(sender.as_fd(), 64 << 10);
+            buffer.sent(sender.as_fd(), 64 << 10).expect("adapted");
         }
         let path = syscall::path_estimate(sender.as_fd()).expect("an estimate");
         assert!(path.min_rtt_us < 1_000_000 && path.delivery_bytes_per_s > 0, "{path:?}");

@@ -316,7 +316,8 @@ class _Calibration:
         frame = _constant(
             frames,
             f"processor time of the I/O thread with frames of {SMALL_FRAME_BYTES} and of "
-            f"{LARGE_FRAME_BYTES} bytes; as many are sent as received, each counts half",
+            f"{LARGE_FRAME_BYTES} bytes, up to three times as large on fast connections, as they "
+            "were counted; as many are sent as received, each counts half",
         )
         byte = _constant(bytes_, "the same runs: what does not go with the number of frames")
         return {

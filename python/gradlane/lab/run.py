@@ -307,9 +307,8 @@ class _Runner:
         # The first rank that sees a moment of silence sees that of all.
         counted_s = [min(times) for times in _columns(results, "counted_s")]
         ports = record.bytes_between(*counted_s)
-        worker_nodes = options.workers // options.ranks_per_node
         counted_steps = results[0]["counted_steps"]
-        tx_bytes = statistics.fmean(tx for _, tx in ports[:worker_nodes])
+        tx_bytes = statistics.fmean(tx for _, tx in ports[: options.nodes - options.serving])
         return Row(
             workload=options.workload,
             strategy=strategy.text,

@@ -207,16 +207,13 @@ def _run_connected(
         # One step is still sending when the next begins: counted is between moments of silence.
         if not counted_s and step >= strategy.learning_steps:
             communication.settle()
+            _meet(store, request.job, "silent", world_size)
             owner_start.update(communication.owner_counters())
-            _meet(store, request.job, "count", world_size)
             counted_s.append(time.monotonic())
+            _meet(store, request.job, "count", world_size)
 
     result = _train(request, workload, model, optimizer, before_step, report_step, communication)
     communication.settle()
-    result["owner"] = {
-        name: count - (0 if name == "owned_bytes" else owner_start[name])
-        for name, count in communication.owner_counters().items()
-    }
     result["param_digest"] = digest_parameters(workload.model)
     result["metrics"] = communication.metrics()
     codecs = communication.codecs()
@@ -238,6 +235,10 @@ def _run_connected(
     ]
     _meet(store, request.job, "end", world_size)
     result["counted_s"] = [*counted_s, time.monotonic()]
+    result["owner"] = {
+        name: count - (0 if name == "owned_bytes" else owner_start[name])
+        for name, count in communication.owner_counters().items()
+    }
     result["counted_steps"] = request.counted_steps
     del model, optimizer
     communication.close()

@@ -1,8 +1,8 @@
 //! One I/O thread: drives the connections of its peers.
 //!
 //! One turn of its loop handles commands, finished works and all socket events that there are, and
-//! then asks the engine for works, frames and events until it has none. A frame is chosen only when its
-//! socket can take it; nothing here blocks but the wait for the next event, and for a moment the
+//! then asks the engine for works, frames and events until it has none. A frame is chosen only when
+//! its socket can take it; nothing here blocks but the wait for the next event, and for a moment the
 //! engine's lock. Frames that are chosen here for a peer of another thread wait in that peer's
 //! outbox, and its thread is woken.
 

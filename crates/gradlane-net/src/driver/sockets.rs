@@ -31,7 +31,8 @@ impl IoThread<'_> {
         let mut path = None;
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
-            path = link.send_buffer.sent(socket, total);
+            // A size that the kernel refuses leaves the last one in force.
+            path = link.send_buffer.sent(socket, total).ok().flatten();
         }
         link.send_buffer.look(socket);
         let writable = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
