@@ -117,10 +117,12 @@ class Turn:
         port_bytes_per_step: payload and headers of gradlane's frames in a step, mean over ports
             and directions; for Gloo, which counts none, the payload.
         goodput_bps: those bits over that time.
-        cpu_s_per_gb: user and system seconds of a rank's process for each 10^9 payload bytes
-            that it sends, mean over ranks.
-        user_s_per_gb: the user part.
-        system_s_per_gb: the system part.
+        cpu_s_per_gb: processor seconds of a rank's process for each 10^9 payload bytes that it
+            sends, mean over ranks; without `resting_s_per_gb`.
+        resting_s_per_gb: what the threads of the other implementation took meanwhile, which has
+            nothing to do: Gloo's wake up a hundred times a second all the same.
+        user_s_per_gb: the user part of both.
+        system_s_per_gb: the system part of both.
         machine_s_per_gb: busy seconds of the whole machine, others' work included, over the same
             bytes of all ranks.
         softirq_s_per_gb: the part of it that the kernel spent in network interrupts on nobody's
@@ -134,6 +136,7 @@ class Turn:
     port_bytes_per_step: float
     goodput_bps: float
     cpu_s_per_gb: float
+    resting_s_per_gb: float
     user_s_per_gb: float
     system_s_per_gb: float
     machine_s_per_gb: float
@@ -169,7 +172,8 @@ def summarize_turn(
         step_s=step_s,
         port_bytes_per_step=carried_bytes,
         goodput_bps=8 * carried_bytes / step_s,
-        cpu_s_per_gb=(mean("user_s") + mean("system_s")) / sent_gb,
+        cpu_s_per_gb=(mean("user_s") + mean("system_s") - mean("resting_s")) / sent_gb,
+        resting_s_per_gb=mean("resting_s") / sent_gb,
         user_s_per_gb=mean("user_s") / sent_gb,
         system_s_per_gb=mean("system_s") / sent_gb,
         machine_s_per_gb=machine["machine_busy_s"] / sent_gb / len(results),

@@ -27,7 +27,7 @@ import gradlane
 from gradlane import core as core_module
 from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
 from gradlane.lab.awake import awake_processes
-from gradlane.lab.counters import read_port_bytes, spinning_s
+from gradlane.lab.counters import read_port_bytes, read_threads_cpu_ns, spinning_s
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.probe.stream import run_stream
@@ -196,27 +196,31 @@ class Exchange:
         """Exchange the whole model step after step, and count what it costs this rank.
 
         Returns:
-            `boundaries_s` (steps + 1 times), `user_s` and `system_s` of this process,
+            `boundaries_s` (steps + 1 times), `user_s` and `system_s` of this process, `resting_s`
+            of that by threads of the other implementation,
             `sent_bytes` and `received_bytes` of this node's port, `metrics` (growth of the
             session's counters), `machine` (growth of the whole machine's processor seconds).
 
         Raises:
             ArithmeticError: a result is not the sum or the mean over the ranks.
         """
-        step_once = self._gradlane_step if implementation == "gradlane" else self._gloo_step
+        gradlane_works = implementation == "gradlane"
+        step_once = self._gradlane_step if gradlane_works else self._gloo_step
+        # Each has its name in those of its threads.
+        resting = "gloo" if gradlane_works else "gradlane"
         self._storage.fill_(_VALUE * (self.rank + 1))
         self.meet()
         for _ in range(warmup):
             step_once()
         self.meet()
-        before = self._counters()
+        before = self._counters(resting)
         boundaries_s = [time.monotonic()]
         for _ in range(steps):
             step_once()
             boundaries_s.append(time.monotonic())
         # What this rank owes others it sends after its own step is complete.
         self.meet()
-        after = self._counters()
+        after = self._counters(resting)
         self._verify(implementation, warmup + steps)
         grown = {name: after[name] - before[name] for name in after}
         return {"boundaries_s": boundaries_s, **grown}
@@ -250,8 +254,12 @@ class Exchange:
                 f"after {steps} steps, where all must be {wanted:g}"
             )
 
-    def _counters(self) -> dict[str, float]:
-        """Return everything that grows, one number a name."""
+    def _counters(self, resting: str) -> dict[str, float]:
+        """Return everything that grows, one number a name.
+
+        Args:
+            resting: what the threads have in their names that should have nothing to do.
+        """
         usage = resource.getrusage(resource.RUSAGE_SELF)
         descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
         try:
@@ -266,6 +274,7 @@ class Exchange:
             "sent_bytes": sent_bytes,
             "received_bytes": received_bytes,
             **{f"gradlane_{name}": metrics[name] for name in names},
+            "resting_s": read_threads_cpu_ns(resting) / 1e9,
             **machine_seconds(),
         }
 

@@ -3,12 +3,15 @@
 use super::Channel;
 use crate::error::ChannelError;
 use crate::ledger::Ledger;
-use crate::mesh::INTERRUPT_EVERY;
 use crate::ready::{lock, Awaited};
 use crate::shared::Command;
 use gradlane_engine::UsageError;
 use gradlane_units::{Step, TensorId};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// How often the interrupt function of somebody who waits is asked: within what a person notices,
+/// and seldom enough to cost nothing beside a step.
+const INTERRUPT_EVERY: Duration = Duration::from_millis(200);
 
 impl Channel {
     /// A consumer waits for a tensor.
