@@ -15,12 +15,7 @@ import pytest
 from rich.console import Console
 
 from gradlane.lab.cells import CellsProgress
-from gradlane.lab.counters import (
-    Recording,
-    TrafficRecord,
-    read_process_cpu_ns,
-    read_threads_cpu_ns,
-)
+from gradlane.lab.counters import Recording, TrafficRecord, read_process_cpu_ns
 from gradlane.lab.memory import available_bytes
 from gradlane.lab.presets import findings
 from gradlane.lab.presets import slices as slices_preset
@@ -137,27 +132,6 @@ def test_the_processor_time_of_a_process_counts_all_its_threads() -> None:
     assert read_process_cpu_ns(os.getpid()) - before_ns >= 40_000_000
     with pytest.raises(OSError):
         read_process_cpu_ns(2**22 + 1)
-
-
-def test_the_processor_time_of_threads_is_told_apart_by_their_names() -> None:
-    burnt, read = threading.Event(), threading.Event()
-
-    def burn() -> None:
-        comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-        comm.write_text("burns_here", encoding="utf-8")
-        while time.thread_time() < 0.05:
-            pass
-        burnt.set()
-        read.wait()
-
-    thread = threading.Thread(target=burn)
-    thread.start()
-    burnt.wait()
-    assert read_threads_cpu_ns("burns") >= 50_000_000
-    assert read_threads_cpu_ns("rests") == 0
-    read.set()
-    thread.join()
-    assert read_threads_cpu_ns("burns") == 0
 
 
 def test_utilization_keeps_what_was_sampled(

@@ -73,7 +73,6 @@ def counted(start_s: float, end_s: float, **counters: float) -> dict[str, Any]:
         "gradlane_rx_bytes",
         "user_s",
         "system_s",
-        "resting_s",
         "machine_busy_s",
         "machine_softirq_s",
         "machine_stolen_s",
@@ -98,21 +97,14 @@ def test_a_turn_lasts_from_the_slowest_start_to_the_slowest_end() -> None:
             10.0, 14.0, gradlane_tx_bytes=2.1e9, gradlane_rx_bytes=2.1e9, user_s=1.0, **machine
         ),
         counted(
-            10.5,
-            14.5,
-            gradlane_tx_bytes=2.1e9,
-            gradlane_rx_bytes=2.1e9,
-            user_s=2.0,
-            system_s=1.0,
-            resting_s=0.5,
+            10.5, 14.5, gradlane_tx_bytes=2.1e9, gradlane_rx_bytes=2.1e9, user_s=2.0, system_s=1.0
         ),
     ]
     turn = summarize_turn(results, "gradlane", 2, 1e9)
     assert turn.step_s == 2.0
     assert turn.port_bytes_per_step == 1.05e9
     assert turn.goodput_bps == pytest.approx(8 * 1.05e9 / 2.0)
-    assert turn.cpu_s_per_gb == pytest.approx(0.875), "without what the other one's threads took"
-    assert turn.resting_s_per_gb == pytest.approx(0.125)
+    assert turn.cpu_s_per_gb == pytest.approx(1.0)
     assert turn.user_s_per_gb == pytest.approx(0.75)
     assert turn.machine_s_per_gb == pytest.approx(0.75)
     assert turn.softirq_s_per_gb == pytest.approx(0.125)

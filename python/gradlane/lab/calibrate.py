@@ -118,7 +118,7 @@ def load_of(
     """Return the load of a run.
 
     Args:
-        results: one a rank, as `transport_node.Exchange.run` returns them.
+        results: one a rank, as `transport_node.GradlaneExchange.run` returns them.
         tensor_elems: elements of every tensor.
         slice_elems: elements of a slice at most.
         steps: steps of the run.
@@ -272,14 +272,13 @@ class _Calibration:
             addresses=self._cluster.addresses,
             store_port=self._next_port(),
             tensor_elems=list(tensor_elems),
-            gloo=False,
             settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "trace": trace},
         )
 
     def _load(self, frame_bytes: int, slice_elems: int) -> Load:
         options = self._options
         self._open(options.tensor_elems, frame_bytes, slice_elems)
-        results = self._ask("run", implementation="gradlane", steps=options.steps, warmup=1)
+        results = self._ask("run", steps=options.steps, warmup=1)
         self._ask("close")
         total_s = max(results[0]["machine_total_s"], 1e-9)
         self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from gradlane.lab.transport_node import Exchange, answer_requests
+from gradlane.lab.transport_node import GradlaneExchange, answer_requests
 from gradlane.lab.transport_trace import BROADCAST, PUSH, TraceRow
 from gradlane.probe.stream import run_stream
 
@@ -22,7 +22,7 @@ _FILL_WAIT_S = 0.3
 _PAUSE_S = 0.005
 
 
-class LatencyExchange(Exchange):
+class LatencyExchange(GradlaneExchange):
     """Ranks that exchange one tensor again and again on idle ports."""
 
     def run_latency(self, trials: int) -> dict[str, Any]:

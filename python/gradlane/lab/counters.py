@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 from gradlane.lab.awake import awake_processes
@@ -23,8 +22,6 @@ from gradlane.lab.processors import IDLE, STOLEN, WAITING, machine_ticks
 
 _PREFIX = f"{INTERFACE}:".encode()
 _COUNTERS_BYTES_MAX = 65_536
-_SCHEDULER_CLOCK, _PER_THREAD = 2, 4
-"""Kinds of the kernel's clocks of processes and threads, `clock_getcpuclockid(3)`."""
 
 
 def read_port_bytes(descriptor: int) -> tuple[int, int]:
@@ -64,20 +61,8 @@ def read_process_cpu_ns(process: int) -> int:
 
     The kernel keeps a clock for every process: `clock_getcpuclockid(3)` says how it is numbered.
     """
-    return time.clock_gettime_ns((~process << 3) | _SCHEDULER_CLOCK)
-
-
-def read_threads_cpu_ns(name_part: str) -> int:
-    """Return the processor time of this process's running threads with this in their names."""
-    total_ns = 0
-    for thread in os.listdir("/proc/self/task"):
-        # A thread may end while it is looked at.
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/self/task/{thread}/comm").read_text(encoding="utf-8")
-            if name_part in name:
-                clock = (~int(thread) << 3) | _SCHEDULER_CLOCK | _PER_THREAD
-                total_ns += time.clock_gettime_ns(clock)
-    return total_ns
+    per_process_scheduler_clock = 2
+    return time.clock_gettime_ns((~process << 3) | per_process_scheduler_clock)
 
 
 def spinning_s(processes: Sequence[int]) -> float:

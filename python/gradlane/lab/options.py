@@ -29,7 +29,8 @@ class LabOptions:
         dilation: how many times slower than nominal everything really runs.
         repeat: how many times all strategies are run.
         steps: measured steps a run.
-        warmup: steps before them.
+        warmup: steps before them. Rank 0 has its first values at once and the others after they
+            were sent to each, so ranks come together in the third step only.
         further_warmup: more steps before them, by the strategy's text.
         slice_elems: elements a slice at most; None: each strategy's own.
         codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
@@ -53,7 +54,7 @@ class LabOptions:
     dilation: float = option(1.0, least=0.01, most=10_000)
     repeat: int = option(1, least=1, most=10_000)
     steps: int = option(10, least=1, most=10_000_000)
-    warmup: int = option(2, least=0, most=10_000_000)
+    warmup: int = option(3, least=0, most=10_000_000)
     slice_elems: int | None = option(None, least=1, most=2**31)
     codec: str = "raw"
     seed: int = option(0, least=0, most=2**31 - 1)

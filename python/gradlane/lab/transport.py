@@ -2,8 +2,9 @@
 
 Everything runs on one emulated cluster, interleaved: plain TCP streams, gradlane and Gloo take
 turns on the same shaped ports with the same gradients, and ratios are taken within a repeat. Each
-repeat has processes of its own, since where their memory lies moves processor time by several
-per cent, for as long as they live. Rates and times are real: nothing is dilated.
+turn has processes of its own: where their memory lies moves processor time by several per cent for
+as long as they live, and threads of the one that rests are not always at rest (Gloo's wake up a
+hundred times a second). Rates and times are real: nothing is dilated.
 """
 
 from __future__ import annotations
@@ -117,12 +118,10 @@ class Turn:
         port_bytes_per_step: payload and headers of gradlane's frames in a step, mean over ports
             and directions; for Gloo, which counts none, the payload.
         goodput_bps: those bits over that time.
-        cpu_s_per_gb: processor seconds of a rank's process for each 10^9 payload bytes that it
-            sends, mean over ranks; without `resting_s_per_gb`.
-        resting_s_per_gb: what the threads of the other implementation took meanwhile, which has
-            nothing to do: Gloo's wake up a hundred times a second all the same.
-        user_s_per_gb: the user part of both.
-        system_s_per_gb: the system part of both.
+        cpu_s_per_gb: user and system seconds of a rank's process for each 10^9 payload bytes
+            that it sends, mean over ranks.
+        user_s_per_gb: the user part.
+        system_s_per_gb: the system part.
         machine_s_per_gb: busy seconds of the whole machine, others' work included, over the same
             bytes of all ranks.
         softirq_s_per_gb: the part of it that the kernel spent in network interrupts on nobody's
@@ -136,7 +135,6 @@ class Turn:
     port_bytes_per_step: float
     goodput_bps: float
     cpu_s_per_gb: float
-    resting_s_per_gb: float
     user_s_per_gb: float
     system_s_per_gb: float
     machine_s_per_gb: float
@@ -164,16 +162,16 @@ def summarize_turn(
     def mean(name: str) -> float:
         return statistics.fmean(result[name] for result in results)
 
-    frame_bytes = (mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes")) / 2 / steps
-    carried_bytes = frame_bytes if implementation == "gradlane" else sent_bytes_per_step
+    carried_bytes = sent_bytes_per_step
+    if implementation == "gradlane":
+        carried_bytes = (mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes")) / 2 / steps
     sent_gb = steps * sent_bytes_per_step / _GB
     machine = results[0]
     return Turn(
         step_s=step_s,
         port_bytes_per_step=carried_bytes,
         goodput_bps=8 * carried_bytes / step_s,
-        cpu_s_per_gb=(mean("user_s") + mean("system_s") - mean("resting_s")) / sent_gb,
-        resting_s_per_gb=mean("resting_s") / sent_gb,
+        cpu_s_per_gb=(mean("user_s") + mean("system_s")) / sent_gb,
         user_s_per_gb=mean("user_s") / sent_gb,
         system_s_per_gb=mean("system_s") / sent_gb,
         machine_s_per_gb=machine["machine_busy_s"] / sent_gb / len(results),
@@ -200,14 +198,45 @@ def run_transport(
     on_phase("building the cluster")
     with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
         for repeat in range(options.repeat):
-            with RankPool(cluster, program=_PROGRAM) as pool:
-                rows.append(_Measurement(options, cluster, pool, on_phase).exchange(repeat))
+            rows.append(_exchange(options, cluster, on_phase, repeat))
         if options.repeat:
             rows.append(summarize_exchanges(rows))
         if options.urgent_trials:
             with RankPool(cluster, program=_PROGRAM) as pool:
                 rows += _Measurement(options, cluster, pool, on_phase).urgency()
     return rows
+
+
+def _exchange(
+    options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
+) -> Row:
+    """Let streams, gradlane and Gloo take turns, once."""
+    about = f"repeat {repeat + 1} of {options.repeat}"
+    on_phase(f"{about}: TCP streams")
+    with RankPool(cluster, program=_PROGRAM) as pool:
+        stream_bps = _Measurement(options, cluster, pool, on_phase).streams()
+    turns: dict[str, Turn] = {}
+    # Who comes second finds the machine as the first one left it: they alternate.
+    for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
+        on_phase(f"{about}: {implementation}")
+        with RankPool(cluster, program=_PROGRAM) as pool:
+            measurement = _Measurement(options, cluster, pool, on_phase)
+            turns[implementation] = measurement.turn(implementation)
+    return {
+        **_around(options, "exchange"),
+        "repeat": repeat,
+        **compare_turns(turns["gradlane"], turns["gloo"], stream_bps),
+    }
+
+
+def _around(options: TransportOptions, measurement: str) -> Row:
+    return {
+        "measurement": measurement,
+        "workers": options.workers,
+        "rate_bps": options.rate_bps,
+        "settings": options.effective_settings,
+        "load_average": os.getloadavg()[0],
+    }
 
 
 class _Measurement:
@@ -233,70 +262,44 @@ class _Measurement:
         self._port += 1
         return self._port
 
-    def _open(self, tensor_elems: Sequence[int], *, gloo: bool, **settings: Any) -> None:
+    def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:
         self._ask(
             "open",
+            implementation=implementation,
             job=f"transport-{secrets.token_hex(4)}",
             addresses=self._cluster.addresses,
             store_port=self._next_port(),
             tensor_elems=list(tensor_elems),
-            gloo=gloo,
-            settings={**(self._options.settings or {}), **settings},
+            **named,
         )
 
-    def _around(self, measurement: str) -> Row:
-        options = self._options
-        return {
-            "measurement": measurement,
-            "workers": options.workers,
-            "rate_bps": options.rate_bps,
-            "settings": options.effective_settings,
-            "load_average": os.getloadavg()[0],
-        }
-
-    def exchange(self, repeat: int) -> Row:
-        """Let streams, gradlane and Gloo take turns, once."""
-        options = self._options
-        about = f"repeat {repeat + 1} of {options.repeat}"
-        self._on_phase(
-            f"{about}: connecting {options.workers} ranks, spreading {options.megabytes:g} MB"
-        )
-        self._open(options.tensor_elems, gloo=True)
-        self._on_phase(f"{about}: TCP streams")
-        streams = self._ask(
+    def streams(self) -> float:
+        """Return what plain TCP streams carry in both directions at once, in bits a second."""
+        results = self._ask(
             "stream",
             addresses=self._cluster.addresses,
             port=self._next_port(),
             start_s=time.monotonic() + _STREAM_LEAD_S,
             **_STREAM,
         )
-        turns: dict[str, Turn] = {}
-        # Who comes second finds the machine as the first one left it: they alternate.
-        for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
-            self._on_phase(f"{about}: {implementation}")
-            results = self._ask(
-                "run",
-                implementation=implementation,
-                steps=options.steps,
-                warmup=options.warmup,
-            )
-            turns[implementation] = summarize_turn(
-                results, implementation, options.steps, options.sent_bytes_per_step
-            )
+        return float(statistics.median(result["goodput_bps"] for result in results))
+
+    def turn(self, implementation: str) -> Turn:
+        """Exchange the gradients with one implementation."""
+        options = self._options
+        named = {"settings": options.settings or {}} if implementation == "gradlane" else {}
+        self._open(implementation, options.tensor_elems, **named)
+        results = self._ask("run", steps=options.steps, warmup=options.warmup)
         self._ask("close")
-        stream_bps = statistics.median(result["goodput_bps"] for result in streams)
-        return {
-            **self._around("exchange"),
-            "repeat": repeat,
-            **compare_turns(turns["gradlane"], turns["gloo"], stream_bps),
-        }
+        return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
 
     def urgency(self) -> list[Row]:
         """Hand over urgent slices while a large tensor saturates the ports."""
         options = self._options
         self._on_phase(f"urgent slices, {options.urgent_trials} a rank")
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
-        self._open([URGENT_ELEMS] * URGENT_PER_STEP + [large_elems], gloo=False, trace=True)
+        tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
+        self._open("gradlane", tensor_elems, settings={**(options.settings or {}), "trace": True})
         sent_bytes = port_bytes(large_elems * _FLOAT_BYTES, workers=options.workers)
         busy_s = 8 * sent_bytes / (options.rate_bps * _PAYLOAD_SHARE)
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
@@ -315,7 +318,7 @@ class _Measurement:
                 stagger_s=stagger_s,
             )
             slices = urgent_slices(*_decode(results))
-            around = {**self._around("urgency"), "way": way}
+            around = {**_around(options, "urgency"), "way": way}
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
                 rows.append({**around, "direction": direction, **summarize_slices(chosen)})

@@ -27,7 +27,7 @@ import gradlane
 from gradlane import core as core_module
 from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
 from gradlane.lab.awake import awake_processes
-from gradlane.lab.counters import read_port_bytes, read_threads_cpu_ns, spinning_s
+from gradlane.lab.counters import read_port_bytes, spinning_s
 from gradlane.lab.namespaces import INTERFACE
 from gradlane.lab.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.probe.stream import run_stream
@@ -89,8 +89,13 @@ def _model(tensor_elems: Sequence[int]) -> nn.Module:
     return model
 
 
+def _total(world_size: int) -> float:
+    """Return the sum over all ranks of what they begin with."""
+    return _VALUE * world_size * (world_size + 1) / 2
+
+
 class Exchange:
-    """One rank's connections, gradlane's and Gloo's, and the gradients that both exchange."""
+    """What one rank exchanges with all others: gradients, step after step, and what that costs."""
 
     def __init__(
         self,
@@ -100,10 +105,8 @@ class Exchange:
         addresses: list[str],
         store_port: int,
         tensor_elems: list[int],
-        gloo: bool,
-        settings: dict[str, Any],
     ) -> None:
-        """Connect to all ranks; every rank calls it together.
+        """Meet all ranks at a store; every rank calls it together.
 
         Args:
             rank: this rank.
@@ -111,8 +114,6 @@ class Exchange:
             addresses: every rank's address, rank 0 first.
             store_port: TCP port of the rendezvous store on rank 0.
             tensor_elems: f32 elements of each tensor, the most urgent first.
-            gloo: whether to connect a Gloo group beside gradlane.
-            settings: further options of `gradlane.init`.
         """
         self.rank = rank
         self.world_size = len(addresses)
@@ -127,18 +128,139 @@ class Exchange:
             wait_for_workers=False,
         )
         self._storage = torch.zeros(sum(tensor_elems))
-        self.gradients = list(torch.split(self._storage, tensor_elems))
-        self._buckets = list(torch.split(self._storage, BUCKET_BYTES // _FLOAT_BYTES))
-        self._gloo = gloo
-        if gloo:
-            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("gloo", self._store),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=self.world_size,
-                timeout=_STORE_TIMEOUT,
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self._meetings += 1
+        place = f"meet/{self._meetings}"
+        if self._store.add(f"{place}/arrived", 1) == self.world_size:
+            self._store.set(f"{place}/complete", "1")
+        self._store.wait([f"{place}/complete"], _STORE_TIMEOUT)
+
+    def close(self) -> None:
+        """Part from all ranks."""
+        self.meet()
+        self._disconnect()
+
+    def run(self, steps: int, warmup: int) -> dict[str, Any]:
+        """Exchange the whole model step after step, and count what it costs this rank.
+
+        Returns:
+            `boundaries_s` (steps + 1 times), `user_s` and `system_s` of this process,
+            `sent_bytes` and `received_bytes` of this node's port, `machine_…` (growth of the whole
+            machine's processor seconds), and growth of counters of the exchange's own.
+
+        Raises:
+            ArithmeticError: a result is not the sum or the mean over the ranks.
+        """
+        self._storage.fill_(_VALUE * (self.rank + 1))
+        self.meet()
+        for _ in range(warmup):
+            self._exchange_once()
+        self.meet()
+        before = self._counters()
+        boundaries_s = [time.monotonic()]
+        for _ in range(steps):
+            self._exchange_once()
+            boundaries_s.append(time.monotonic())
+        # What this rank owes others it sends after its own step is complete.
+        self.meet()
+        after = self._counters()
+        self._verify(warmup + steps)
+        grown = {name: after[name] - before[name] for name in after}
+        return {"boundaries_s": boundaries_s, **grown}
+
+    def _exchange_once(self) -> None:
+        raise NotImplementedError
+
+    def _wanted(self, steps: int) -> float:
+        """Return what every element is after so many steps."""
+        raise NotImplementedError
+
+    def _disconnect(self) -> None:
+        raise NotImplementedError
+
+    def _own_counters(self) -> dict[str, float]:
+        return {}
+
+    def _verify(self, steps: int) -> None:
+        """Compare every element with what exact arithmetic gives."""
+        wanted = self._wanted(steps)
+        tolerance = 1e-5 * wanted
+        low, high = (float(end) for end in self._storage.aminmax())
+        if not wanted - tolerance <= low <= high <= wanted + tolerance:
+            raise ArithmeticError(
+                f"{type(self).__name__} left {low:g} to {high:g} in the gradients of rank "
+                f"{self.rank} after {steps} steps, where all must be {wanted:g}"
             )
+
+    def _counters(self) -> dict[str, float]:
+        """Return everything that grows, one number a name."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
+        try:
+            received_bytes, sent_bytes = read_port_bytes(descriptor)
+        finally:
+            os.close(descriptor)
+        return {
+            "user_s": usage.ru_utime,
+            "system_s": usage.ru_stime,
+            "sent_bytes": sent_bytes,
+            "received_bytes": received_bytes,
+            **self._own_counters(),
+            **machine_seconds(),
+        }
+
+
+class GlooExchange(Exchange):
+    """Gloo's sums of the buckets that DDP would hand it."""
+
+    def __init__(self, rank: int, **named: Any) -> None:
+        """Connect to all ranks with Gloo; arguments as for `Exchange`."""
+        super().__init__(rank, **named)
+        self._buckets = list(torch.split(self._storage, BUCKET_BYTES // _FLOAT_BYTES))
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("gloo", self._store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=self.world_size,
+            timeout=_STORE_TIMEOUT,
+        )
+        self.meet()
+
+    def _exchange_once(self) -> None:
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in reversed(self._buckets)]
+        for work in works:
+            work.wait()
+
+    def _wanted(self, steps: int) -> float:
+        # Sums of sums.
+        return _total(self.world_size) * float(self.world_size) ** (steps - 1)
+
+    def _disconnect(self) -> None:
+        dist.destroy_process_group()
+
+
+class GradlaneExchange(Exchange):
+    """The means of a session's channel."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        addresses: list[str],
+        tensor_elems: list[int],
+        settings: dict[str, Any],
+        **named: Any,
+    ) -> None:
+        """Connect to all ranks with gradlane; other arguments as for `Exchange`.
+
+        Args:
+            settings: further options of `gradlane.init`.
+        """
+        super().__init__(rank, addresses=addresses, tensor_elems=tensor_elems, **named)
+        self.gradients = list(torch.split(self._storage, tensor_elems))
         core = _KeepingCore(core_module.load_core())
         self.session = gradlane.init(
             store=self._store,
@@ -146,7 +268,7 @@ class Exchange:
             world_size=self.world_size,
             strategy="p3",
             advertise=addresses[rank],
-            job=job,
+            job=self._job,
             core=core,
             **settings,
         )
@@ -163,21 +285,6 @@ class Exchange:
         self._step = 0
         self.meet()
 
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
-        self._meetings += 1
-        place = f"meet/{self._meetings}"
-        if self._store.add(f"{place}/arrived", 1) == self.world_size:
-            self._store.set(f"{place}/complete", "1")
-        self._store.wait([f"{place}/complete"], _STORE_TIMEOUT)
-
-    def close(self) -> None:
-        """Part from all ranks."""
-        self.meet()
-        self.session.close()
-        if self._gloo:
-            dist.destroy_process_group()
-
     def next_step(self) -> int:
         """Begin the channel's next step and return its number."""
         self._step += 1
@@ -192,40 +299,7 @@ class Exchange:
         nbytes = gradient.numel() * _FLOAT_BYTES
         self.channel.gradient_ready(tensor, step, gradient.data_ptr(), nbytes)
 
-    def run(self, implementation: str, steps: int, warmup: int) -> dict[str, Any]:
-        """Exchange the whole model step after step, and count what it costs this rank.
-
-        Returns:
-            `boundaries_s` (steps + 1 times), `user_s` and `system_s` of this process, `resting_s`
-            of that by threads of the other implementation,
-            `sent_bytes` and `received_bytes` of this node's port, `metrics` (growth of the
-            session's counters), `machine` (growth of the whole machine's processor seconds).
-
-        Raises:
-            ArithmeticError: a result is not the sum or the mean over the ranks.
-        """
-        gradlane_works = implementation == "gradlane"
-        step_once = self._gradlane_step if gradlane_works else self._gloo_step
-        # Each has its name in those of its threads.
-        resting = "gloo" if gradlane_works else "gradlane"
-        self._storage.fill_(_VALUE * (self.rank + 1))
-        self.meet()
-        for _ in range(warmup):
-            step_once()
-        self.meet()
-        before = self._counters(resting)
-        boundaries_s = [time.monotonic()]
-        for _ in range(steps):
-            step_once()
-            boundaries_s.append(time.monotonic())
-        # What this rank owes others it sends after its own step is complete.
-        self.meet()
-        after = self._counters(resting)
-        self._verify(implementation, warmup + steps)
-        grown = {name: after[name] - before[name] for name in after}
-        return {"boundaries_s": boundaries_s, **grown}
-
-    def _gradlane_step(self) -> None:
+    def _exchange_once(self) -> None:
         step = self.next_step()
         # Backward makes the last layers' gradients first.
         for tensor in reversed(range(len(self.gradients))):
@@ -233,50 +307,17 @@ class Exchange:
         self.channel.step_end(step)
         self.channel.wait_step(step)
 
-    def _gloo_step(self) -> None:
-        works = [dist.all_reduce(bucket, async_op=True) for bucket in reversed(self._buckets)]
-        for work in works:
-            work.wait()
+    def _wanted(self, steps: int) -> float:
+        # From the second step on all ranks hand over the mean itself.
+        return _total(self.world_size) / self.world_size
 
-    def _verify(self, implementation: str, steps: int) -> None:
-        """Compare every element with what exact arithmetic gives."""
-        total = _VALUE * self.world_size * (self.world_size + 1) / 2
-        if implementation == "gradlane":
-            # From the second step on all ranks hand over the mean itself.
-            wanted = total / self.world_size
-        else:
-            wanted = total * float(self.world_size) ** (steps - 1)
-        tolerance = 1e-5 * wanted
-        low, high = (float(end) for end in self._storage.aminmax())
-        if not wanted - tolerance <= low <= high <= wanted + tolerance:
-            raise ArithmeticError(
-                f"{implementation} left {low:g} to {high:g} in the gradients of rank {self.rank} "
-                f"after {steps} steps, where all must be {wanted:g}"
-            )
+    def _disconnect(self) -> None:
+        self.session.close()
 
-    def _counters(self, resting: str) -> dict[str, float]:
-        """Return everything that grows, one number a name.
-
-        Args:
-            resting: what the threads have in their names that should have nothing to do.
-        """
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        descriptor = os.open("/proc/self/net/dev", os.O_RDONLY)
-        try:
-            received_bytes, sent_bytes = read_port_bytes(descriptor)
-        finally:
-            os.close(descriptor)
+    def _own_counters(self) -> dict[str, float]:
         metrics: Mapping[str, Any] = self.session.metrics()
         names = ("tx_bytes", "rx_bytes", "tx_frames", "io_cpu_s", "work_cpu_s", "turns")
-        return {
-            "user_s": usage.ru_utime,
-            "system_s": usage.ru_stime,
-            "sent_bytes": sent_bytes,
-            "received_bytes": received_bytes,
-            **{f"gradlane_{name}": metrics[name] for name in names},
-            "resting_s": read_threads_cpu_ns(resting) / 1e9,
-            **machine_seconds(),
-        }
+        return {f"gradlane_{name}": metrics[name] for name in names}
 
     def run_urgency(
         self, steps: int, busy_s: float, ready_shares: list[float], stagger_s: float
@@ -336,7 +377,7 @@ class _Node:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._exchange: Exchange | None = None
+        self._exchange: GradlaneExchange | GlooExchange | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a request asks for."""
@@ -344,19 +385,26 @@ class _Node:
             "open": self._open,
             "stream": self._stream,
             "run": lambda **named: self._opened().run(**named),
-            "urgency": lambda **named: self._opened().run_urgency(**named),
+            "urgency": self._urgency,
             "close": self._close,
         }
         return kinds[request.pop("kind")](**request)
 
-    def _opened(self) -> Exchange:
+    def _opened(self) -> GradlaneExchange | GlooExchange:
         if self._exchange is None:
             raise ValueError("no exchange is open")
         return self._exchange
 
-    def _open(self, **named: Any) -> dict[str, Any]:
-        self._exchange = Exchange(self._rank, **named)
+    def _open(self, implementation: str, **named: Any) -> dict[str, Any]:
+        kinds = {"gradlane": GradlaneExchange, "gloo": GlooExchange}
+        self._exchange = kinds[implementation](self._rank, **named)
         return {}
+
+    def _urgency(self, **named: Any) -> dict[str, Any]:
+        exchange = self._opened()
+        if not isinstance(exchange, GradlaneExchange):
+            raise ValueError("nothing is urgent to Gloo")
+        return exchange.run_urgency(**named)
 
     def _close(self) -> dict[str, Any]:
         self._opened().close()

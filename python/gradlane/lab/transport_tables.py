@@ -74,10 +74,7 @@ def _processors(rows: Sequence[Row]) -> Table:
     last = rows[-1]
     caption = (
         f"target: at most {last['cpu_ratio_target']:g} times Gloo's: "
-        f"{_verdict(last, 'cpu_ratio')}; user and system hold what threads of the other one took, "
-        f"which rested ({last['gradlane_resting_s_per_gb']:.3f} and "
-        f"{last['gloo_resting_s_per_gb']:.3f} s a gigabyte); the machine's seconds hold all other "
-        "work on it too"
+        f"{_verdict(last, 'cpu_ratio')}; the machine's seconds hold all other work on it too"
     )
     if last["cpu_bound"]:
         caption += f"\n* {NO_EVIDENCE}"
