@@ -37,8 +37,8 @@ REPLAY = LabOptions(
     workers=4,
     rates_bps=[4_000_000_000],
     dilation=10.0,
-    steps=5,
-    warmup=1,
+    steps=4,
+    warmup=3,
 )
 """ResNet-50 at 4 Gbit/s, everything ten times slower than nominal."""
 
