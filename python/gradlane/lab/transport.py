@@ -202,8 +202,9 @@ def run_transport(
         if options.repeat:
             rows.append(summarize_exchanges(rows))
         if options.urgent_trials:
+            on_phase(f"urgent slices, {options.urgent_trials} a rank")
             with RankPool(cluster, program=_PROGRAM) as pool:
-                rows += _Measurement(options, cluster, pool, on_phase).urgency()
+                rows += _Measurement(options, cluster, pool).urgency()
     return rows
 
 
@@ -214,14 +215,13 @@ def _exchange(
     about = f"repeat {repeat + 1} of {options.repeat}"
     on_phase(f"{about}: TCP streams")
     with RankPool(cluster, program=_PROGRAM) as pool:
-        stream_bps = _Measurement(options, cluster, pool, on_phase).streams()
+        stream_bps = _Measurement(options, cluster, pool).streams()
     turns: dict[str, Turn] = {}
     # Who comes second finds the machine as the first one left it: they alternate.
     for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
         on_phase(f"{about}: {implementation}")
         with RankPool(cluster, program=_PROGRAM) as pool:
-            measurement = _Measurement(options, cluster, pool, on_phase)
-            turns[implementation] = measurement.turn(implementation)
+            turns[implementation] = _Measurement(options, cluster, pool).turn(implementation)
     return {
         **_around(options, "exchange"),
         "repeat": repeat,
@@ -242,17 +242,10 @@ def _around(options: TransportOptions, measurement: str) -> Row:
 class _Measurement:
     """The ranks of one cluster, asked one thing after another."""
 
-    def __init__(
-        self,
-        options: TransportOptions,
-        cluster: Cluster,
-        pool: RankPool,
-        on_phase: Callable[[str], None],
-    ) -> None:
+    def __init__(self, options: TransportOptions, cluster: Cluster, pool: RankPool) -> None:
         self._options = options
         self._cluster = cluster
         self._pool = pool
-        self._on_phase = on_phase
         self._port = _FIRST_PORT
 
     def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
@@ -296,7 +289,6 @@ class _Measurement:
     def urgency(self) -> list[Row]:
         """Hand over urgent slices while a large tensor saturates the ports."""
         options = self._options
-        self._on_phase(f"urgent slices, {options.urgent_trials} a rank")
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
         tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
         self._open("gradlane", tensor_elems, settings={**(options.settings or {}), "trace": True})

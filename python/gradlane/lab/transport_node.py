@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def _total(world_size: int) -> float:
     return _VALUE * world_size * (world_size + 1) / 2
 
 
-class Exchange:
+class Exchange(ABC):
     """What one rank exchanges with all others: gradients, step after step, and what that costs."""
 
     def __init__(
@@ -170,15 +171,17 @@ class Exchange:
         grown = {name: after[name] - before[name] for name in after}
         return {"boundaries_s": boundaries_s, **grown}
 
+    @abstractmethod
     def _exchange_once(self) -> None:
-        raise NotImplementedError
+        """Exchange the whole model."""
 
+    @abstractmethod
     def _wanted(self, steps: int) -> float:
         """Return what every element is after so many steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _disconnect(self) -> None:
-        raise NotImplementedError
+        """Close what was connected."""
 
     def _own_counters(self) -> dict[str, float]:
         return {}
@@ -377,7 +380,7 @@ class _Node:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._exchange: GradlaneExchange | GlooExchange | None = None
+        self._exchange: Exchange | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a request asks for."""
@@ -390,13 +393,16 @@ class _Node:
         }
         return kinds[request.pop("kind")](**request)
 
-    def _opened(self) -> GradlaneExchange | GlooExchange:
+    def _opened(self) -> Exchange:
         if self._exchange is None:
             raise ValueError("no exchange is open")
         return self._exchange
 
     def _open(self, implementation: str, **named: Any) -> dict[str, Any]:
-        kinds = {"gradlane": GradlaneExchange, "gloo": GlooExchange}
+        kinds: dict[str, Callable[..., Exchange]] = {
+            "gradlane": GradlaneExchange,
+            "gloo": GlooExchange,
+        }
         self._exchange = kinds[implementation](self._rank, **named)
         return {}
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// How often the interrupt function of somebody who waits is asked: within what a person notices,
 /// and seldom enough to cost nothing beside a step.
-const INTERRUPT_EVERY: Duration = Duration::from_millis(200);
+const ASK_EVERY: Duration = Duration::from_millis(200);
 
 impl Channel {
     /// A consumer waits for a tensor.
@@ -107,7 +107,7 @@ impl Channel {
         }
         let start = Instant::now();
         let result = loop {
-            ready.wait(awaited, INTERRUPT_EVERY);
+            ready.wait(awaited, ASK_EVERY);
             if ready.has(awaited) {
                 break Ok(());
             }
@@ -160,7 +160,7 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::News(step), INTERRUPT_EVERY);
+            self.shared.ready.wait(Awaited::News(step), ASK_EVERY);
         }
     }
 
@@ -181,7 +181,7 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::Question, INTERRUPT_EVERY);
+            self.shared.ready.wait(Awaited::Question, ASK_EVERY);
         }
     }
 
