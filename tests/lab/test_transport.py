@@ -28,6 +28,7 @@ from gradlane.lab.transport_trace import (
     frames_ahead_limit,
     urgent_slices,
 )
+from gradlane.settings.frames import frame_count
 from tests.namespaces import needs_namespaces
 
 SEND_TURN_BYTES = 1 << 20
@@ -224,7 +225,7 @@ def test_urgent_slices_overtake_on_saturated_ports() -> None:
         samples = row["samples"]
         # Every slice travels from all but its server, and from there to all of them.
         assert len(samples) == 2 * URGENT_PER_STEP * others
-        assert {sample["frames"] for sample in samples} == {-(-200_000 // frame_bytes)}
+        assert {sample["frames"] for sample in samples} == {frame_count(200_000, frame_bytes)}
         assert [sample["less_urgent_within"] for sample in samples] == [0] * len(samples)
         if row["direction"] == "push":
             assert row["saturated_slices"] > 0

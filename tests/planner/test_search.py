@@ -16,6 +16,7 @@ from gradlane.planner.reasons import reason_of
 from gradlane.planner.search import SLICES, Choice, Tried, search
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.planner.simulations import predict_step_s, simulated_frames
+from gradlane.settings.frames import frame_count
 from gradlane.settings.options import Options
 from gradlane.whatif.profiles import write_profile
 from tests.whatif.small import SMALL
@@ -51,7 +52,8 @@ def test_slices_that_are_tried_fill_whole_frames() -> None:
     small = [elems for elems in (*SLICES, usual_elems) if elems <= usual_elems]
     assert len(small) == 3
     for elems in small:
-        assert -4 * elems % usual.frame_bytes < 0.001 * 4 * elems
+        frames = frame_count(4 * elems, usual.frame_bytes)
+        assert 0 <= 4 * elems - frames * usual.frame_bytes <= usual.frame_bytes // 8
 
 
 def test_on_a_slow_link_slices_of_one_frame_are_chosen() -> None:

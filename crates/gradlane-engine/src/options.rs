@@ -3,17 +3,19 @@
 use core::time::Duration;
 use gradlane_units::Rank;
 
-/// Largest payload of a frame unless something else is asked for: a third of a slice of 50,000
-/// elements in f32, so that no frame is a small rest (`docs/decisions/0043-whole-frames.md`).
-pub const FRAME_BYTES_DEFAULT: u32 = 66_672;
+/// Payload of a frame unless something else is asked for: with its header, one packet of 45 segments
+/// of 1,448 bytes, which is what a kernel makes of a stream over IPv4 where packets have 1,500 bytes
+/// (`docs/decisions/0048-paced-by-the-thread.md`).
+pub const FRAME_BYTES_DEFAULT: u32 = 65_096;
 
 /// What an engine is told once.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// This rank.
     pub rank: Rank,
-    /// Largest payload of one frame: what an urgent slice waits for at most, a peer. Other sizes for
-    /// single peers are [`crate::Engine::handle_frame_bytes`]'s.
+    /// Payload of one frame: what an urgent slice waits for at most, a peer. A rest of up to an eighth
+    /// of it goes with the last frame of a message. Other sizes for single peers are
+    /// [`crate::Engine::handle_frame_bytes`]'s.
     pub frame_bytes: u32,
     /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
     pub credit_bytes: u64,
@@ -28,7 +30,7 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The defaults for a rank: frames of 67 kB, credit for one, two pieces of work, four slices
+    /// The defaults for a rank: frames of 65 kB, credit for one, two pieces of work, four slices
     /// encoded ahead for each peer, 30 minutes.
     #[must_use]
     pub fn new(rank: Rank) -> EngineOptions {

@@ -14,7 +14,10 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
-use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, HEADER_BYTES, MAX_FRAME_BYTES};
+
+/// A rest of up to this share of a frame, 1/8, goes with the frame before it.
+const REST_SHIFT: u32 = 3;
 
 /// Position in the order of sending: a strict order, smaller first. Older steps first, then larger
 /// priority (or earlier arrival), then tensor and slice, then arrival.
@@ -94,12 +97,15 @@ impl Message {
         }
     }
 
-    /// Length of the frame that starts at `offset`. Control payloads travel whole.
+    /// Length of the frame that starts at `offset`. Control payloads travel whole, and a small rest
+    /// goes with the frame before it: a frame costs both ends the same, however small it is.
     fn frame_length(&self, offset: u64, frame_bytes: u32) -> u32 {
         let rest = self.bytes() - offset;
+        let most = frame_bytes.saturating_add(frame_bytes >> REST_SHIFT).min(MAX_FRAME_BYTES);
         match self.body {
             Body::Inline(_) => rest as u32,
-            _ => rest.min(u64::from(frame_bytes)) as u32,
+            _ if rest <= u64::from(most) => rest as u32,
+            _ => frame_bytes,
         }
     }
 

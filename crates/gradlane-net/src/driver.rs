@@ -90,9 +90,14 @@ impl Driver {
             let thread = peers.iter().flatten().count() % threads;
             shared.pollers[thread].add(socket.as_fd(), rank as u64, false)?;
             engine.handle_writable(Rank(rank as u32), true);
-            let (fixed, low_water) = (options.send_buffer_bytes, options.low_water_bytes);
-            let send_buffer = SendBuffer::new(socket.as_fd(), fixed, low_water, sent_to)?;
-            peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
+            let send_buffer = SendBuffer::new(
+                socket.as_fd(),
+                options.send_buffer_bytes,
+                options.low_water_bytes,
+                options.frame_bytes,
+                sent_to,
+            )?;
+            peers.push(Some(Peer::new(thread, Arc::clone(&socket), options.frame_bytes)));
             links[thread][rank] = Some(Link::new(
                 Connection::new(socket),
                 send_buffer,

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use gradlane_units::Rng;
 
-    const ASKED: u32 = 66_672;
+    const ASKED: u32 = 65_096;
 
     /// A connection that is looked at after every half a megabyte.
     struct Path {
@@ -99,7 +99,7 @@ mod tests {
             (1_000_000, ASKED),
             (third_of(500), ASKED),
             // Two would last for 3.03 ms.
-            (44_000_000, ASKED),
+            (43_000_000, ASKED),
             (45_000_000, 2 * ASKED),
             (third_of(2_000), 3 * ASKED),
             (3_000_000_000, 3 * ASKED),

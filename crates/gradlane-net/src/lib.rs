@@ -45,6 +45,7 @@ mod mesh;
 mod metrics;
 mod optimizer;
 mod options;
+mod paced_flow;
 mod pacing;
 mod poller;
 mod readings;

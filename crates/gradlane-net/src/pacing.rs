@@ -7,9 +7,12 @@
 //!
 //! The rate of the port is found as BBR finds that of a path (Cardwell et al., 2016): the most that was
 //! acknowledged, over all connections, in recent windows that were never without work. Windows are
-//! counted in bytes. Every so many of them is not paced, so that a faster port is noticed. A rank that
-//! always has less to send than its port takes never finishes a window, and is never paced.
+//! counted in bytes. In every so many of them twice as much may go, so that a faster port is noticed
+//! soon. A rank that always has less to send than its port takes never finishes a window, and is never paced.
+//!
+//! What keeps a connection to its part is in `paced_flow`.
 
+use crate::paced_flow::{PacedFlow, Share};
 use gradlane_units::Time;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -22,57 +25,12 @@ const WINDOW_BYTES_A_PEER: u64 = 2 << 20;
 const WINDOW_AT_LEAST: Duration = Duration::from_millis(4);
 /// Windows that the rate of the port is the most of.
 const WINDOWS: usize = 64;
-/// One window of so many is not paced.
-const FREE_EVERY: u32 = 32;
+/// In one window of so many twice as much may go.
+const PROBE_EVERY: u32 = 32;
 /// Time between two looks at who has how much to send.
 const TICK: Duration = Duration::from_millis(5);
-/// Over the rate that was found, so that it can be found to be more: 1/32.
-const PROBE_SHIFT: u32 = 5;
-/// Changes up to this share, 1/32, are not worth a system call.
-const CHANGE_SHIFT: u32 = 5;
-
-/// What is known of one connection.
-#[derive(Debug, Default)]
-pub(crate) struct PacedFlow {
-    /// Whether it had more than the kernel took, at any moment since the last look.
-    demands: bool,
-    /// Bytes that the kernel took since the last look.
-    sent_bytes: u64,
-    /// At most so many bytes a second; none: as fast as it goes.
-    rate_bytes_per_s: Option<u64>,
-}
-
-impl PacedFlow {
-    /// Notes bytes that the kernel took.
-    pub(crate) fn sent(&mut self, bytes: usize) {
-        self.sent_bytes += bytes as u64;
-    }
-
-    /// Notes that it has more than the kernel takes.
-    pub(crate) fn is_full(&mut self) {
-        self.demands = true;
-    }
-
-    /// Begins to count anew, as one that is `full` now; whether it demanded more, and what it sent.
-    fn look(&mut self, full: bool) -> (bool, u64) {
-        let demanded = std::mem::replace(&mut self.demands, full);
-        (demanded, std::mem::take(&mut self.sent_bytes))
-    }
-
-    /// The rate to be set, where it is another than the one in force by more than noise.
-    fn change_to(&mut self, rate_bytes_per_s: Option<u64>) -> Option<Option<u64>> {
-        let same = match (self.rate_bytes_per_s, rate_bytes_per_s) {
-            (Some(old), Some(new)) => old.abs_diff(new) <= old >> CHANGE_SHIFT,
-            (old, new) => old == new,
-        };
-        if same {
-            return None;
-        }
-        self.rate_bytes_per_s = rate_bytes_per_s;
-        Some(rate_bytes_per_s)
-    }
-}
-
+/// Over the rate that was found in all others, so that it can be found to be more: 1/64.
+const OVER_SHIFT: u32 = 6;
 /// A window that has begun.
 #[derive(Debug)]
 struct Window {
@@ -88,8 +46,8 @@ struct PortRate {
     window: Option<Window>,
     /// Of the windows before this one, in bytes a second.
     found: VecDeque<u64>,
-    /// Windows until one is not paced; 0: this one is not.
-    paced_windows: u32,
+    /// Windows until one in which more may go; 0: it is this one.
+    until_probe: u32,
 }
 
 impl PortRate {
@@ -98,7 +56,7 @@ impl PortRate {
             window_bytes: WINDOW_BYTES.max(WINDOW_BYTES_A_PEER * peers as u64),
             window: None,
             found: VecDeque::new(),
-            paced_windows: 0,
+            until_probe: 0,
         }
     }
 
@@ -129,7 +87,7 @@ impl PortRate {
         if self.found.len() > WINDOWS {
             self.found.pop_front();
         }
-        self.paced_windows = self.paced_windows.checked_sub(1).unwrap_or(FREE_EVERY - 1);
+        self.until_probe = self.until_probe.checked_sub(1).unwrap_or(PROBE_EVERY - 1);
         self.window = Some(Window { began: now, acknowledged_bytes: total, sent_bytes: 0 });
     }
 
@@ -141,7 +99,8 @@ impl PortRate {
     /// What all connections together may send; none: as fast as it goes.
     fn allowed_bytes_per_s(&self) -> Option<u64> {
         let most = *self.found.iter().max()?;
-        (self.paced_windows > 0).then_some(most + (most >> PROBE_SHIFT))
+        let over = if self.until_probe == 0 { most } else { most >> OVER_SHIFT };
+        Some(most.saturating_add(over))
     }
 }
 
@@ -172,7 +131,7 @@ impl Pacing {
     /// # Arguments
     /// * `flows` - each open connection, whether it is full now, and its index.
     /// * `acknowledged_bytes` - reads what peers have acknowledged, all together.
-    /// * `set` - sets the rate of the connection with this index; `None` takes the limit away.
+    /// * `set` - sets the kernel's rate of the connection with this index; `None` takes it away.
     pub(crate) fn look<'a>(
         &mut self,
         now: Time,
@@ -193,7 +152,7 @@ impl Pacing {
         self.busy = flows.iter().any(|(_, full, _)| *full);
         let share = self.port.allowed_bytes_per_s().map(|port| share(port, elapsed, &looked));
         for (index, _, flow) in flows {
-            if let Some(rate) = flow.change_to(share) {
+            if let Some(rate) = flow.change_to(now, share) {
                 set(index, rate);
             }
         }
@@ -202,14 +161,14 @@ impl Pacing {
 
 /// What each flow may send of a port: what those leave that had little to send is shared out by the
 /// others, and none gets less than an even part.
-fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> u64 {
+fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> Share {
     let taken: u128 =
         flows.iter().filter(|(demands, _)| !demands).map(|&(_, bytes)| u128::from(bytes)).sum();
     let taken_per_s = taken * 1_000_000_000 / elapsed.as_nanos().max(1);
     let left = port_bytes_per_s.saturating_sub(u64::try_from(taken_per_s).unwrap_or(u64::MAX));
     let demanding = flows.iter().filter(|(demands, _)| *demands).count() as u64;
-    let even = port_bytes_per_s / (flows.len() as u64).max(1);
-    (left / demanding.max(1)).max(even).max(1)
+    let even_bytes_per_s = (port_bytes_per_s / (flows.len() as u64).max(1)).max(1);
+    Share { bytes_per_s: (left / demanding.max(1)).max(even_bytes_per_s), even_bytes_per_s }
 }
 
 #[cfg(test)]
@@ -225,7 +184,6 @@ mod tests {
         acknowledged: u64,
         pacing: Pacing,
         flows: Vec<PacedFlow>,
-        set: Vec<Option<u64>>,
     }
 
     impl Port {
@@ -235,22 +193,25 @@ mod tests {
                 now: Time::ZERO,
                 acknowledged: 0,
                 pacing: Pacing::new(peers),
-                flows: (0..peers).map(|_| PacedFlow::default()).collect(),
-                set: vec![None; peers],
+                flows: (0..peers).map(|_| PacedFlow::new(65_096)).collect(),
             }
+        }
+
+        fn rates(&self) -> Vec<Option<u64>> {
+            self.flows.iter().map(PacedFlow::rate_bytes_per_s).collect()
         }
 
         /// One tick in which the flows want so many bytes a second; `rest` is a moment without work.
         fn tick(&mut self, wants: &[u64], rest: bool) {
             let elapsed_ns = 5 * MILLISECOND;
             self.now = Time(self.now.0 + elapsed_ns);
-            let limit = |index: usize| self.set[index].unwrap_or(u64::MAX);
+            let limits = self.rates().into_iter().map(|rate| rate.unwrap_or(u64::MAX));
             let offers: Vec<u64> =
-                wants.iter().enumerate().map(|(index, &want)| want.min(limit(index))).collect();
+                wants.iter().zip(limits).map(|(&want, limit)| want.min(limit)).collect();
             let mut full = vec![false; wants.len()];
             for (index, bytes_per_s) in carried(self.rate, &offers).into_iter().enumerate() {
                 let bytes = bytes_per_s * elapsed_ns / 1_000_000_000;
-                self.flows[index].sent(bytes as usize);
+                self.flows[index].sent(self.now, bytes as usize);
                 self.acknowledged += bytes;
                 if wants[index] > bytes_per_s {
                     self.flows[index].is_full();
@@ -258,13 +219,13 @@ mod tests {
                 }
             }
             if self.pacing.rest(self.now, || full.contains(&true)) {
-                let (acknowledged, set) = (self.acknowledged, &mut self.set);
+                let acknowledged = self.acknowledged;
                 let flows = self.flows.iter_mut().zip(full).enumerate();
                 self.pacing.look(
                     self.now,
                     flows.map(|(index, (flow, full))| (index, full, flow)),
                     || Some(acknowledged),
-                    |index, rate| set[index] = rate,
+                    |_, _| {},
                 );
             }
         }
@@ -288,7 +249,7 @@ mod tests {
         for _ in 0..200 {
             port.tick(&[u64::MAX / 8; 3], false);
         }
-        for rate in port.set.iter().map(|rate| rate.expect("paced")) {
+        for rate in port.rates().into_iter().map(|rate| rate.expect("paced")) {
             assert!((16_000_000..16_700_000).contains(&rate), "{rate}");
         }
     }
@@ -299,12 +260,13 @@ mod tests {
         for _ in 0..200 {
             port.tick(&[u64::MAX / 8, u64::MAX / 8, 4_000_000], false);
         }
-        let rate = port.set[0].expect("paced");
+        let rate = port.rates()[0].expect("paced");
         assert!((21_000_000..24_000_000).contains(&rate), "{rate}");
         // Alone it has the whole port after one look.
         port.tick(&[u64::MAX / 8, 0, 0], false);
         port.tick(&[u64::MAX / 8, 0, 0], false);
-        assert!(port.set[0].is_none_or(|rate| rate >= 48_000_000), "{:?}", port.set);
+        let rates = port.rates();
+        assert!(rates[0].is_none_or(|rate| rate >= 48_000_000), "{rates:?}");
     }
 
     #[test]
@@ -314,7 +276,7 @@ mod tests {
             // Bursts at full rate, half of the time.
             let want = if turn % 20 < 10 { u64::MAX / 8 } else { 0 };
             port.tick(&[want; 3], turn % 20 >= 10);
-            assert_eq!(port.set, [None; 3]);
+            assert_eq!(port.rates(), [None; 3]);
         }
     }
 

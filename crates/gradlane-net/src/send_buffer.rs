@@ -24,6 +24,11 @@ const CEILING_BYTES: u64 = 64 << 20;
 const HELD_US: u64 = 3_000;
 /// And what of it is not sent yet.
 const NOT_SENT_US: u64 = 1_000;
+/// In flight on a connection that the I/O thread paces, in quarters of frames. It gives the kernel one
+/// frame a turn, which is acknowledged up to three turns later: it has to pass two ports, the peer's
+/// thread reads in turns as well, and the acknowledgement comes back through two ports. Doubled by
+/// the kernel this is three frames and a half, and the fourth is taken whole.
+const PACED_QUARTER_FRAMES: u64 = 7;
 /// Bytes sent between two looks at the path.
 const INTERVAL_BYTES: usize = 512 << 10;
 
@@ -32,6 +37,9 @@ const INTERVAL_BYTES: usize = 512 << 10;
 pub(crate) struct SendBuffer {
     adapts: bool,
     floor: Sizes,
+    /// The floor of what is held while the I/O thread paces the connection.
+    paced_bytes: u64,
+    by_thread: bool,
     sizes: Sizes,
     sent_bytes: usize,
     /// Of the path, from time to time; 0: not known yet.
@@ -51,7 +59,8 @@ struct Sizes {
 
 impl SendBuffer {
     /// The buffer of a new connection, one of `peers`: of a fixed size, or (for 0) one that adapts
-    /// to the path. `low_water_bytes` may wait unsent, or more where it adapts; 0: no bound.
+    /// to the path and to frames of so many bytes. `low_water_bytes` may wait unsent, or more where
+    /// it adapts; 0: no bound.
     ///
     /// # Errors
     /// When the kernel refuses the size.
@@ -59,6 +68,7 @@ impl SendBuffer {
         socket: BorrowedFd<'_>,
         fixed_bytes: u32,
         low_water_bytes: u32,
+        frame_bytes: u32,
         peers: usize,
     ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
@@ -71,6 +81,8 @@ impl SendBuffer {
         Ok(SendBuffer {
             adapts,
             floor,
+            paced_bytes: u64::from(frame_bytes) * PACED_QUARTER_FRAMES / 4,
+            by_thread: false,
             sizes: floor,
             sent_bytes: 0,
             delivery_bytes_per_s: 0,
@@ -98,7 +110,11 @@ impl SendBuffer {
         if !self.adapts {
             return Ok(Some(path));
         }
-        let target = self.floor.fitted_to(path);
+        let mut floor = self.floor;
+        if self.by_thread {
+            floor.held_bytes = floor.held_bytes.max(self.paced_bytes);
+        }
+        let target = floor.fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
             syscall::set_send_buffer(socket, target.held_bytes)?;
@@ -110,9 +126,16 @@ impl SendBuffer {
         Ok(Some(path))
     }
 
-    /// Looks at what waits unsent.
+    /// Notes whether the I/O thread paces the connection.
+    pub(crate) fn paced_by_thread(&mut self, by_thread: bool) {
+        self.by_thread = by_thread;
+    }
+
+    /// Looks at what waits unsent, where that decides when more is given: not where the I/O thread
+    /// paces the connection.
     pub(crate) fn look(&mut self, socket: BorrowedFd<'_>) {
-        self.not_sent_bytes = syscall::not_sent_bytes(socket).unwrap_or(0);
+        self.not_sent_bytes =
+            if self.by_thread { 0 } else { syscall::not_sent_bytes(socket).unwrap_or(0) };
     }
 
     /// Whether as much waited unsent at the last look as may.
@@ -199,6 +222,8 @@ mod tests {
         let buffer = |delivery_bytes_per_s, not_sent_bytes| SendBuffer {
             adapts: true,
             floor: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
+            paced_bytes: 0,
+            by_thread: false,
             sizes: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
             sent_bytes: 0,
             delivery_bytes_per_s,
@@ -224,7 +249,7 @@ mod tests {
         let mut sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
             .expect("a stream");
         let (mut receiver, _) = listener.accept().expect("a caller");
-        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 65_536, 3).expect("a buffer");
+        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 65_536, 65_096, 3).expect("a buffer");
         let reader = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             receiver.read_to_end(&mut bytes).map(|count| count as u64)

@@ -11,7 +11,7 @@ use crate::straggling::Stops;
 use gradlane_engine::{
     Plan, ReadyRule, Roles, SetRule, Strategy, TensorSpec, Update, FRAME_BYTES_DEFAULT,
 };
-use gradlane_wire::MAX_FRAME_BYTES;
+use gradlane_wire::{HEADER_BYTES, MAX_FRAME_BYTES};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -86,8 +86,9 @@ fn default_share_spread() -> f64 {
 fn default_queue_bytes() -> u64 {
     200_000
 }
+/// One frame, as where the I/O thread paces: it hands out the next one when that is due.
 fn default_low_water_bytes() -> u64 {
-    65_536
+    u64::from(FRAME_BYTES_DEFAULT) + HEADER_BYTES as u64
 }
 fn default_background_burst_bytes() -> u64 {
     64_000

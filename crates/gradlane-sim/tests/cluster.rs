@@ -227,7 +227,7 @@ fn acknowledgements_wait_in_the_queues_of_the_way_back() {
 fn unequal_connections_hold_urgent_slices_up() {
     let mut scenario = crowded(0, 0.0);
     let equal = run(&scenario);
-    scenario.network.share_spread = 0.4;
+    scenario.network.share_spread = 0.8;
     let unequal = run(&scenario);
     assert!(unequal.step_s > 1.01 * equal.step_s, "{} and {}", unequal.step_s, equal.step_s);
     assert_eq!(run(&scenario), unequal, "the same draw");

@@ -8,6 +8,7 @@ from gradlane.local.rules import AUTO, LEADER, OFF
 from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.schemes.layers import Schemes, simulated_schemes
 from gradlane.settings.codec_choice import RAW
+from gradlane.settings.frames import frame_count
 from gradlane.whatif.costs import MachineCosts
 from gradlane.whatif.profiles import Profile
 from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
@@ -83,7 +84,7 @@ def simulated_frames(
     for tensor in profile.tensors:
         if tensor.name in factored:
             # They travel to every other rank, and no result comes back.
-            frames += math.ceil(factored[tensor.name] / settings.frame_bytes / 2)
+            frames += math.ceil(frame_count(factored[tensor.name], settings.frame_bytes) / 2)
             continue
         elems = min(
             split or math.ceil(tensor.numel / facts.owners),
@@ -91,5 +92,5 @@ def simulated_frames(
         )
         slices = math.ceil(max(1, tensor.numel) / elems)
         slice_bytes = max(1.0, tensor.size_bytes / slices)
-        frames += slices * math.ceil(slice_bytes / settings.frame_bytes)
+        frames += slices * frame_count(slice_bytes, settings.frame_bytes)
     return _steps(facts) * 2 * (facts.workers - 1) * frames

@@ -127,7 +127,7 @@ def init(
         progress_timeout_s: seconds to wait for ranks that are alive but do not take part.
         connect_timeout_s: seconds to wait for ranks to appear.
         frame_bytes: payload of a frame; up to three times as much on connections so fast that it
-            takes 3 ms at most.
+            takes 3 ms at most. A rest of up to an eighth goes with the last frame of a slice.
         low_water_bytes: bytes that may wait unsent in the kernel, a peer; more on fast connections,
             where `send_buffer_bytes` is 0.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.

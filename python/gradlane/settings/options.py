@@ -73,7 +73,7 @@ class Options:
     silence_timeout_s: float = option(30.0, above=0)
     progress_timeout_s: float = option(1800.0, above=0)
     connect_timeout_s: float = option(300.0, above=0)
-    frame_bytes: int = option(66_672, least=1, agreed=True)
+    frame_bytes: int = option(65_096, least=1, agreed=True)
     low_water_bytes: int = option(65_536, least=1)
     send_buffer_bytes: int = option(0, least=0)
     pacing: bool = True

@@ -10,7 +10,8 @@ use crate::driver::Ending;
 use crate::memory::MemoryTable;
 use crate::metrics::count;
 use crate::options::ChannelOptions;
-use crate::pacing::{PacedFlow, Pacing};
+use crate::paced_flow::PacedFlow;
+use crate::pacing::Pacing;
 use crate::ready::lock;
 use crate::shared::{Command, Shared};
 use crate::syscall;
@@ -46,11 +47,11 @@ pub(crate) struct Peer {
 
 impl Peer {
     /// A peer whose connection was made a moment ago.
-    pub(super) fn new(thread: usize, socket: Arc<Tracked<TcpStream>>) -> Peer {
+    pub(super) fn new(thread: usize, socket: Arc<Tracked<TcpStream>>, frame_bytes: u32) -> Peer {
         Peer {
             thread,
             socket,
-            flow: PacedFlow::default(),
+            flow: PacedFlow::new(frame_bytes),
             open: true,
             writable: true,
             said_goodbye: false,
@@ -243,7 +244,7 @@ impl Core {
             }
         }
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
-            peer.flow.sent(bytes);
+            peer.flow.sent(self.now, bytes);
         }
     }
 
@@ -290,6 +291,16 @@ impl Core {
     /// Whether the engine was told that a peer's socket takes frames.
     pub(super) fn is_writable(&self, rank: Rank) -> bool {
         self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.writable)
+    }
+
+    /// How a peer's connection is paced; none where there is no peer.
+    pub(super) fn flow(&self, rank: Rank) -> Option<&PacedFlow> {
+        self.peers.get(rank.index())?.as_ref().map(|peer| &peer.flow)
+    }
+
+    /// Whether the thread that paces a peer's connection may give it the next frame now.
+    pub(super) fn may_send(&self, rank: Rank) -> bool {
+        self.flow(rank).is_some_and(|flow| flow.may_send(self.now))
     }
 
     /// Whether ranks apply pushes one by one: who does is needed, and gives signs of life, after its

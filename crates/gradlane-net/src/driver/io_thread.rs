@@ -158,11 +158,26 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// How long to leave sockets alone, while a connection takes no more.
+    /// How long to leave sockets alone, while a connection takes no more: until the first of those
+    /// that the kernel paces has almost nothing left, and all that this thread paces are due, which
+    /// it then serves in one turn.
     fn pause(&self) -> Duration {
-        let full = self.links.iter().flatten().filter(|link| link.armed);
-        let lasts = full.map(|link| link.send_buffer.lasts()).min();
-        lasts.map_or(Duration::ZERO, |lasts| self.moderation.pause(Instant::now(), lasts))
+        let (mut least, mut most) = (None, None);
+        let core = self.core();
+        for (rank, link) in self.links.iter().enumerate() {
+            let Some(link) = link.as_ref().filter(|link| link.armed) else {
+                continue;
+            };
+            let flow = core.flow(Rank(rank as u32));
+            if let Some(rests) = flow.and_then(|flow| flow.rests(core.now)) {
+                most = most.max(Some(rests));
+            } else {
+                let lasts = link.send_buffer.lasts();
+                least = Some(least.map_or(lasts, |least: Duration| least.min(lasts)));
+            }
+        }
+        drop(core);
+        self.moderation.pause(Instant::now(), least, most)
     }
 
     /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so

@@ -6,7 +6,8 @@
 //! system call or two and a switch of threads. While a connection is full nothing is gained by so
 //! many turns, since what the kernel holds lasts for milliseconds (see `send_buffer`). So a thread
 //! with a full connection leaves its sockets alone for a period: until the first full connection
-//! has almost nothing left to send, and the shorter the faster its ports are. Where nothing is full,
+//! has almost nothing left to send, or where it paces connections itself (`paced_flow`) until they
+//! are due, and the shorter the faster its ports are. Where nothing is full,
 //! and latency is all that counts, it never waits here, and what the application hands over ends a
 //! long pause at once (decision 46).
 
@@ -58,13 +59,29 @@ impl Moderation {
         (self.turn_began, self.turn_bytes) = (now, 0);
     }
 
-    /// How long to leave sockets alone, where what each full connection holds `lasts` at least.
-    pub(super) fn pause(&self, now: Instant, lasts: Duration) -> Duration {
+    /// How long to leave sockets alone.
+    ///
+    /// # Arguments
+    /// * `lasts` - how long that at least lasts from now on which full connections hold that the
+    ///   kernel paces; none where there is none.
+    /// * `rests` - how long from the beginning of this turn the thread has nothing to give to full
+    ///   ones that it paces itself; none where there is none.
+    pub(super) fn pause(
+        &self,
+        now: Instant,
+        lasts: Option<Duration>,
+        rests: Option<Duration>,
+    ) -> Duration {
         let period_s = PERIOD_BYTES / (self.rate_bytes_per_s - SLOW_BYTES_PER_S).max(0.0);
         let period =
             Duration::try_from_secs_f64(period_s).map_or(PERIOD_MAX, |it| it.min(PERIOD_MAX));
-        let rest = period.saturating_sub(now.saturating_duration_since(self.turn_began));
-        let pause = rest.min(lasts.saturating_sub(AHEAD));
+        let elapsed = now.saturating_duration_since(self.turn_began);
+        let lasts = lasts.map(|lasts| lasts.saturating_sub(AHEAD));
+        let rests = rests.map(|rests| rests.saturating_sub(elapsed));
+        let Some(pause) = lasts.into_iter().chain(rests).min() else {
+            return Duration::ZERO;
+        };
+        let pause = pause.min(period.saturating_sub(elapsed));
         if pause < PAUSE_LEAST {
             Duration::ZERO
         } else {
@@ -94,7 +111,7 @@ mod tests {
 
     /// The pause a tenth of a millisecond into a turn.
     fn pause_at((moderation, began): (Moderation, Instant), lasts: Duration) -> Duration {
-        moderation.pause(began + Duration::from_micros(100), lasts)
+        moderation.pause(began + Duration::from_micros(100), Some(lasts), None)
     }
 
     #[test]
@@ -129,6 +146,22 @@ mod tests {
     }
 
     #[test]
+    fn a_pause_ends_when_what_the_thread_paces_is_due() {
+        let (moderation, began) = after(Duration::from_micros(120), 15_000);
+        let pause = |lasts: Option<u64>, rests: Option<u64>| {
+            let now = began + Duration::from_micros(100);
+            let [lasts, rests] = [lasts, rests].map(|it| it.map(Duration::from_micros));
+            moderation.pause(now, lasts, rests).as_micros()
+        };
+        assert_eq!(pause(None, Some(1_600)), 1_500, "counted from the beginning of the turn");
+        assert_eq!(pause(None, Some(150)), 0, "not worth it");
+        assert_eq!(pause(None, Some(9_000)), 2_900, "the longest");
+        assert_eq!(pause(Some(1_500), Some(1_600)), 500, "the kernel runs dry first");
+        assert_eq!(pause(Some(5_000), Some(1_600)), 1_500);
+        assert_eq!(pause(None, None), 0, "nothing is full");
+    }
+
+    #[test]
     fn there_are_no_pauses_at_the_rate_of_memory() {
         let turns = after(Duration::from_micros(100), 400_000);
         assert_eq!(pause_at(turns, LONG), Duration::ZERO);
@@ -138,7 +171,7 @@ mod tests {
     fn a_turn_that_took_long_is_followed_by_another_one_at_once() {
         let began = Instant::now();
         let moderation = Moderation::new(began);
-        assert_eq!(moderation.pause(began + PERIOD_MAX, LONG), Duration::ZERO);
+        assert_eq!(moderation.pause(began + PERIOD_MAX, Some(LONG), None), Duration::ZERO);
     }
 
     #[test]
@@ -150,6 +183,6 @@ mod tests {
             now += Duration::from_millis(1);
             moderation.begin_turn(now);
         }
-        assert_eq!(moderation.pause(now, LONG), PERIOD_MAX);
+        assert_eq!(moderation.pause(now, Some(LONG), None), PERIOD_MAX);
     }
 }

@@ -5,6 +5,7 @@ use super::io_thread::IoThread;
 use crate::connection::{Fault, Flushed};
 use crate::inbound::Inbound;
 use crate::metrics::count;
+use crate::paced_flow::PacedFlow;
 use crate::ready::lock;
 use gradlane_units::Rank;
 use std::io;
@@ -35,7 +36,7 @@ impl IoThread<'_> {
             path = link.send_buffer.sent(socket, total).ok().flatten();
         }
         link.send_buffer.look(socket);
-        let writable = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
+        let takes_more = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
         let mut core = lock(core);
         if total > 0 {
             link.last_sent = core.now;
@@ -45,6 +46,8 @@ impl IoThread<'_> {
             core.engine.handle_frame_bytes(rank, frame_bytes);
         }
         core.sent(rank, total, &mut self.sent);
+        link.send_buffer.paced_by_thread(core.flow(rank).is_some_and(PacedFlow::by_thread));
+        let writable = takes_more && core.may_send(rank);
         if let Err(error) = result {
             drop(core);
             self.on_send_error(rank, &error);
@@ -95,7 +98,10 @@ impl IoThread<'_> {
         if core.is_writable(rank) {
             self.arm(&mut core, rank, false);
         } else if nothing_waits {
-            self.set_writable(&mut core, rank, true);
+            // Not due yet: reported again in the next turn.
+            if core.may_send(rank) {
+                self.set_writable(&mut core, rank, true);
+            }
         } else {
             drop(core);
             self.flush(rank);

@@ -1,0 +1,249 @@
+//! Keeps one connection to its part of the port.
+//!
+//! Fast connections the kernel paces: it spreads their packets over time, and holds what lasts while
+//! the I/O thread is busy elsewhere. It needs a timer for every packet of 64 kB. A slow connection
+//! takes a frame in so long a time that the thread comes by anyway, and then the thread hands out one
+//! frame when it is due: no timer of the kernel's, and what is not due yet can still be overtaken by
+//! what becomes urgent (decision 48).
+//!
+//! Due is a frame by the generic cell rate algorithm (ITU-T I.371), a token bucket without a timer: up
+//! to half a frame early, since the thread serves all its connections in one turn, and where it was
+//! late, up to one frame's time is made up for.
+
+use gradlane_units::{Bytes, Rate, Time};
+use gradlane_wire::HEADER_BYTES;
+use std::time::Duration;
+
+/// The thread paces connections whose frames last so long or longer at an even part of the port, half
+/// of its longest pause. It is the port that counts, not what a connection has of it for a moment: the
+/// kernel goes on with timers for a connection that it has paced once.
+const SLOW_FRAME: Duration = Duration::from_micros(1_500);
+/// Changes up to this share, 1/32, are not worth a system call.
+const CHANGE_SHIFT: u32 = 5;
+
+/// What a connection may send of the port, in bytes a second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Share {
+    /// For now, with what others leave.
+    pub(crate) bytes_per_s: u64,
+    /// Where all have more to send than they may.
+    pub(crate) even_bytes_per_s: u64,
+}
+
+/// A connection and its part of the port.
+#[derive(Debug)]
+pub(crate) struct PacedFlow {
+    frame_bytes: u32,
+    /// Whether it had more than the kernel took, at any moment since the last look.
+    demands: bool,
+    /// Bytes that the kernel took since the last look.
+    sent_bytes: u64,
+    /// At most so many bytes a second; none: as fast as it goes.
+    rate: Option<Rate>,
+    /// Where the thread paces it: how long a frame lasts at that rate.
+    frame_lasts: Option<Duration>,
+    /// And when the next frame is due.
+    due: Time,
+}
+
+impl PacedFlow {
+    /// Of a new connection, not paced yet, with frames of so many bytes as a rule.
+    pub(crate) fn new(frame_bytes: u32) -> PacedFlow {
+        PacedFlow {
+            frame_bytes,
+            demands: false,
+            sent_bytes: 0,
+            rate: None,
+            frame_lasts: None,
+            due: Time::ZERO,
+        }
+    }
+
+    /// Notes bytes that the kernel took.
+    pub(crate) fn sent(&mut self, now: Time, bytes: usize) {
+        self.sent_bytes += bytes as u64;
+        if let (Some(rate), Some(frame_lasts)) = (self.rate, self.frame_lasts) {
+            let earliest = Time(now.0.saturating_sub(nanos(frame_lasts)));
+            self.due = self.due.max(earliest) + rate.time_for(Bytes(bytes as u64));
+        }
+    }
+
+    /// Notes that it has more than the kernel takes, or may take now.
+    pub(crate) fn is_full(&mut self) {
+        self.demands = true;
+    }
+
+    /// Whether the next frame may be given to the kernel.
+    pub(crate) fn may_send(&self, now: Time) -> bool {
+        self.frame_lasts.is_none_or(|lasts| self.due.since(now) <= lasts / 2)
+    }
+
+    /// How long the thread may leave it alone where it paces it, at least half of a frame's time: a
+    /// frame that the kernel does not take now waits for acknowledgements, which come with others.
+    pub(crate) fn rests(&self, now: Time) -> Option<Duration> {
+        self.frame_lasts.map(|lasts| self.due.since(now).max(lasts / 2))
+    }
+
+    /// Whether the thread paces it.
+    pub(crate) fn by_thread(&self) -> bool {
+        self.frame_lasts.is_some()
+    }
+
+    /// Begins to count anew, as one that is `full` now; whether it demanded more, and what it sent.
+    pub(crate) fn look(&mut self, full: bool) -> (bool, u64) {
+        let demanded = std::mem::replace(&mut self.demands, full);
+        (demanded, std::mem::take(&mut self.sent_bytes))
+    }
+
+    /// Sets its rate where it is another than the one in force by more than noise; what the kernel
+    /// has to be told then, if anything: a rate, or that there is none.
+    pub(crate) fn change_to(&mut self, now: Time, share: Option<Share>) -> Option<Option<u64>> {
+        let bytes_per_s = share.map(|share| share.bytes_per_s);
+        let same = match (self.rate_bytes_per_s(), bytes_per_s) {
+            (Some(old), Some(new)) => old.abs_diff(new) <= old >> CHANGE_SHIFT,
+            (old, new) => old == new,
+        };
+        if same {
+            return None;
+        }
+        let (was_by_thread, before) = (self.by_thread(), self.kernel_bytes_per_s());
+        let lasts = |bytes_per_s| rate(bytes_per_s).time_for(self.frame());
+        self.frame_lasts = share
+            .filter(|share| lasts(share.even_bytes_per_s) >= SLOW_FRAME)
+            .map(|share| lasts(share.bytes_per_s));
+        self.rate = bytes_per_s.map(rate);
+        if !was_by_thread {
+            self.due = now;
+        }
+        let after = self.kernel_bytes_per_s();
+        (before != after).then_some(after)
+    }
+
+    fn frame(&self) -> Bytes {
+        Bytes(u64::from(self.frame_bytes) + HEADER_BYTES as u64)
+    }
+
+    /// Its rate in force; none: as fast as it goes.
+    pub(crate) fn rate_bytes_per_s(&self) -> Option<u64> {
+        self.rate.map(|rate| rate.0 / 8)
+    }
+
+    fn kernel_bytes_per_s(&self) -> Option<u64> {
+        self.rate_bytes_per_s().filter(|_| !self.by_thread())
+    }
+}
+
+fn rate(bytes_per_s: u64) -> Rate {
+    Rate(bytes_per_s.saturating_mul(8))
+}
+
+fn nanos(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With its header, 65,536 bytes.
+    const FRAME: u32 = 65_536 - HEADER_BYTES as u32;
+    /// At 16 MiB/s one lasts for 3.9 ms.
+    const SLOW: u64 = 16 << 20;
+    const LASTS_NS: u64 = 3_906_250;
+
+    fn even(bytes_per_s: u64) -> Option<Share> {
+        Some(Share { bytes_per_s, even_bytes_per_s: bytes_per_s })
+    }
+
+    fn flow(bytes_per_s: u64) -> PacedFlow {
+        let mut flow = PacedFlow::new(FRAME);
+        flow.change_to(Time::ZERO, even(bytes_per_s));
+        flow
+    }
+
+    /// Sends frames whenever they may go, in turns of this length; frames by turn.
+    fn frames_in_turns(flow: &mut PacedFlow, turns_ns: &[u64]) -> Vec<usize> {
+        let mut now = Time::ZERO;
+        let mut counts = Vec::new();
+        for turn_ns in turns_ns {
+            now = Time(now.0 + turn_ns);
+            let mut count = 0;
+            while flow.may_send(now) {
+                flow.sent(now, 65_536);
+                count += 1;
+            }
+            counts.push(count);
+        }
+        counts
+    }
+
+    #[test]
+    fn the_kernel_paces_fast_connections_and_the_thread_slow_ones() {
+        const FAST: u64 = 100 << 20;
+        let mut flow = PacedFlow::new(FRAME);
+        assert_eq!(flow.change_to(Time::ZERO, even(FAST)), Some(Some(FAST)));
+        assert!(!flow.by_thread() && flow.may_send(Time::ZERO));
+        assert_eq!(flow.rests(Time::ZERO), None);
+        assert_eq!(flow.change_to(Time::ZERO, even(SLOW)), Some(None), "the kernel lets go of it");
+        assert!(flow.by_thread());
+        assert_eq!(flow.change_to(Time::ZERO, even(SLOW / 2)), None, "nothing to tell the kernel");
+        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW / 2));
+        assert_eq!(flow.change_to(Time::ZERO, even(SLOW / 2 + 1)), None, "noise");
+        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW / 2));
+        let alone = Share { bytes_per_s: FAST, even_bytes_per_s: SLOW };
+        assert_eq!(flow.change_to(Time::ZERO, Some(alone)), None, "the port is as slow as before");
+        assert!(flow.by_thread() && flow.rate_bytes_per_s() == Some(FAST));
+        assert_eq!(flow.change_to(Time::ZERO, None), None, "as fast as it goes");
+        assert!(!flow.by_thread() && flow.may_send(Time::ZERO));
+        flow.change_to(Time::ZERO, even(FAST));
+        assert_eq!(flow.change_to(Time::ZERO, None), Some(None));
+    }
+
+    #[test]
+    fn one_frame_goes_in_each_turn_of_its_length() {
+        let counts = frames_in_turns(&mut flow(SLOW), &[LASTS_NS; 20]);
+        assert!(counts[1..].iter().all(|&count| count == 1), "{counts:?}");
+    }
+
+    #[test]
+    fn as_much_goes_in_a_second_whatever_the_turns_are() {
+        for turn_ns in [10_000, 1_000_000, 3_000_000, 5_000_000, 7_800_000] {
+            let turns = vec![turn_ns; (1_000_000_000 / turn_ns) as usize];
+            let sent: usize = frames_in_turns(&mut flow(SLOW), &turns).iter().sum();
+            assert!((254..=259).contains(&sent), "{sent} of 256 in turns of {turn_ns} ns");
+        }
+    }
+
+    #[test]
+    fn a_frame_goes_half_its_time_early_and_no_earlier() {
+        let mut flow = flow(SLOW);
+        let now = Time(1_000 * LASTS_NS);
+        flow.sent(now, 65_536);
+        flow.sent(now, 65_536);
+        assert!(!flow.may_send(Time(now.0 + LASTS_NS / 2 - 1)));
+        assert!(flow.may_send(Time(now.0 + LASTS_NS / 2)));
+        assert_eq!(flow.rests(now), Some(Duration::from_nanos(LASTS_NS)), "until it is due");
+        assert_eq!(flow.rests(Time(now.0 + LASTS_NS)), Some(Duration::from_nanos(LASTS_NS / 2)));
+    }
+
+    #[test]
+    fn a_late_turn_makes_up_for_one_frame_and_no_more() {
+        let mut flow = flow(SLOW);
+        let counts =
+            frames_in_turns(&mut flow, &[LASTS_NS, 2 * LASTS_NS, LASTS_NS, 100 * LASTS_NS]);
+        assert_eq!(counts, [2, 2, 1, 2]);
+    }
+
+    #[test]
+    fn small_frames_go_together_up_to_the_bytes_of_a_usual_one() {
+        let mut flow = flow(SLOW);
+        let now = Time(1_000 * LASTS_NS);
+        let mut bytes = 0;
+        while flow.may_send(now) {
+            flow.sent(now, 1_024);
+            bytes += 1_024;
+        }
+        // What a rest has saved up, and half a frame early.
+        assert!((98_304..=99_328).contains(&bytes), "{bytes}");
+    }
+}
