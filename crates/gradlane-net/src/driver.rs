@@ -114,7 +114,7 @@ impl Driver {
             works,
             shared,
             arrivals: Arrivals::new(plan, Rank(options.rank)),
-            pacing: paced.then(|| Pacing::new(sent_to)),
+            pacing: paced.then(|| Pacing::new(sent_to, options.frame_bytes)),
             uptime: Uptime::new(options.silence_timeout()),
             options,
             now: Time::ZERO,

@@ -1,10 +1,9 @@
 //! Keeps one connection to its part of the port.
 //!
-//! Fast connections the kernel paces: it spreads their packets over time, and holds what lasts while
-//! the I/O thread is busy elsewhere. It needs a timer for every packet of 64 kB. A slow connection
-//! takes a frame in so long a time that the thread comes by anyway, and then the thread hands out one
-//! frame when it is due: no timer of the kernel's, and what is not due yet can still be overtaken by
-//! what becomes urgent (decision 48).
+//! The kernel paces by spreading packets over time, and holds what lasts while the I/O thread is busy
+//! elsewhere. It needs a timer for every packet of 64 kB. Where a frame lasts about as long as a turn of
+//! the thread, the thread comes by anyway, and hands one out when it is due: no timer of the
+//! kernel's, and what is not due yet can still be overtaken by what becomes urgent (decision 48).
 //!
 //! Due is a frame by the generic cell rate algorithm (ITU-T I.371), a token bucket without a timer: up
 //! to half a frame early, since the thread serves all its connections in one turn, and where it was
@@ -14,20 +13,15 @@ use gradlane_units::{Bytes, Rate, Time};
 use gradlane_wire::HEADER_BYTES;
 use std::time::Duration;
 
-/// The thread paces connections whose frames last so long or longer at an even part of the port, half
-/// of its longest pause. It is the port that counts, not what a connection has of it for a moment: the
-/// kernel goes on with timers for a connection that it has paced once.
-const SLOW_FRAME: Duration = Duration::from_micros(1_500);
 /// Changes up to this share, 1/32, are not worth a system call.
 const CHANGE_SHIFT: u32 = 5;
 
-/// What a connection may send of the port, in bytes a second.
+/// What a connection may send of its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
-    /// For now, with what others leave.
     pub(crate) bytes_per_s: u64,
-    /// Where all have more to send than they may.
-    pub(crate) even_bytes_per_s: u64,
+    /// Whether the I/O thread keeps it to that; else the kernel.
+    pub(crate) by_thread: bool,
 }
 
 /// A connection and its part of the port.
@@ -99,28 +93,24 @@ impl PacedFlow {
     /// has to be told then, if anything: a rate, or that there is none.
     pub(crate) fn change_to(&mut self, now: Time, share: Option<Share>) -> Option<Option<u64>> {
         let bytes_per_s = share.map(|share| share.bytes_per_s);
+        let by_thread = share.is_some_and(|share| share.by_thread);
         let same = match (self.rate_bytes_per_s(), bytes_per_s) {
             (Some(old), Some(new)) => old.abs_diff(new) <= old >> CHANGE_SHIFT,
             (old, new) => old == new,
         };
-        if same {
+        let (was_by_thread, before) = (self.by_thread(), self.kernel_bytes_per_s());
+        if same && by_thread == was_by_thread {
             return None;
         }
-        let (was_by_thread, before) = (self.by_thread(), self.kernel_bytes_per_s());
-        let lasts = |bytes_per_s| rate(bytes_per_s).time_for(self.frame());
-        self.frame_lasts = share
-            .filter(|share| lasts(share.even_bytes_per_s) >= SLOW_FRAME)
-            .map(|share| lasts(share.bytes_per_s));
+        let frame = Bytes(u64::from(self.frame_bytes) + HEADER_BYTES as u64);
+        let lasts = |bytes_per_s| rate(bytes_per_s).time_for(frame);
+        self.frame_lasts = bytes_per_s.filter(|_| by_thread).map(lasts);
         self.rate = bytes_per_s.map(rate);
         if !was_by_thread {
             self.due = now;
         }
         let after = self.kernel_bytes_per_s();
         (before != after).then_some(after)
-    }
-
-    fn frame(&self) -> Bytes {
-        Bytes(u64::from(self.frame_bytes) + HEADER_BYTES as u64)
     }
 
     /// Its rate in force; none: as fast as it goes.
@@ -151,13 +141,17 @@ mod tests {
     const SLOW: u64 = 16 << 20;
     const LASTS_NS: u64 = 3_906_250;
 
-    fn even(bytes_per_s: u64) -> Option<Share> {
-        Some(Share { bytes_per_s, even_bytes_per_s: bytes_per_s })
+    fn by_kernel(bytes_per_s: u64) -> Option<Share> {
+        Some(Share { bytes_per_s, by_thread: false })
+    }
+
+    fn by_thread(bytes_per_s: u64) -> Option<Share> {
+        Some(Share { bytes_per_s, by_thread: true })
     }
 
     fn flow(bytes_per_s: u64) -> PacedFlow {
         let mut flow = PacedFlow::new(FRAME);
-        flow.change_to(Time::ZERO, even(bytes_per_s));
+        flow.change_to(Time::ZERO, by_thread(bytes_per_s));
         flow
     }
 
@@ -178,25 +172,22 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_paces_fast_connections_and_the_thread_slow_ones() {
+    fn the_kernel_is_told_what_it_has_to_pace_and_no_more() {
         const FAST: u64 = 100 << 20;
         let mut flow = PacedFlow::new(FRAME);
-        assert_eq!(flow.change_to(Time::ZERO, even(FAST)), Some(Some(FAST)));
+        assert_eq!(flow.change_to(Time::ZERO, by_kernel(FAST)), Some(Some(FAST)));
         assert!(!flow.by_thread() && flow.may_send(Time::ZERO));
         assert_eq!(flow.rests(Time::ZERO), None);
-        assert_eq!(flow.change_to(Time::ZERO, even(SLOW)), Some(None), "the kernel lets go of it");
+        assert_eq!(flow.change_to(Time::ZERO, by_thread(FAST)), Some(None), "it lets go of it");
         assert!(flow.by_thread());
-        assert_eq!(flow.change_to(Time::ZERO, even(SLOW / 2)), None, "nothing to tell the kernel");
-        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW / 2));
-        assert_eq!(flow.change_to(Time::ZERO, even(SLOW / 2 + 1)), None, "noise");
-        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW / 2));
-        let alone = Share { bytes_per_s: FAST, even_bytes_per_s: SLOW };
-        assert_eq!(flow.change_to(Time::ZERO, Some(alone)), None, "the port is as slow as before");
-        assert!(flow.by_thread() && flow.rate_bytes_per_s() == Some(FAST));
-        assert_eq!(flow.change_to(Time::ZERO, None), None, "as fast as it goes");
+        assert_eq!(flow.change_to(Time::ZERO, by_thread(SLOW)), None, "nothing to tell the kernel");
+        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW));
+        assert_eq!(flow.change_to(Time::ZERO, by_thread(SLOW + 1)), None, "noise");
+        assert_eq!(flow.rate_bytes_per_s(), Some(SLOW));
+        assert_eq!(flow.change_to(Time::ZERO, by_kernel(SLOW)), Some(Some(SLOW)));
+        assert_eq!(flow.change_to(Time::ZERO, by_kernel(SLOW + 1)), None, "noise");
+        assert_eq!(flow.change_to(Time::ZERO, None), Some(None), "as fast as it goes");
         assert!(!flow.by_thread() && flow.may_send(Time::ZERO));
-        flow.change_to(Time::ZERO, even(FAST));
-        assert_eq!(flow.change_to(Time::ZERO, None), Some(None));
     }
 
     #[test]

@@ -7,14 +7,16 @@
 //!
 //! The rate of the port is found as BBR finds that of a path (Cardwell et al., 2016): the most that was
 //! acknowledged, over all connections, in recent windows that were never without work. Windows are
-//! counted in bytes. In every so many of them twice as much may go, so that a faster port is noticed
-//! soon. A rank that always has less to send than its port takes never finishes a window, and is never paced.
+//! counted in bytes. In every so many of them a quarter more may go, as BBR probes, so that a faster
+//! port is noticed soon. A rank that always has less to send than its port takes never finishes a window, and is never paced.
 //!
 //! What keeps a connection to its part is in `paced_flow`.
 
 use crate::paced_flow::{PacedFlow, Share};
-use gradlane_units::Time;
+use gradlane_units::{Bytes, Rate, Time};
+use gradlane_wire::HEADER_BYTES;
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 /// Bytes of a window at least; what is in flight when it begins and ends is small beside them.
@@ -25,8 +27,17 @@ const WINDOW_BYTES_A_PEER: u64 = 2 << 20;
 const WINDOW_AT_LEAST: Duration = Duration::from_millis(4);
 /// Windows that the rate of the port is the most of.
 const WINDOWS: usize = 64;
-/// In one window of so many twice as much may go.
-const PROBE_EVERY: u32 = 32;
+/// In one window of so many a quarter more may go.
+const PROBE_EVERY: u32 = 16;
+const PROBE_SHIFT: u32 = 2;
+/// The I/O thread paces connections whose usual frames last so long at an even part of the port: about
+/// as long as a turn, of which the longest has 3 ms. Of shorter ones it would have to be on time for too
+/// many, and longer ones would all leave in one turn and then none.
+const THREAD_FRAME: RangeInclusive<Duration> =
+    Duration::from_micros(1_500)..=Duration::from_micros(4_000);
+/// And the whole port takes so long or longer for one: with many peers on a fast port the kernel is
+/// better at it.
+const THREAD_PORT_FRAME: Duration = Duration::from_micros(400);
 /// Time between two looks at who has how much to send.
 const TICK: Duration = Duration::from_millis(5);
 /// Over the rate that was found in all others, so that it can be found to be more: 1/64.
@@ -96,11 +107,15 @@ impl PortRate {
         self.window = None;
     }
 
-    /// What all connections together may send; none: as fast as it goes.
-    fn allowed_bytes_per_s(&self) -> Option<u64> {
-        let most = *self.found.iter().max()?;
-        let over = if self.until_probe == 0 { most } else { most >> OVER_SHIFT };
-        Some(most.saturating_add(over))
+    /// The rate of the port; none: not found yet.
+    fn bytes_per_s(&self) -> Option<u64> {
+        self.found.iter().max().copied()
+    }
+
+    /// What all connections together may send of a port of this rate.
+    fn allowed(&self, bytes_per_s: u64) -> u64 {
+        let shift = if self.until_probe == 0 { PROBE_SHIFT } else { OVER_SHIFT };
+        bytes_per_s.saturating_add(bytes_per_s >> shift)
     }
 }
 
@@ -108,15 +123,18 @@ impl PortRate {
 #[derive(Debug)]
 pub(crate) struct Pacing {
     port: PortRate,
+    /// A usual frame on the wire.
+    frame: Bytes,
     looked: Time,
     /// Whether there was always a full one since then.
     busy: bool,
 }
 
 impl Pacing {
-    /// Pacing for a rank that sends to so many peers.
-    pub(crate) fn new(peers: usize) -> Pacing {
-        Pacing { port: PortRate::new(peers), looked: Time::ZERO, busy: false }
+    /// Pacing for a rank that sends to so many peers, as a rule in frames with so many bytes.
+    pub(crate) fn new(peers: usize, frame_bytes: u32) -> Pacing {
+        let frame = Bytes(u64::from(frame_bytes) + HEADER_BYTES as u64);
+        Pacing { port: PortRate::new(peers), frame, looked: Time::ZERO, busy: false }
     }
 
     /// The I/O thread has done what there is to do: a connection that is not full has nothing to send.
@@ -150,7 +168,10 @@ impl Pacing {
             self.port.idle();
         }
         self.busy = flows.iter().any(|(_, full, _)| *full);
-        let share = self.port.allowed_bytes_per_s().map(|port| share(port, elapsed, &looked));
+        let share = self.port.bytes_per_s().map(|port| Share {
+            bytes_per_s: share(self.port.allowed(port), elapsed, &looked),
+            by_thread: self.suits_thread(port, looked.len()),
+        });
         for (index, _, flow) in flows {
             if let Some(rate) = flow.change_to(now, share) {
                 set(index, rate);
@@ -159,16 +180,26 @@ impl Pacing {
     }
 }
 
+impl Pacing {
+    /// Whether the I/O thread paces so many connections that share a port of this rate. It is the
+    /// port that counts, not what one has of it for a moment: the kernel goes on with timers for a
+    /// connection that it has paced once.
+    fn suits_thread(&self, port_bytes_per_s: u64, flows: usize) -> bool {
+        let lasts = Rate(port_bytes_per_s.saturating_mul(8)).time_for(self.frame);
+        lasts >= THREAD_PORT_FRAME && THREAD_FRAME.contains(&lasts.saturating_mul(flows as u32))
+    }
+}
+
 /// What each flow may send of a port: what those leave that had little to send is shared out by the
 /// others, and none gets less than an even part.
-fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> Share {
+fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> u64 {
     let taken: u128 =
         flows.iter().filter(|(demands, _)| !demands).map(|&(_, bytes)| u128::from(bytes)).sum();
     let taken_per_s = taken * 1_000_000_000 / elapsed.as_nanos().max(1);
     let left = port_bytes_per_s.saturating_sub(u64::try_from(taken_per_s).unwrap_or(u64::MAX));
     let demanding = flows.iter().filter(|(demands, _)| *demands).count() as u64;
-    let even_bytes_per_s = (port_bytes_per_s / (flows.len() as u64).max(1)).max(1);
-    Share { bytes_per_s: (left / demanding.max(1)).max(even_bytes_per_s), even_bytes_per_s }
+    let even = port_bytes_per_s / (flows.len() as u64).max(1);
+    (left / demanding.max(1)).max(even).max(1)
 }
 
 #[cfg(test)]
@@ -192,7 +223,7 @@ mod tests {
                 rate,
                 now: Time::ZERO,
                 acknowledged: 0,
-                pacing: Pacing::new(peers),
+                pacing: Pacing::new(peers, 65_096),
                 flows: (0..peers).map(|_| PacedFlow::new(65_096)).collect(),
             }
         }
@@ -255,6 +286,31 @@ mod tests {
     }
 
     #[test]
+    fn the_thread_paces_where_a_frame_lasts_about_as_long_as_a_turn() {
+        let by_thread = |mbit_per_s: u64, peers: usize| {
+            Pacing::new(peers, 65_096).suits_thread(mbit_per_s * 125_000, peers)
+        };
+        assert!(by_thread(400, 3) && by_thread(500, 3) && by_thread(1_000, 3));
+        assert!(by_thread(1_000, 7), "8 ranks");
+        assert!(!by_thread(100, 3) && !by_thread(500, 7), "frames of many turns");
+        assert!(!by_thread(2_000, 3) && !by_thread(10_000, 3), "many frames in a turn");
+        assert!(!by_thread(10_000, 63), "a frame every 52 us");
+    }
+
+    #[test]
+    fn who_paces_stays_the_same_in_windows_that_look_for_more() {
+        let mut port = Port::new(120_000_000, 3);
+        let mut more = 0;
+        for _ in 0..2_000 {
+            port.tick(&[u64::MAX / 8; 3], false);
+            let rates = port.rates();
+            assert!(port.flows.iter().all(|flow| rates[0].is_none() || flow.by_thread()));
+            more += u32::from(rates[0].is_some_and(|rate| rate > 48_000_000));
+        }
+        assert!(more > 0, "one window of 16");
+    }
+
+    #[test]
     fn what_one_leaves_the_others_get() {
         let mut port = Port::new(48_000_000, 3);
         for _ in 0..200 {
@@ -287,7 +343,7 @@ mod tests {
             port.tick(&[u64::MAX / 8; 3], false);
         }
         port.rate = 480_000_000;
-        for _ in 0..2_000 {
+        for _ in 0..3_000 {
             port.tick(&[u64::MAX / 8; 3], false);
         }
         let allowed = port.pacing.port.found.iter().max().copied().expect("found");

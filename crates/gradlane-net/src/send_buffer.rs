@@ -37,7 +37,7 @@ const INTERVAL_BYTES: usize = 512 << 10;
 pub(crate) struct SendBuffer {
     adapts: bool,
     floor: Sizes,
-    /// The floor of what is held while the I/O thread paces the connection.
+    /// Held at least while the I/O thread paces the connection.
     paced_bytes: u64,
     by_thread: bool,
     sizes: Sizes,
@@ -110,11 +110,7 @@ impl SendBuffer {
         if !self.adapts {
             return Ok(Some(path));
         }
-        let mut floor = self.floor;
-        if self.by_thread {
-            floor.held_bytes = floor.held_bytes.max(self.paced_bytes);
-        }
-        let target = floor.fitted_to(path);
+        let target = self.floor_now().fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
             syscall::set_send_buffer(socket, target.held_bytes)?;
@@ -129,6 +125,11 @@ impl SendBuffer {
     /// Notes whether the I/O thread paces the connection.
     pub(crate) fn paced_by_thread(&mut self, by_thread: bool) {
         self.by_thread = by_thread;
+    }
+
+    fn floor_now(&self) -> Sizes {
+        let paced_bytes = if self.by_thread { self.paced_bytes } else { 0 };
+        Sizes { held_bytes: self.floor.held_bytes.max(paced_bytes), ..self.floor }
     }
 
     /// Looks at what waits unsent, where that decides when more is given: not where the I/O thread
@@ -233,6 +234,19 @@ mod tests {
         assert_eq!(buffer(20_000_000, 0).lasts(), Duration::ZERO);
         assert_eq!(buffer(0, 100_000).lasts(), Duration::ZERO, "a rate that is not known yet");
         assert_eq!(buffer(1, u64::MAX).lasts(), Duration::from_nanos(u64::MAX));
+    }
+
+    #[test]
+    fn a_connection_that_the_thread_paces_holds_three_frames_and_a_half() {
+        let (sender, _receiver) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let socket = std::os::fd::AsFd::as_fd(&sender);
+        let mut buffer = SendBuffer::new(socket, 0, 0, 65_096, 3).expect("a buffer");
+        assert_eq!(buffer.floor_now().held_bytes, FLOOR_BYTES);
+        buffer.paced_by_thread(true);
+        // The kernel doubles it.
+        assert_eq!(2 * buffer.floor_now().held_bytes, 65_096 * 7 / 2);
+        buffer.paced_by_thread(false);
+        assert_eq!(buffer.floor_now().held_bytes, FLOOR_BYTES);
     }
 
     #[test]
