@@ -120,7 +120,7 @@ def test_without_time_the_settings_stay() -> None:
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tensors in one frame are a few events; slices in frames of 67 kB are many."""
+    """Whole tensors in one frame are a few events; slices in frames of 65 kB are many."""
     cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
     monkeypatch.setattr(
         candidates,

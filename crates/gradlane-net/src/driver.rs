@@ -97,7 +97,7 @@ impl Driver {
                 options.frame_bytes,
                 sent_to,
             )?;
-            peers.push(Some(Peer::new(thread, Arc::clone(&socket), options.frame_bytes)));
+            peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
             links[thread][rank] = Some(Link::new(
                 Connection::new(socket),
                 send_buffer,

@@ -10,7 +10,6 @@
 //! late, up to one frame's time is made up for.
 
 use gradlane_units::{Bytes, Rate, Time};
-use gradlane_wire::HEADER_BYTES;
 use std::time::Duration;
 
 /// Changes up to this share, 1/32, are not worth a system call.
@@ -20,45 +19,31 @@ const CHANGE_SHIFT: u32 = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) bytes_per_s: u64,
-    /// Whether the I/O thread keeps it to that; else the kernel.
-    pub(crate) by_thread: bool,
+    /// How long a usual frame lasts at that rate, where the I/O thread keeps the connection to it;
+    /// none: the kernel does.
+    pub(crate) frame_lasts: Option<Duration>,
 }
 
 /// A connection and its part of the port.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct PacedFlow {
-    frame_bytes: u32,
     /// Whether it had more than the kernel took, at any moment since the last look.
     demands: bool,
     /// Bytes that the kernel took since the last look.
     sent_bytes: u64,
-    /// At most so many bytes a second; none: as fast as it goes.
-    rate: Option<Rate>,
-    /// Where the thread paces it: how long a frame lasts at that rate.
-    frame_lasts: Option<Duration>,
-    /// And when the next frame is due.
+    /// None: as fast as it goes.
+    share: Option<Share>,
+    /// When the next frame is due, where the thread paces it.
     due: Time,
 }
 
 impl PacedFlow {
-    /// Of a new connection, not paced yet, with frames of so many bytes as a rule.
-    pub(crate) fn new(frame_bytes: u32) -> PacedFlow {
-        PacedFlow {
-            frame_bytes,
-            demands: false,
-            sent_bytes: 0,
-            rate: None,
-            frame_lasts: None,
-            due: Time::ZERO,
-        }
-    }
-
     /// Notes bytes that the kernel took.
     pub(crate) fn sent(&mut self, now: Time, bytes: usize) {
         self.sent_bytes += bytes as u64;
-        if let (Some(rate), Some(frame_lasts)) = (self.rate, self.frame_lasts) {
-            let earliest = Time(now.0.saturating_sub(nanos(frame_lasts)));
-            self.due = self.due.max(earliest) + rate.time_for(Bytes(bytes as u64));
+        if let Some(Share { bytes_per_s, frame_lasts: Some(frame_lasts) }) = self.share {
+            let lasts = Rate::of_bytes(bytes_per_s).time_for(Bytes(bytes as u64));
+            self.due = self.due.max(now - frame_lasts) + lasts;
         }
     }
 
@@ -69,18 +54,18 @@ impl PacedFlow {
 
     /// Whether the next frame may be given to the kernel.
     pub(crate) fn may_send(&self, now: Time) -> bool {
-        self.frame_lasts.is_none_or(|lasts| self.due.since(now) <= lasts / 2)
+        self.frame_lasts().is_none_or(|lasts| self.due.since(now) <= lasts / 2)
     }
 
     /// How long the thread may leave it alone where it paces it, at least half of a frame's time: a
     /// frame that the kernel does not take now waits for acknowledgements, which come with others.
     pub(crate) fn rests(&self, now: Time) -> Option<Duration> {
-        self.frame_lasts.map(|lasts| self.due.since(now).max(lasts / 2))
+        self.frame_lasts().map(|lasts| self.due.since(now).max(lasts / 2))
     }
 
     /// Whether the thread paces it.
     pub(crate) fn by_thread(&self) -> bool {
-        self.frame_lasts.is_some()
+        self.frame_lasts().is_some()
     }
 
     /// Begins to count anew, as one that is `full` now; whether it demanded more, and what it sent.
@@ -92,65 +77,60 @@ impl PacedFlow {
     /// Sets its rate where it is another than the one in force by more than noise; what the kernel
     /// has to be told then, if anything: a rate, or that there is none.
     pub(crate) fn change_to(&mut self, now: Time, share: Option<Share>) -> Option<Option<u64>> {
-        let bytes_per_s = share.map(|share| share.bytes_per_s);
-        let by_thread = share.is_some_and(|share| share.by_thread);
-        let same = match (self.rate_bytes_per_s(), bytes_per_s) {
-            (Some(old), Some(new)) => old.abs_diff(new) <= old >> CHANGE_SHIFT,
+        let by_thread = share.is_some_and(|share| share.frame_lasts.is_some());
+        let same = match (self.share, share) {
+            (Some(Share { bytes_per_s: old, .. }), Some(Share { bytes_per_s: new, .. })) => {
+                old.abs_diff(new) <= old >> CHANGE_SHIFT
+            }
             (old, new) => old == new,
         };
-        let (was_by_thread, before) = (self.by_thread(), self.kernel_bytes_per_s());
-        if same && by_thread == was_by_thread {
+        if same && by_thread == self.by_thread() {
             return None;
         }
-        let frame = Bytes(u64::from(self.frame_bytes) + HEADER_BYTES as u64);
-        let lasts = |bytes_per_s| rate(bytes_per_s).time_for(frame);
-        self.frame_lasts = bytes_per_s.filter(|_| by_thread).map(lasts);
-        self.rate = bytes_per_s.map(rate);
-        if !was_by_thread {
+        if !self.by_thread() {
             self.due = now;
         }
+        let before = self.kernel_bytes_per_s();
+        self.share = share;
         let after = self.kernel_bytes_per_s();
         (before != after).then_some(after)
     }
 
     /// Its rate in force; none: as fast as it goes.
     pub(crate) fn rate_bytes_per_s(&self) -> Option<u64> {
-        self.rate.map(|rate| rate.0 / 8)
+        self.share.map(|share| share.bytes_per_s)
     }
 
     fn kernel_bytes_per_s(&self) -> Option<u64> {
         self.rate_bytes_per_s().filter(|_| !self.by_thread())
     }
-}
 
-fn rate(bytes_per_s: u64) -> Rate {
-    Rate(bytes_per_s.saturating_mul(8))
-}
-
-fn nanos(span: Duration) -> u64 {
-    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
+    fn frame_lasts(&self) -> Option<Duration> {
+        self.share.and_then(|share| share.frame_lasts)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// With its header, 65,536 bytes.
-    const FRAME: u32 = 65_536 - HEADER_BYTES as u32;
+    /// With its header.
+    const FRAME: usize = 65_536;
     /// At 16 MiB/s one lasts for 3.9 ms.
     const SLOW: u64 = 16 << 20;
     const LASTS_NS: u64 = 3_906_250;
 
     fn by_kernel(bytes_per_s: u64) -> Option<Share> {
-        Some(Share { bytes_per_s, by_thread: false })
+        Some(Share { bytes_per_s, frame_lasts: None })
     }
 
     fn by_thread(bytes_per_s: u64) -> Option<Share> {
-        Some(Share { bytes_per_s, by_thread: true })
+        let frame_lasts = Some(Rate::of_bytes(bytes_per_s).time_for(Bytes(FRAME as u64)));
+        Some(Share { bytes_per_s, frame_lasts })
     }
 
     fn flow(bytes_per_s: u64) -> PacedFlow {
-        let mut flow = PacedFlow::new(FRAME);
+        let mut flow = PacedFlow::default();
         flow.change_to(Time::ZERO, by_thread(bytes_per_s));
         flow
     }
@@ -163,7 +143,7 @@ mod tests {
             now = Time(now.0 + turn_ns);
             let mut count = 0;
             while flow.may_send(now) {
-                flow.sent(now, 65_536);
+                flow.sent(now, FRAME);
                 count += 1;
             }
             counts.push(count);
@@ -174,7 +154,7 @@ mod tests {
     #[test]
     fn the_kernel_is_told_what_it_has_to_pace_and_no_more() {
         const FAST: u64 = 100 << 20;
-        let mut flow = PacedFlow::new(FRAME);
+        let mut flow = PacedFlow::default();
         assert_eq!(flow.change_to(Time::ZERO, by_kernel(FAST)), Some(Some(FAST)));
         assert!(!flow.by_thread() && flow.may_send(Time::ZERO));
         assert_eq!(flow.rests(Time::ZERO), None);
@@ -209,8 +189,8 @@ mod tests {
     fn a_frame_goes_half_its_time_early_and_no_earlier() {
         let mut flow = flow(SLOW);
         let now = Time(1_000 * LASTS_NS);
-        flow.sent(now, 65_536);
-        flow.sent(now, 65_536);
+        flow.sent(now, FRAME);
+        flow.sent(now, FRAME);
         assert!(!flow.may_send(Time(now.0 + LASTS_NS / 2 - 1)));
         assert!(flow.may_send(Time(now.0 + LASTS_NS / 2)));
         assert_eq!(flow.rests(now), Some(Duration::from_nanos(LASTS_NS)), "until it is due");
@@ -226,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn small_frames_go_together_up_to_the_bytes_of_a_usual_one() {
+    fn small_frames_go_together_up_to_the_bytes_of_a_usual_one_and_a_half() {
         let mut flow = flow(SLOW);
         let now = Time(1_000 * LASTS_NS);
         let mut bytes = 0;

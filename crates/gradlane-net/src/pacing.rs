@@ -7,8 +7,8 @@
 //!
 //! The rate of the port is found as BBR finds that of a path (Cardwell et al., 2016): the most that was
 //! acknowledged, over all connections, in recent windows that were never without work. Windows are
-//! counted in bytes. In every so many of them twice as much may go, so that a faster port is noticed
-//! soon. A rank that always has less to send than its port takes never finishes a window, and is never paced.
+//! counted in bytes. In one of so many twice as much may go, so that a faster port is noticed soon. A rank
+//! that always has less to send than its port takes never finishes a window, and is never paced.
 //!
 //! What keeps a connection to its part is in `paced_flow`.
 
@@ -41,6 +41,7 @@ const THREAD_PORT_FRAME: Duration = Duration::from_micros(400);
 const TICK: Duration = Duration::from_millis(5);
 /// Over the rate that was found in all others, so that it can be found to be more: 1/64.
 const OVER_SHIFT: u32 = 6;
+
 /// A window that has begun.
 #[derive(Debug)]
 struct Window {
@@ -167,9 +168,10 @@ impl Pacing {
             self.port.idle();
         }
         self.busy = flows.iter().any(|(_, full, _)| *full);
-        let share = self.port.bytes_per_s().map(|port| Share {
-            bytes_per_s: share(self.port.allowed(port), elapsed, &looked),
-            by_thread: self.suits_thread(port, looked.len()),
+        let share = self.port.bytes_per_s().map(|port| {
+            let bytes_per_s = share(self.port.allowed(port), elapsed, &looked);
+            let by_thread = self.suits_thread(port, looked.len());
+            Share { bytes_per_s, frame_lasts: by_thread.then(|| self.frame_lasts(bytes_per_s)) }
         });
         for (index, _, flow) in flows {
             if let Some(rate) = flow.change_to(now, share) {
@@ -177,15 +179,17 @@ impl Pacing {
             }
         }
     }
-}
 
-impl Pacing {
     /// Whether the I/O thread paces so many connections that share a port of this rate. It is the
     /// port that counts, not what one has of it for a moment: the kernel goes on with timers for a
     /// connection that it has paced once.
     fn suits_thread(&self, port_bytes_per_s: u64, flows: usize) -> bool {
-        let lasts = Rate(port_bytes_per_s.saturating_mul(8)).time_for(self.frame);
+        let lasts = self.frame_lasts(port_bytes_per_s);
         lasts >= THREAD_PORT_FRAME && THREAD_FRAME.contains(&lasts.saturating_mul(flows as u32))
+    }
+
+    fn frame_lasts(&self, bytes_per_s: u64) -> Duration {
+        Rate::of_bytes(bytes_per_s).time_for(self.frame)
     }
 }
 
@@ -223,7 +227,7 @@ mod tests {
                 now: Time::ZERO,
                 acknowledged: 0,
                 pacing: Pacing::new(peers, 65_096),
-                flows: (0..peers).map(|_| PacedFlow::new(65_096)).collect(),
+                flows: (0..peers).map(|_| PacedFlow::default()).collect(),
             }
         }
 
@@ -342,7 +346,7 @@ mod tests {
             port.tick(&[u64::MAX / 8; 3], false);
         }
         port.rate = 480_000_000;
-        for _ in 0..3_000 {
+        for _ in 0..2_000 {
             port.tick(&[u64::MAX / 8; 3], false);
         }
         let allowed = port.pacing.port.found.iter().max().copied().expect("found");

@@ -26,9 +26,19 @@ impl Time {
 impl Add<Duration> for Time {
     type Output = Time;
     fn add(self, span: Duration) -> Time {
-        let nanos = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
-        Time(self.0.saturating_add(nanos))
+        Time(self.0.saturating_add(nanos(span)))
     }
+}
+
+impl Sub<Duration> for Time {
+    type Output = Time;
+    fn sub(self, span: Duration) -> Time {
+        Time(self.0.saturating_sub(nanos(span)))
+    }
+}
+
+fn nanos(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// A number of bytes.
@@ -66,6 +76,12 @@ impl fmt::Display for Bytes {
 pub struct Rate(pub u64);
 
 impl Rate {
+    /// So many bytes a second.
+    #[must_use]
+    pub const fn of_bytes(bytes_per_s: u64) -> Rate {
+        Rate(bytes_per_s.saturating_mul(8))
+    }
+
     /// Time that `size` takes at this rate, rounded up; zero for a rate of zero (no limit).
     #[must_use]
     pub fn time_for(self, size: Bytes) -> Duration {
@@ -92,5 +108,7 @@ mod tests {
     fn time_saturates_instead_of_wrapping() {
         assert_eq!(Time(5).since(Time(9)), Duration::ZERO);
         assert_eq!(Time(u64::MAX) + Duration::from_secs(1), Time(u64::MAX));
+        assert_eq!(Time(9) - Duration::from_nanos(4), Time(5));
+        assert_eq!(Time(9) - Duration::from_secs(1), Time::ZERO);
     }
 }

@@ -47,11 +47,11 @@ pub(crate) struct Peer {
 
 impl Peer {
     /// A peer whose connection was made a moment ago.
-    pub(super) fn new(thread: usize, socket: Arc<Tracked<TcpStream>>, frame_bytes: u32) -> Peer {
+    pub(super) fn new(thread: usize, socket: Arc<Tracked<TcpStream>>) -> Peer {
         Peer {
             thread,
             socket,
-            flow: PacedFlow::new(frame_bytes),
+            flow: PacedFlow::default(),
             open: true,
             writable: true,
             said_goodbye: false,

@@ -113,22 +113,22 @@ impl<'a> IoThread<'a> {
         loop {
             self.watch_silence();
             let hurry = self.pump();
-            let asked = {
+            let (asked, pause) = {
                 let mut core = self.core();
                 if core.ending.is_some() {
                     return;
                 }
                 core.pace();
-                if hurry {
+                let asked = if hurry {
                     Duration::ZERO
                 } else {
                     let next = core.engine.poll_timeout();
                     next.map_or(self.next_watch, |it| it.min(self.next_watch)).since(core.now)
-                }
+                };
+                (asked, self.pause(&core).min(asked))
             };
             let idle = || self.core().is_idle(self.index);
             let poller = &self.shared.pollers[self.index];
-            let pause = self.pause().min(asked);
             if !pause.is_zero() {
                 // A failure leaves sockets unmoderated: the wait below returns as soon as it can.
                 let _ = poller.rest(pause, idle);
@@ -161,9 +161,8 @@ impl<'a> IoThread<'a> {
     /// How long to leave sockets alone, while a connection takes no more: until the first of those
     /// that the kernel paces has almost nothing left, and all that this thread paces are due, which
     /// it then serves in one turn.
-    fn pause(&self) -> Duration {
+    fn pause(&self, core: &Core) -> Duration {
         let (mut least, mut most) = (None, None);
-        let core = self.core();
         for (rank, link) in self.links.iter().enumerate() {
             let Some(link) = link.as_ref().filter(|link| link.armed) else {
                 continue;
@@ -176,7 +175,6 @@ impl<'a> IoThread<'a> {
                 least = Some(least.map_or(lasts, |least: Duration| least.min(lasts)));
             }
         }
-        drop(core);
         self.moderation.pause(Instant::now(), least, most)
     }
 

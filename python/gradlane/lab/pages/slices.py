@@ -76,7 +76,7 @@ def _in_short(sweeps: Sequence[Sweep]) -> list[Block]:
     return [
         Figures(figures),
         Paragraph(
-            "A slice is the unit of aggregation and of placement; frames of 67 kB are the unit of "
+            "A slice is the unit of aggregation and of placement; frames of 65 kB are the unit of "
             "sending, so that also within a large slice what is urgent need not wait. Small slices "
             "cost every rank a frame and a piece of work each, large ones wait longer for their "
             "last contribution and share tensors less evenly. Time is dilated here, so a host's "
