@@ -145,7 +145,7 @@ class ReferenceSession:
                 tensor.copy_(value)
 
     def average(self, model: nn.Module) -> None:
-        """Average now, as listing the parameters does in gradlane."""
+        """Average now, as reading a gradient does in gradlane."""
         self._averaged.add(id(model))
         everyone = self._shared.exchange(
             self.rank, [parameter.grad for parameter in model.parameters()]
@@ -223,4 +223,4 @@ def average(session: Any, model: nn.Module) -> None:
     if isinstance(session, ReferenceSession):
         session.average(model)
     else:
-        list(model.parameters())
+        _ = [parameter.grad for parameter in model.parameters()]

@@ -447,9 +447,7 @@ def test_grad_scaler_alone_attaches() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(STEPS):
             scaler.scale(cnn_loss(model, session.rank, step)).backward()
-            if isinstance(session, gradlane.Session):
-                assert model.head.bias.grad is None
-            else:
+            if not isinstance(session, gradlane.Session):
                 average(session, model)
             scaler.unscale_(optimizer)
             scaler.step(optimizer)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
+from gradlane.adapter.lazy_state import plain_state
 from tests.adapter.models import Attention, Awkward, seeded
 from tests.adapter.pool import FirstRanks, RankPool
 from tests.adapter.ranks import run_ranks
@@ -76,9 +77,11 @@ def test_the_state_is_that_of_training_alone(name: str) -> None:
         session.prepare(model, optimizer)
         assert optimizer.state_dict()["state"] == {}
         run_steps(session, model, optimizer, 1, 6)
-        assert len(optimizer.state) == 0, "nothing is kept twice"
+        assert len(plain_state(optimizer)) == 0, "nothing is kept twice"
+        with pytest.raises(gradlane.UsageError, match="the state is on the servers"):
+            len(optimizer.state)
         state = copy.deepcopy(optimizer.state_dict())
-        assert len(optimizer.state) == 0
+        assert len(plain_state(optimizer)) == 0
         return state
 
     for state in run_ranks(2, body, update="server"):

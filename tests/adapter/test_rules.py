@@ -227,7 +227,7 @@ def test_two_losses_over_different_parameters_are_one_step() -> None:
     run_alone(body)
 
 
-def test_forgetting_to_zero_gradients_warns() -> None:
+def test_forgetting_to_zero_gradients_on_servers_warns() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session)
         backward(model)
@@ -236,7 +236,7 @@ def test_forgetting_to_zero_gradients_warns() -> None:
         with pytest.warns(UserWarning, match=r"zero_grad\(\) was not called"):
             optimizer.step()
 
-    run_alone(body)
+    run_alone(body, update="server")
 
 
 @pytest.mark.parametrize("whose", ["model", "optimizer"])

@@ -236,7 +236,7 @@ def test_forward_before_step() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session)
         backward(model)
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(gradlane.UsageError, match="update has already begun"):
             model(torch.ones(2, 3))
         with pytest.raises(gradlane.UsageError, match="a forward after backward"):
             model(torch.ones(2, 3))
@@ -250,11 +250,18 @@ def test_gradients_cannot_be_read_or_forgotten() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session)
         backward(model)
-        with pytest.raises(gradlane.UsageError, match="stay on the servers"):
-            list(model.parameters())
+        for parameter in list(model.parameters()):
+            with pytest.raises(gradlane.UsageError, match="stay on the servers"):
+                _ = parameter.grad
+            with pytest.raises(gradlane.UsageError, match="stay on the servers"):
+                parameter.grad = None
         with pytest.raises(gradlane.UsageError, match="the update has already begun"):
             optimizer.zero_grad()
         optimizer.step()
+        with pytest.raises(gradlane.UsageError, match="stay on the servers"):
+            nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+        optimizer.zero_grad()
+        assert next(model.parameters()).grad is None
 
     run_alone(body)
 

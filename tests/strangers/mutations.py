@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from gradlane import carrier
-from gradlane.adapter import exchange, guard, hooks, steps, updates, waiting
+from gradlane.adapter import guard, hooks, steps, updates, waiting
 from gradlane.modules import gradients
 from tests.strangers import reluctant_core
 from tests.strangers.generate import generate
@@ -63,18 +63,8 @@ def _late_hyper_parameters() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _gradients_left_behind() -> Iterator[None]:
-    apply = updates.DeferredUpdate.apply
-
-    def leave(self: Any, arrived: Any) -> None:
-        kept = list(arrived)
-        apply(self, kept)
-        for index, gradient in kept:
-            self._parameters[index].grad = gradient
-
-    with mock.patch.object(updates.DeferredUpdate, "apply", leave):
-        yield
+def _gradients_left_behind() -> AbstractContextManager[Any]:
+    return mock.patch.object(updates.DeferredUpdate, "leave_none", lambda _: None)
 
 
 def _gradients_lent_though_shared() -> AbstractContextManager[Any]:
@@ -163,14 +153,17 @@ def _last_parameter_never_updated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _later_parts_dropped() -> Iterator[None]:
-    hold = exchange.Exchange.hold
+    take = steps.Steps.take_gradient
+    first: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def drop(self: Any, index: int, parameter: Any) -> None:
-        if self._gradients[index] is None:
-            hold(self, index, parameter)
-        parameter.grad = None
+        gradient = gradients.raw_grad(parameter)
+        key = (id(self), self.step + (self.phase is not steps.Phase.BACKWARD), index)
+        if gradient is not None:
+            gradients.set_raw_grad(parameter, first.setdefault(key, gradient.clone()).clone())
+        take(self, index, parameter)
 
-    with mock.patch.object(exchange.Exchange, "hold", drop):
+    with mock.patch.object(steps.Steps, "take_gradient", drop):
         yield
 
 

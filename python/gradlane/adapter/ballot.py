@@ -7,6 +7,9 @@ contribution to a step is a lane of this tensor: how it ended the step before, w
 hyper-parameters, and whether it has data for this one. It travels while backward runs and is read
 before the first update of the step, which therefore never mixes unlike ranks.
 
+Every so many steps a second lane tells a digest of a sample of its parameters: what steps past
+gradlane, or a hand-written change on one rank, ends there instead of in a slow drift.
+
 A lane is an integer below 2^40 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks gives it back exactly.
 """
@@ -57,11 +60,13 @@ class Vote:
         ending: how the rank ended the step before.
         shadow: whether it has no data for this step and goes along inside `session.join()`.
         digest: of its hyper-parameters at its last `optimizer.step()`; 0 if there was none.
+        sample: digest of a sample of its parameters after that step; 0 if it took none.
     """
 
     ending: Ending
     shadow: bool
     digest: int
+    sample: int = 0
 
 
 class Ballot:
@@ -72,24 +77,27 @@ class Ballot:
         self._rank = rank
         self._world_size = world_size
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(world_size, dtype=torch.float64)
+            self.tensor = torch.zeros(2 * world_size, dtype=torch.float64, device="cpu")
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 
     def cast(self, vote: Vote) -> Tensor:
-        """Write this rank's lane; returns the tensor to hand over."""
+        """Write this rank's lanes; returns the tensor to hand over."""
         lane = vote.ending + (_SHADOW if vote.shadow else 0) + _DIGEST_UNIT * vote.digest
         with torch.no_grad():
             self.tensor.zero_()
             self.tensor[self._rank] = float(lane)
+            self.tensor[self._world_size + self._rank] = float(vote.sample)
         return self.tensor
 
     def count(self) -> list[Vote]:
         """Read all ranks' lanes from the mean that has arrived."""
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
         return [
-            Vote(Ending(lane % _SHADOW), bool(lane & _SHADOW), lane // _DIGEST_UNIT)
-            for lane in lanes
+            Vote(Ending(lane % _SHADOW), bool(lane & _SHADOW), lane // _DIGEST_UNIT, sample)
+            for lane, sample in zip(
+                lanes[: self._world_size], lanes[self._world_size :], strict=True
+            )
         ]
 
 
@@ -128,6 +136,15 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
             "last checkpoint",
             step - 1,
         )
+
+
+def differing_samples(votes: Sequence[Vote]) -> str:
+    """Return which ranks' samples of the parameters differ; empty where they agree."""
+    ranks: dict[int, list[int]] = {}
+    for rank, vote in enumerate(votes):
+        if vote.sample:
+            ranks.setdefault(vote.sample, []).append(rank)
+    return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
 
 
 class Hyperparameters:

@@ -24,7 +24,7 @@ from gradlane.core import Channel, CoreModule, translate_error
 from gradlane.errors import SessionFailed
 from gradlane.factors.block import BlockError, Dense, Part
 from gradlane.factors.sending import FactorLane
-from gradlane.modules.gradients import GradientIntake
+from gradlane.modules.gradients import GradientIntake, raw_grad
 from gradlane.ranks.pauses import PAUSE
 from gradlane.ranks.table import in_layout, is_dense
 
@@ -164,29 +164,31 @@ class Exchange:
         """Take factors of a part of a parameter's gradient."""
         self._lane.hold(index, part)
 
-    def hold(self, index: int, parameter: Tensor) -> None:
-        """Take what a parameter has in `.grad`, and add it to what it has had in this step."""
-        gradient = self._intake.take(index, parameter)
-        if index in self._lane:
-            self._lane.hold(index, Dense(gradient))
-            return
-        before = self._gradients[index]
-        if before is None:
-            self._gradients[index] = gradient
-        else:
-            with torch.no_grad():
-                before.add_(gradient)
+    def hold_dense(self, index: int) -> None:
+        """Take what a parameter that sends factors has in `.grad` as one more part."""
+        self._lane.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
+
+    def check(self, index: int) -> None:
+        """Check that what a parameter has in `.grad` can be averaged.
+
+        Raises:
+            UsageError: it cannot; the message names the parameter.
+        """
+        gradient = raw_grad(self._trained[index].tensor)
+        if gradient is not None:
+            self._intake.check(index, gradient)
 
     def give(self, index: int) -> None:
-        """Hand over what is held of a parameter's gradient."""
+        """Hand over a parameter's gradient: its factors, or what it has in `.grad`."""
+        if index not in self._lane:
+            gradient = self._intake.take(index, self._trained[index].tensor)
+            self._gradients[index] = gradient
         self._given[index] = True
         self.pushes[index] += 1
         try:
             if index in self._lane:
                 self._lane.give(index, self.step)
                 return
-            gradient = self._gradients[index]
-            assert gradient is not None
             if self._carrying is not None:
                 self._carrying.before_give(index, gradient)
             self._carrier.give(index, self.step, gradient)
@@ -197,22 +199,21 @@ class Exchange:
         """Whether a gradient was handed over, or said to be absent, in this step."""
         return self._given[index]
 
+    def has_taken(self, index: int) -> bool:
+        """Whether some of a parameter's gradient has left `.grad` in this step."""
+        return self._given[index] or (index in self._lane and self._lane.holds(index))
+
     def held_back(self) -> list[int]:
         """Return the tensors that were not handed over in this step, also to another thread."""
         held = [index for index, given in enumerate(self._given) if not given]
         return held if self._gave_buffers else [*held, self._members.buffers_index]
 
     def present(self) -> list[int]:
-        """Return the parameters that have had a gradient in this step, before `complete`."""
-        return [index for index in range(len(self._trained)) if self._has_part(index)]
-
-    def _has_part(self, index: int) -> bool:
-        if index in self._lane:
-            return self._lane.holds(index) or self._given[index]
-        return self._gradients[index] is not None
+        """Return the parameters whose gradient has left `.grad` in this step, before `complete`."""
+        return [index for index in range(len(self._trained)) if self.has_taken(index)]
 
     def complete(self, *, discards: bool = False) -> None:
-        """Hand over everything else: gradients that are held or in `.grad`, and word of no others.
+        """Hand over everything else: gradients in `.grad`, factors, and word of no others.
 
         Args:
             discards: leave `.grad` alone and hand nothing more over.
@@ -222,10 +223,10 @@ class Exchange:
             if given:
                 continue
             if not discards:
-                parameter = self._trained[index].tensor
-                if parameter.grad is not None:
-                    self.hold(index, parameter)
-                if self._has_part(index):
+                has_dense = raw_grad(self._trained[index].tensor) is not None
+                if index in self._lane and has_dense:
+                    self.hold_dense(index)
+                if has_dense or self.has_taken(index):
                     self.give(index)
                     continue
             absent.append(index)

@@ -8,10 +8,8 @@ Copies and pickles of it are plain dictionaries.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import ItemsView, Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,10 +64,7 @@ class GuardedParameters(WaitingDict[Parameter]):
     def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
         """List names and parameters once they are right."""
         if self._steps.lists_wait and not is_read_by_compiler():
-            if _saves_values(sys._getframe(1)):
-                self._before_values()
-            else:
-                self._before_list()
+            self._before_list()
         return dict.items(self)
 
     def _wait_for_all(self) -> None:
@@ -84,18 +79,6 @@ class GuardedParameters(WaitingDict[Parameter]):
     def _before_list(self) -> None:
         if self._steps.lists_wait and not is_read_by_compiler():
             self._steps.before_list([*dict.values(self)])
-
-    def _before_values(self) -> None:
-        if self._steps.lists_wait and not is_read_by_compiler():
-            self._steps.before_values([*dict.values(self)])
-
-
-_SAVES = nn.Module._save_to_state_dict.__code__
-
-
-def _saves_values(caller: FrameType) -> bool:
-    """Whether torch asks for a state dictionary, of whose tensors nobody sees the gradients."""
-    return caller.f_code is _SAVES and not caller.f_locals["keep_vars"]
 
 
 def guard_parameters(module: nn.Module, steps: Steps, freshness: Freshness) -> None:

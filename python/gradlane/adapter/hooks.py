@@ -9,17 +9,23 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradlane.adapter.buffer_guard import guard_buffers, release_buffers
 from gradlane.adapter.guard import Followers, guard_parameters, held_parameters, release_parameters
+from gradlane.adapter.lazy_state import guard_state, release_state
+from gradlane.adapter.optimizers import gradlane_hook
 from gradlane.adapter.refusals import refuse_assignment
 from gradlane.adapter.steps import Steps
-from gradlane.adapter.waiting import guard_groups, release_groups
+from gradlane.adapter.waiting import guard_groups, plain, release_groups
 from gradlane.errors import UsageError
 from gradlane.modules.compiled import (
     Freshness,
@@ -28,6 +34,7 @@ from gradlane.modules.compiled import (
     only_inlined,
     opaque,
 )
+from gradlane.modules.forward_order import inside_backward
 from gradlane.ranks.table import Entry
 
 
@@ -95,8 +102,48 @@ class ForwardWait:
         return _nothing, ()
 
 
-def wait_for_nothing(module: nn.Module, arguments: Any) -> None:
-    """Forward pre-hook in copies of a prepared model."""
+class GradientHook:
+    """Takes a parameter's gradient after every other hook on it, whenever those were registered."""
+
+    def __init__(self, index: int, parameter: Tensor, take: Callable[[int, Tensor], None]) -> None:
+        """Register it.
+
+        Args:
+            index: the parameter's number.
+            parameter: whose gradients are taken.
+            take: called with both once the gradient is in `.grad`.
+        """
+        self._index = index
+        self._take = take
+        register: Any = parameter.register_post_accumulate_grad_hook
+        self._handle = register(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Take the gradient, or do so at the end of this backward where other hooks follow."""
+        hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+        if next(reversed(hooks)) == self._handle.id:
+            self._take(self._index, parameter)
+            return
+        del hooks[self._handle.id]
+        hooks[self._handle.id] = self
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(self._take, self._index, parameter))
+
+    def remove(self) -> None:
+        """Take it off the parameter."""
+        self._handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the parameter has gradients of its own."""
+        return wait_for_nothing
+
+    def __reduce__(self) -> Any:
+        """Pickle as a hook that does nothing."""
+        return _nothing, ()
+
+
+def wait_for_nothing(*_: Any) -> None:
+    """Stands where a hook was, in copies of a prepared model."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -154,6 +201,9 @@ class Installation:
             if isinstance(module, torch.jit.ScriptModule)
         ]
         self._handles: list[Any] = []
+        self._saves_state = False
+        self._ended_steps = 0
+        self._steps: Steps | None = None
         self._own_step: Any = None
         self._own_zero_grad: Any = None
         self._had_own_step = "step" in optimizer.__dict__
@@ -161,6 +211,7 @@ class Installation:
 
     def install(self, steps: Steps) -> None:
         """Hang everything on."""
+        self._steps = steps
         take_gradient = opaque(steps.take_gradient)
         steps.when_stale = self.mark_stale
         self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
@@ -180,9 +231,7 @@ class Installation:
                 handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
                 self._handles.append(handle)
         for index, entry in enumerate(self._trained):
-            take = functools.partial(take_gradient, index)
-            handle = entry.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+            self._handles.append(GradientHook(index, entry.tensor, take_gradient))
         self._install_on_optimizer(steps)
         for module in self._modules:
             guard_parameters(module, steps, self._freshness[module])
@@ -218,10 +267,22 @@ class Installation:
         end_step = opaque(steps.end_step)
         after_step = opaque(self.step_ended)
 
+        def before_state() -> None:
+            if steps.serves and not installation._saves_state:
+                raise UsageError(
+                    'optimizer.state is touched with update="server": the state is on the '
+                    "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
+                )
+            steps.before_optimizer_state()
+
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
             if not installation._handles:
                 return step_whole() if closure is None else step_whole(closure)
+            # What the program has replaced since is guarded from now on, too.
+            guard_groups(self, steps)
+            guard_state(self, before_state)
+            installation._ended_steps += 1
             # Learning rate schedulers look at this to see the order of calls.
             self._opt_called = True  # type: ignore[attr-defined]
             result = end_step(closure)
@@ -245,13 +306,62 @@ class Installation:
         optimizer.__dict__["step"] = self._own_step
         optimizer.__dict__["zero_grad"] = self._own_zero_grad
         guard_groups(optimizer, steps)
+        guard_state(optimizer, before_state)
 
-        def before_state(*_: Any) -> None:
+        def before_state_dict(*_: Any) -> None:
             steps.before_optimizer_state()
+            installation._saves_state = True
+
+        def after_state_dict(*_: Any) -> None:
+            installation._saves_state = False
 
         self._handles += [
-            optimizer.register_state_dict_pre_hook(before_state, prepend=True),
-            optimizer.register_load_state_dict_pre_hook(before_state, prepend=True),
+            optimizer.register_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_state_dict_post_hook(after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(after_state_dict),
+        ]
+        self._refuse_other_optimizers(steps)
+
+    def _refuse_other_optimizers(self, steps: Steps) -> None:
+        """Refuse steps of other optimizers that hold the model's parameters.
+
+        One that steps the prepared optimizer within, such as a wrapper, is welcome.
+        """
+        begun: dict[int, int] = {}
+
+        def name_shared(other: Optimizer) -> str | None:
+            if other is self._optimizer or steps.is_exempt or steps.failure is not None:
+                return None
+            for group in other.param_groups:
+                for parameter in plain(group["params"]):
+                    index = self._index_of.get(id(parameter))
+                    if index is not None:
+                        return self._trained[index].name
+            return None
+
+        def refuse(other: Optimizer, name: str, where: str) -> NoReturn:
+            raise UsageError(
+                f"another {type(other).__name__} than the prepared optimizer has stepped parameter "
+                f"{name!r}{where}: call session.prepare(model, optimizer) with the one that trains "
+                "the model, on all ranks"
+            )
+
+        def before(other: Optimizer, *_: Any) -> None:
+            name = name_shared(other)
+            if name is not None:
+                if inside_backward():
+                    refuse(other, name, " inside backward()")
+                begun[id(other)] = self._ended_steps
+
+        def after(other: Optimizer, *_: Any) -> None:
+            name = name_shared(other)
+            if name is not None and begun.pop(id(other), None) == self._ended_steps:
+                refuse(other, name, "")
+
+        self._handles += [
+            register_optimizer_step_pre_hook(gradlane_hook(before)),
+            register_optimizer_step_post_hook(gradlane_hook(after)),
         ]
 
     def step_ended(self) -> None:
@@ -269,6 +379,8 @@ class Installation:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._steps is not None:
+            self._steps.release()
         for module in self._modules:
             release_parameters(module)
             release_buffers(module)
@@ -280,6 +392,7 @@ class Installation:
         if not self._had_model_zero_grad:
             self._model.__dict__.pop("zero_grad", None)
         release_groups(self._optimizer)
+        release_state(self._optimizer)
         own = self._optimizer.__dict__
         # Someone may have wrapped the replacement since: then it stays, and passes calls on.
         if own.get("step") is self._own_step:

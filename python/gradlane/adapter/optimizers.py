@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ WAYS: dict[str, Way] = {
 
 
 def steps_per_parameter(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to step per parameter.
+    """Return whether an optimizer is known, or says, to step per parameter.
 
     Those of `torch.optim` are known. Any other class says so with an attribute
     `steps_per_parameter = True`.
@@ -68,38 +69,82 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     declared = getattr(optimizer, "steps_per_parameter", None)
     if declared is not None:
         return bool(declared)
-    return _inherits_step(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+    return is_known(optimizer)
 
 
-def _inherits_step(optimizer: Optimizer, names: Sequence[str]) -> bool:
-    """Whether an optimizer steps by the code of one of these classes of `torch.optim`."""
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps per parameter by torch's own code alone."""
+    return _steps_by(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+
+
+def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:
+    """Return whether an optimizer steps by the code of one of these classes of `torch.optim`.
+
+    It does not where a subclass or the program replaces anything that the class has.
+    """
     known = {getattr(torch.optim, name, None) for name in names}
     for base in type(optimizer).__mro__:
         if base in known:
-            inherited: Callable[..., Any] = getattr(base, "step")  # noqa: B009
-            return _innermost(optimizer.step) is _innermost(inherited)
+            return not _replaced(optimizer, base) and _is_torchs(optimizer.step)
     return False
 
 
-def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what torch has wrapped: `step` of each class once used, of an object by schedulers."""
-    step = inspect.unwrap(step)
-    if getattr(step, "_wrapped_by_lr_sched", False):
-        # Schedulers of torch 2.4 do not say what they wrap as others do.
-        step = inspect.unwrap(inspect.getclosurevars(step).nonlocals["func"])
-    return step
+def _replaced(optimizer: Optimizer, base: type[Any]) -> set[str]:
+    """Return what of a class of torch an optimizer or its subclass has another version of."""
+    classes = type(optimizer).__mro__
+    own: set[str] = set(vars(optimizer))
+    for one in classes[: classes.index(base)]:
+        own.update(vars(one))
+    replaced = {name for name in own if hasattr(base, name) and not name.startswith("__")}
+    return replaced - _REPLACEABLE
+
+
+_REPLACEABLE = {
+    # `step` is looked at by itself: schedulers of torch wrap it, and each class's once used.
+    *("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "hooked"),
+}
+
+
+def _is_torchs(step: Callable[..., Any]) -> bool:
+    """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
+    while True:
+        step = getattr(step, "__func__", step)
+        # Not `__module__`: `functools.wraps` copies that from what is wrapped.
+        module = str(getattr(step, "__globals__", {}).get("__name__", ""))
+        if module.partition(".")[0] not in ("torch", "gradlane"):
+            return False
+        wrapped = getattr(step, "__wrapped__", None)
+        if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
+            # Schedulers of torch 2.4 do not say what they wrap as others do.
+            wrapped = inspect.getclosurevars(step).nonlocals["func"]
+        if wrapped is None:
+            return module.startswith("torch.optim.")
+        step = wrapped
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def gradlane_hook(hook: _Hook) -> _Hook:
+    """Mark a hook on all optimizers as one that does not mind steps in parts."""
+    _OWN_HOOKS.add(hook)
+    return hook
+
+
+_OWN_HOOKS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody looks on at each step, and must not see it done in parts."""
     from torch.optim import optimizer as module
 
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or module._global_optimizer_pre_hooks
-        or module._global_optimizer_post_hooks
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_pre_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
     )
+    return any(hook not in _OWN_HOOKS for hook in hooks)
 
 
 def check_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> None:
@@ -158,7 +203,7 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> No
             looks on at its steps, or a parameter is not in plain memory.
     """
     served = [name for name, way in WAYS.items() if way.on_servers]
-    if not _inherits_step(optimizer, served):
+    if not _steps_by(optimizer, served):
         raise ValueError(
             f'update="server" runs torch.optim.{", ".join(served)}, not '
             f'{type(optimizer).__name__}; use update="worker" (the default) for any other optimizer'

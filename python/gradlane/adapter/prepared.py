@@ -25,6 +25,7 @@ from gradlane.adapter.exchange import Exchange
 from gradlane.adapter.gathering import Gathering
 from gradlane.adapter.handover import hand_over
 from gradlane.adapter.hooks import Installation
+from gradlane.adapter.lazy_parameters import LazyParameters
 from gradlane.adapter.residual_state import ResidualState
 from gradlane.adapter.server_state import Apart, ServerState
 from gradlane.adapter.steps import Driver, Phase, Steps
@@ -354,22 +355,25 @@ class Prepared:
         step_whole = self.installation.step_whole
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
+        update = DeferredUpdate(
+            optimizer,
+            step_whole,
+            [entry.tensor for entry in self._trained],
+            self._index_of,
+            is_known=optimizers.is_known(optimizer),
+        )
         driver = Driver(
-            update=DeferredUpdate(
-                optimizer,
-                step_whole,
-                [entry.tensor for entry in self._trained],
-                self._index_of,
+            update=update,
+            defers=lambda: (
+                self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
             ),
-            step_whole=step_whole,
-            defers=lambda: self._defer and not optimizers.has_step_hooks(optimizer),
             check_unchanged=self.installation.check_unchanged,
             server_rows=self._server_rows if self._served is not None else None,
             note_update=self._note_update,
             order=ForwardOrder() if observes else None,
             announce_order=self._announce_order,
             before_step=self._before_step,
-            meets_before=lambda step: self._agreement.is_due(step - 1),
+            agreement=self._agreement,
             hyperparameters=Hyperparameters(optimizer),
             abort=self.channel.abort,
             is_asynchronous=around.options.is_asynchronous,
@@ -388,6 +392,7 @@ class Prepared:
                 else None,
             ),
             driver,
+            functools.partial(LazyParameters, [entry.tensor for entry in self._trained]),
         )
 
     def _announce_order(self, order: ForwardOrder) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from gradlane.adapter.gathering import Gathering
+from gradlane.adapter.lazy_state import plain_state
 from gradlane.adapter.optimizers import server_rows
 from gradlane.adapter.state_checks import (
     MEANS,
@@ -186,7 +187,7 @@ class ServerState:
     def _bring(self, stored: dict[str, list[int]], steps: Sequence[int]) -> None:
         for name, indices in stored.items():
             for index, value in self._gather(name, indices).items():
-                state = self._optimizer.state[self._trained[index].tensor]
+                state = plain_state(self._optimizer)[self._trained[index].tensor]
                 if not isinstance(self._optimizer, SGD):
                     state["step"] = torch.tensor(float(steps[index]), dtype=torch.float32)
                 state[name] = value
@@ -218,7 +219,7 @@ class ServerState:
 
     def _forget_local(self) -> None:
         for entry in self._trained:
-            self._optimizer.state.pop(entry.tensor, None)
+            plain_state(self._optimizer).pop(entry.tensor, None)
 
     def _gather(self, name: str, indices: list[int]) -> dict[int, Tensor]:
         """Return the f32 state of tensors, laid out like them."""
@@ -314,7 +315,7 @@ class ServerState:
         """
         states = [
             {
-                **self._optimizer.state.get(entry.tensor, {}),
+                **plain_state(self._optimizer).get(entry.tensor, {}),
                 **exact.get(id(entry.tensor), {}),
             }
             for entry in self._trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from gradlane.adapter.step_state import Phase, StepState
 from gradlane.errors import UsageError
 from gradlane.modules.forward_order import inside_backward
+
+_ON_SERVERS = (
+    'with update="server" the averaged gradients stay on the servers, so nothing can be clipped '
+    'or read; use update="worker" for that'
+)
 
 
 class StepReads(StepState):
@@ -22,7 +28,7 @@ class StepReads(StepState):
             parameter: the parameter.
             evaluates: whether its module is in evaluation mode.
         """
-        if self._bypassed or self._applying:
+        if self._exempt.depth:
             return
         index = self._index_of.get(id(parameter))
         if index is not None:
@@ -46,43 +52,101 @@ class StepReads(StepState):
             self._settle_some(indices)
 
     def before_list(self, parameters: Iterable[Tensor | None]) -> None:
-        """Make parameters that are about to be listed right, and their `.grad` right or absent."""
-        if self._bypassed or self._applying:
-            return
-        self.raise_failure()
-        if self._phase is Phase.BACKWARD:
-            if inside_backward() or self.accumulates:
-                return
-            if self._server_rows is not None:
-                raise UsageError(
-                    f"parameters() between backward() and optimizer.step() in step {self.step}: "
-                    'with update="server" the averaged gradients stay on the servers, so nothing '
-                    'can be clipped or read; use update="worker" for that'
-                )
-            self.reads_averages = True
-            self.attach()
-        else:
-            self._settle_these(parameters)
-
-    def before_values(self, parameters: Iterable[Tensor | None]) -> None:
-        """Make parameters that are about to be copied or saved right; their `.grad` goes not along.
+        """Make parameters that are about to be listed, copied or saved right.
 
         Between backward and `optimizer.step()` there is nothing to wait for, so that one rank may
-        do it alone.
+        do it alone: `.grad` of each of them waits by itself.
         """
-        if not (self._bypassed or self._applying):
-            self.raise_failure()
-            self._settle_these(parameters)
-
-    def _settle_these(self, parameters: Iterable[Tensor | None]) -> None:
+        if self._exempt.depth:
+            return
+        self.raise_failure()
         if self._pending:
             found = (self._index_of.get(id(parameter)) for parameter in parameters)
             indices = [index for index in found if index is not None]
             self._settle_some([*indices, self._buffers_index])
 
+    def before_operation(self, parameter: Tensor) -> None:
+        """Wait until a parameter that is about to be used has its update.
+
+        Raises:
+            UsageError: the servers are in the middle of an update.
+        """
+        if self._exempt.depth:
+            return
+        self.raise_failure()
+        if self._server_rows is not None and self._phase is Phase.BACKWARD:
+            if inside_backward():
+                return
+            raise UsageError(
+                f"{self._name_of(parameter)} is used between backward() and optimizer.step() in "
+                f'step {self.step}: with update="server" its update has already begun; call '
+                "optimizer.step() first"
+            )
+        if self._pending:
+            self._settle_some((self._index_of[id(parameter)],))
+
+    def before_grad(self, parameter: Tensor, *, write: bool) -> None:
+        """Make `.grad` of a parameter right before it is read or written.
+
+        After backward it is the mean over all ranks, and stays so until it is reset.
+
+        Raises:
+            UsageError: the mean cannot be had here or now.
+        """
+        if self._exempt.depth:
+            return
+        self.raise_failure()
+        index = self._index_of[id(parameter)]
+        if self._phase is Phase.BACKWARD:
+            self._attach_for(index)
+        elif write:
+            with self._lock:
+                self._driver.update.note_written(index)
+        else:
+            self._settle_some((index,))
+            if self._server_rows is not None and not self._zeroed:
+                self._refuse_grad(index, "after optimizer.step()", _ON_SERVERS)
+
+    def _attach_for(self, index: int) -> None:
+        """Put all averaged gradients into `.grad`, since one of them is about to be touched."""
+        if inside_backward():
+            if self._exchange.has_taken(index):
+                self._refuse_grad(
+                    index,
+                    "inside backward()",
+                    "this rank's own gradient is under way already; touch it in a hook that is "
+                    "registered on the parameter itself, or after backward()",
+                )
+            return
+        if self._server_rows is not None:
+            self._refuse_grad(index, "between backward() and optimizer.step()", _ON_SERVERS)
+        if self.accumulates:
+            self._refuse_grad(
+                index,
+                "inside session.no_sync()",
+                "gradients of this step are being averaged already; leave the context first, or "
+                "run every backward() of the step but the last inside it",
+            )
+        if self._backwards:
+            self._refuse_grad(
+                index,
+                "while another thread runs backward()",
+                "it has no mean before that ends; wait for the thread first",
+            )
+        self.reads_averages = True
+        self.attach()
+
+    def _refuse_grad(self, index: int, when: str, why: str) -> NoReturn:
+        raise UsageError(
+            f".grad of {self._trained[index].name!r} is touched {when} in step {self.step}: {why}"
+        )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return f"parameter {self._trained[self._index_of[id(parameter)]].name!r}"
+
     def before_buffers(self) -> None:
         """Wait until buffers that are about to be read are those that all ranks agreed on."""
-        if self._bypassed or self._applying:
+        if self._exempt.depth:
             return
         self.raise_failure()
         if self._pending:
@@ -94,6 +158,8 @@ class StepReads(StepState):
         Raises:
             UsageError: the servers are in the middle of an update.
         """
+        if self._exempt.depth:
+            return
         self.raise_failure()
         if self._server_rows is not None and self._phase is Phase.BACKWARD:
             raise UsageError(

@@ -11,17 +11,26 @@ import enum
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from gradlane.adapter.ballot import Ending, Hyperparameters, Vote, check_votes
+from gradlane.adapter.ballot import (
+    Ending,
+    Hyperparameters,
+    Vote,
+    check_votes,
+    differing_samples,
+)
 from gradlane.adapter.exchange import Exchange, Reports
 from gradlane.adapter.firings import Firings
+from gradlane.adapter.lazy_parameters import LazyParameters, Reads
 from gradlane.adapter.updates import DeferredUpdate
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed
 from gradlane.modules.forward_order import ForwardOrder
+from gradlane.modules.gradients import set_raw_grad
 from gradlane.modules.shared_storage import Clusters
+from gradlane.ranks.agreement import SAMPLE_EVERY, AgreementCheck
 
 
 class Phase(enum.Enum):
@@ -39,8 +48,7 @@ class Driver:
     """How the steps drive what is around them.
 
     Attributes:
-        update: runs the optimizer later and in parts.
-        step_whole: runs the optimizer on whatever is in `.grad`.
+        update: runs the optimizer: whole, or later and in parts.
         defers: whether the next update may happen later and in parts.
         check_unchanged: raises `UsageError` if the model is not what was prepared.
         server_rows: hyper-parameters for updates on the server, or None for the worker's.
@@ -48,14 +56,13 @@ class Driver:
         order: notes the first training forward, or None.
         announce_order: called with it once, in step 1.
         before_step: called with the number of a step before it begins; all is settled then.
-        meets_before: whether all ranks come together before the step with this number.
+        agreement: compares parameters across ranks.
         hyperparameters: digests those of the optimizer.
         abort: tells all ranks why this one gives up.
         is_asynchronous: whether other ranks' steps are none of this one's.
     """
 
     update: DeferredUpdate
-    step_whole: Callable[[], Any]
     defers: Callable[[], bool]
     check_unchanged: Callable[[], None]
     server_rows: Callable[[], str] | None
@@ -63,7 +70,7 @@ class Driver:
     order: ForwardOrder | None
     announce_order: Callable[[ForwardOrder], None]
     before_step: Callable[[int], None]
-    meets_before: Callable[[int], bool]
+    agreement: AgreementCheck
     hyperparameters: Hyperparameters
     abort: Callable[[str], None]
     is_asynchronous: bool = False
@@ -81,15 +88,31 @@ class JoinWatch(Protocol):
         """Bring all ranks out of their loops."""
 
 
-class StepState:
-    """Where one model is in its step."""
+class _Exemption(threading.local):
+    """How deep a thread is in calls whose reads of parameters wait for nothing."""
 
-    def __init__(self, make_exchange: Callable[[Reports], Exchange], driver: Driver) -> None:
+    depth = 0
+
+
+class StepState:
+    """Where one model is in its step.
+
+    Everything that changes the state holds the lock: several threads may run forward and backward
+    of one model, and one more may save it meanwhile.
+    """
+
+    def __init__(
+        self,
+        make_exchange: Callable[[Reports], Exchange],
+        driver: Driver,
+        make_lazy: Callable[[Reads], LazyParameters],
+    ) -> None:
         """Start after step 0.
 
         Args:
             make_exchange: makes the exchange, given whom it reports to.
             driver: what is around.
+            make_lazy: makes the trained parameters' stand-in classes, given what they ask.
         """
         self._exchange = make_exchange(self)
         self._driver = driver
@@ -107,18 +130,20 @@ class StepState:
         self._rows = ""
         self._ending = Ending.NONE
         self._digest = 0
-        self._versions: dict[int, int] = {}
+        self._untouched: dict[int, tuple[int, int]] = {}
         self._discards = False
         self._zeroed = True
         self._on_top = False
-        self._applying = False
-        self._bypassed = False
+        self._exempt = _Exemption()
+        self._steps_whole = False
+        self._backwards: set[int] = set()
         self._failure: GradlaneError | None = None
         self._lock = threading.RLock()
         self.accumulates = False
         self.reads_averages = False
         """Whether the program has read averaged gradients between backward and step."""
         self.join: JoinWatch | None = None
+        self._lazy = make_lazy(cast(Reads, self))
         self.when_stale: Callable[[], None] = lambda: None
         self.reads_wait = False
         self.lists_wait = False
@@ -180,6 +205,10 @@ class StepState:
             self.when_stale()
             self._refresh()
 
+    def release(self) -> None:
+        """Give the parameters their own classes again."""
+        self._lazy.settle()
+
     def close(self, reason: str) -> None:
         """Make every further use raise `SessionClosed` with this reason."""
         self.fail(SessionClosed(reason))
@@ -204,6 +233,17 @@ class StepState:
             check_votes(votes, self.step - 1)
         except SessionFailed as error:
             self.keep_and_raise(error, None)
+        differing = differing_samples(votes)
+        if differing:
+            named = self._exempted(lambda: self._driver.agreement.name_difference(self.step - 1))
+            failure = SessionFailed(
+                f"the parameters of {differing} differ after step {self.step - 1}{named}: a rank "
+                "has changed them by itself, or its optimizer or hardware does not give the same "
+                "bits; restart from the last checkpoint (check_every=K compares all of them "
+                f"every K steps, this was a sample every {SAMPLE_EVERY})",
+                self.step - 1,
+            )
+            self.keep_and_raise(failure, None)
 
     def keep_and_raise(self, error: SessionFailed, cause: Exception | None) -> NoReturn:
         """Keep an error for every later call, and raise it."""
@@ -213,7 +253,9 @@ class StepState:
 
     def bypass(self, call: Callable[[], None]) -> None:
         """Run a call whose reads of parameters need no update, such as the model's `zero_grad`."""
-        self._bypassing(call)
+        # Neither what is pending nor its class matters; without this each read is a detour.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._exempted(call)
 
     def attach(self) -> None:
         """Wait for all averaged gradients of a step and put them into `.grad`."""
@@ -222,8 +264,9 @@ class StepState:
                 return
             self._complete()
             for index, gradient in self._exchange.take(None).gradients:
-                self._trained[index].tensor.grad = gradient
+                set_raw_grad(self._trained[index].tensor, gradient)
             self._phase = Phase.ATTACHED
+            self._lazy.settle()
             self._refresh()
 
     def settle(self) -> None:
@@ -235,6 +278,7 @@ class StepState:
                 self.raise_failure()
                 self._take_and_apply(None)
                 self._pending.clear()
+                self._settle_classes(range(len(self._trained)))
                 self._phase = Phase.IDLE
                 self._discards = False
                 self._refresh()
@@ -266,14 +310,27 @@ class StepState:
     def _take_and_apply(self, needed: list[int] | None) -> None:
         discards = self._discards or self._server_rows is not None
         arrived = self._exchange.take(needed, discards=discards)
-        self._pending.difference_update(arrived.indices)
         for index in arrived.averaged:
             self._driver.note_update(index)
             if self._server_rows is not None:
                 self._driver.update.stepped_elsewhere(index)
-        ready = self._clusters.hold_back(arrived.gradients, self._pending)
+        due = self._pending.difference(arrived.indices, self._clusters.held)
+        ready = self._clusters.hold_back(arrived.gradients, due)
         if ready:
+            self._lazy.settle(index for index, _ in ready)
             self._guarded(lambda: self._driver.update.apply(ready))
+        # Not before: another thread that finds nothing pending goes on without the lock.
+        done = self._pending - due - self._clusters.held
+        self._pending -= done
+        self._settle_classes(done)
+
+    def _settle_classes(self, indices: Iterable[int]) -> None:
+        trained = [index for index in indices if index < len(self._trained)]
+        if self._server_rows is None or self._zeroed:
+            self._lazy.settle(trained)
+        else:
+            # The mean is on the servers: who looks for it before zero_grad() is told so.
+            self._lazy.expect_gradients(trained)
 
     def _complete(self) -> None:
         # Whoever lists parameters in inference mode must not leave such tensors in `.grad`.
@@ -291,21 +348,31 @@ class StepState:
             self._end(Ending.DISCARDED)
             self.join.stop(self)
 
-    def _end(self, ending: Ending) -> None:
-        """End the step on the channel: whatever is still to come is pending from now on."""
+    def _end(self, ending: Ending, *, updates: bool = False) -> None:
+        """End the step on the channel: whatever is still to come is pending from now on.
+
+        Args:
+            ending: how this rank ends it.
+            updates: the parameters are updated as their gradients arrive.
+        """
         self._exchange.end()
         attached = self._phase is Phase.ATTACHED
         self._ending = ending
         self._phase = Phase.IDLE if attached else Phase.PENDING
         self.when_stale()
-        if not attached and self._buffers_index >= 0:
-            self._pending.add(self._buffers_index)
+        if not attached:
+            if self._buffers_index >= 0:
+                self._pending.add(self._buffers_index)
+            if updates:
+                self._pending.update(range(len(self._trained)))
+                self._lazy.expect_updates()
+            else:
+                self._lazy.settle()
 
     def _guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
-        self._applying = True
         try:
-            update()
+            self._exempted(update)
         except BaseException as error:
             failure = SessionFailed(
                 f"the optimizer broke off in step {self.step} with {type(error).__name__}: "
@@ -317,20 +384,23 @@ class StepState:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        finally:
-            self._applying = False
 
-    def _bypassing(self, call: Callable[[], Any]) -> Any:
-        before, self._bypassed = self._bypassed, True
+    def _exempted(self, call: Callable[[], Any]) -> Any:
+        """Run a call whose reads of parameters, in this thread, wait for nothing."""
+        self._exempt.depth += 1
         try:
             return call()
         finally:
-            self._bypassed = before
+            self._exempt.depth -= 1
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether this thread is in a call whose reads of parameters wait for nothing."""
+        return self._exempt.depth > 0
 
     def _refresh(self) -> None:
         """Bring the two flags up to date that keep reads fast while nothing is under way."""
         failed = self._failure is not None
         backward = self._phase is Phase.BACKWARD
-        waits = failed or bool(self._pending) or self._order is not None
-        self.reads_wait = waits or (backward and self._server_rows is not None)
-        self.lists_wait = waits or backward
+        self.lists_wait = failed or bool(self._pending) or self._order is not None
+        self.reads_wait = self.lists_wait or (backward and self._server_rows is not None)

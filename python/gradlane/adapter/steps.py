@@ -14,8 +14,9 @@ parameters of one step and some of another.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from gradlane.adapter.updates import undisturbed
 from gradlane.errors import SessionFailed, UsageError
 from gradlane.factors.block import Part
 from gradlane.modules.forward_order import inside_backward
+from gradlane.modules.gradients import raw_grad, set_raw_grad
 
 __all__ = ["Driver", "Phase", "Steps"]
 
@@ -42,19 +44,31 @@ class Steps(StepReads):
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
-        if parameter.grad is None and self._exchange.sends_factors(index):
-            # Factors were taken; torch runs the hook all the same.
+        gradient = raw_grad(parameter)
+        if gradient is None and (
+            self._exchange.sends_factors(index) or not parameter.requires_grad
+        ):
+            # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
             return
-        self._on_gradient(index)
-        if self.accumulates:
-            if parameter.grad is not None:
-                self._versions[index] = parameter.grad._version
-            return
-        self._exchange.hold(index, parameter)
-        if self._exchange.sends_factors(index):
-            self._touched.add(index)
-        elif self._firings.is_last(index):
-            self._exchange.give(index)
+        if self._steps_whole:
+            # No lock: the thread that steps has it, and may wait for this one.
+            raise UsageError(
+                f"backward() inside optimizer.step(): the gradient of "
+                f"{self._trained[index].name!r} came while step {self.step} was being applied; "
+                "give such an optimizer a closure, or call backward() before step()"
+            )
+        with self._lock:
+            self._on_gradient(index)
+            if self.accumulates:
+                if gradient is not None:
+                    self._untouched[index] = (id(gradient), gradient._version)
+            elif self._exchange.sends_factors(index):
+                self._exchange.hold_dense(index)
+                self._touched.add(index)
+            elif self._firings.is_last(index):
+                self._exchange.give(index)
+            else:
+                self._exchange.check(index)
 
     def wants_factors(self, index: int) -> bool:
         """Whether factors may take the place of a gradient now: those that add up may not."""
@@ -68,9 +82,10 @@ class Steps(StepReads):
             UsageError: they come after the last ones that were to be expected.
             GradlaneError: the session has failed.
         """
-        self._on_gradient(index)
-        self._exchange.hold_factors(index, part)
-        self._touched.add(index)
+        with self._lock:
+            self._on_gradient(index)
+            self._exchange.hold_factors(index, part)
+            self._touched.add(index)
 
     def end_parts(self, index: int) -> None:
         """Hand over what a backward gave for a parameter that sends factors, if it is whole.
@@ -78,19 +93,29 @@ class Steps(StepReads):
         Called once in each backward, after all layers that use the parameter, as the hook of a
         gradient is: it counts the same whether factors or gradients came.
         """
-        if index in self._touched:
-            self._touched.discard(index)
-            if self._firings.is_last(index):
-                self._exchange.give(index)
+        with self._lock:
+            if index in self._touched:
+                self._touched.discard(index)
+                if self._firings.is_last(index):
+                    self._exchange.give(index)
 
     def _on_gradient(self, index: int) -> None:
         """Begin a step with its first gradient, and refuse one that comes too late."""
+        self._note_backward()
         if self._phase is not Phase.BACKWARD:
             self._on_first_gradient()
             if not self.accumulates:
                 self._begin_step()
         elif self._exchange.is_given(index):
             self._refuse_late_gradient(index)
+
+    def _note_backward(self) -> None:
+        """Know of the backward that this thread is in, until it ends."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards and task != -1:
+            self._backwards.add(task)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self._backwards.discard, task))
 
     def _on_first_gradient(self) -> None:
         """Leave whatever phase there was: gradients add up locally from now on."""
@@ -102,9 +127,9 @@ class Steps(StepReads):
             # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
             self._exchange.end()
             self._ending = Ending.CARRIED_ON
-        self._on_top = not self._zeroed
+        self._on_top = self._server_rows is not None and not self._zeroed
         self._zeroed = True
-        self._versions.clear()
+        self._untouched.clear()
         self._phase = Phase.LOCAL
         self._refresh()
 
@@ -113,8 +138,9 @@ class Steps(StepReads):
             # Ranks that went along without data get the others' parameters at the end of join().
             self._driver.before_step(self.step + 1)
         if self._server_rows is not None:
-            self._rows = self._bypassing(self._server_rows)
-        vote = Vote(self._ending, shadow, self._digest)
+            self._rows = self._exempted(self._server_rows)
+        sample = 0 if shadow else self._driver.agreement.sample(self.step)
+        vote = Vote(self._ending, shadow, self._digest, sample)
         self._exchange.begin(vote, self._rows if self._server_rows is not None else None)
         if self._order is not None and not self._order.is_empty:
             order, self._order = self._order, None
@@ -122,21 +148,24 @@ class Steps(StepReads):
         self._firings.begin()
         self._touched.clear()
         self._phase = Phase.BACKWARD
+        if not shadow and self._server_rows is None:
+            self._lazy.expect_gradients()
+        elif not shadow:
+            self._lazy.expect_updates()
         self._refresh()
 
-    def before_group(self, parameters: Iterable[Tensor | None]) -> None:
-        """Make parameters that are about to be read through the optimizer right.
+    def average_local(self) -> None:
+        """Begin to average what was only accumulated here, if that may be done now.
 
-        What was only accumulated here is averaged first: `GradScaler` looks for infinities there,
-        and ranks that each looked at their own gradients would skip different steps.
+        Raises:
+            UsageError: it was changed since backward.
+            GradlaneError: the session has failed.
         """
-        busy = self.accumulates or self._bypassed or self._applying or inside_backward()
-        if self._phase is Phase.LOCAL and self._server_rows is None and not busy:
-            self.reads_averages = True
-            self.raise_failure()
-            self._check_untouched()
-            self._begin_step()
-        self.before_list(parameters)
+        with self._lock:
+            if not (self.accumulates or self.is_exempt or inside_backward() or self.serves):
+                self.raise_failure()
+                self._check_untouched()
+                self._begin_step()
 
     def end_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do what `optimizer.step()` means: now, or as gradients arrive.
@@ -155,39 +184,50 @@ class Steps(StepReads):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        with self._lock:
+            self._before_update()
+            if self._phase is not Phase.ATTACHED:
+                self._complete()
+                self._zeroed = False
+                self._end(Ending.STEPPED, updates=True)
+                self._refresh()
+                return result
+        self._update_now()
+        return result
+
+    def _before_update(self) -> None:
+        """Bring a step to where it can be applied: all handed over, or the mean in `.grad`."""
         self.raise_failure()
+        self._backwards.clear()
         if self._phase in (Phase.IDLE, Phase.PENDING):
-            raise UsageError(
-                f"optimizer.step() without any gradient since step {self.step}: every rank must "
-                "run backward() on at least one trained parameter in each step"
-            )
+            self.settle()
+            if all(raw_grad(entry.tensor) is None for entry in self._trained):
+                raise UsageError(
+                    f"optimizer.step() without any gradient since step {self.step}: every rank "
+                    "must run backward() on at least one trained parameter in each step, or put "
+                    "gradients into .grad"
+                )
+            self._untouched.clear()
+            self._on_top = False
+            self._phase = Phase.LOCAL
         self._driver.check_unchanged()
         if self._on_top:
             warnings.warn(
-                "zero_grad() was not called since the last optimizer.step(); gradlane takes "
-                "gradients away in backward(), so they do not add up over steps",
+                "zero_grad() was not called since the last optimizer.step(); with "
+                'update="server" gradients stay on the servers, so they do not add up over steps',
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         if self._phase is Phase.LOCAL:
             self._check_untouched()
             self._begin_step()
-        self._bypassing(self._driver.update.record)
+        self._exempted(self._driver.update.record)
         if self._server_rows is not None:
-            self._check_rows(self._bypassing(self._server_rows))
+            self._check_rows(self._exempted(self._server_rows))
         elif self._phase is Phase.BACKWARD and not self._driver.defers():
             self.attach()
         self._firings.learn()
         self._digest = self._driver.hyperparameters.digest()
-        if self._phase is Phase.ATTACHED:
-            self._update_now()
-        else:
-            self._complete()
-            self._end(Ending.STEPPED)
-            self._pending.update(range(len(self._trained)))
-            self._zeroed = False
-            self._refresh()
-        return result
 
     def discard(self, set_to_none: bool = True) -> None:
         """Do what `zero_grad()` means: forget the gradients of a step that was not taken.
@@ -198,9 +238,26 @@ class Steps(StepReads):
         Raises:
             UsageError: updates run on the servers and have begun.
         """
-        if inside_backward() or self._failure is not None:
-            return
+        with self._lock:
+            if self._failure is not None:
+                return
+            if inside_backward():
+                self._discard_inside()
+                return
+            self._discard_outside(set_to_none)
+
+    def _discard_inside(self) -> None:
+        given = self._exchange.present() if self._phase is Phase.BACKWARD else []
+        if given:
+            raise UsageError(
+                f"zero_grad() inside backward() in step {self.step}: the gradient of "
+                f"{self._trained[given[0]].name!r} is under way to the other ranks already; call "
+                "it before or after backward()"
+            )
+
+    def _discard_outside(self, set_to_none: bool) -> None:
         self._zeroed = True
+        self._backwards.clear()
         if self._phase in (Phase.PENDING, Phase.IDLE):
             if set_to_none:
                 self._driver.update.leave_none()
@@ -223,13 +280,14 @@ class Steps(StepReads):
         if not set_to_none:
             for index in self._exchange.present():
                 parameter = self._trained[index].tensor
-                parameter.grad = torch.zeros_like(parameter)
+                set_raw_grad(parameter, torch.zeros_like(parameter))
         self._end_with_nothing()
 
     def _end_with_nothing(self) -> None:
         """Hand over nothing more in this step, and end it."""
         self._give_nothing_more(shadow=False)
         self._end(Ending.DISCARDED)
+        self._refresh()
 
     def _give_nothing_more(self, *, shadow: bool) -> None:
         self._discards = True
@@ -275,7 +333,7 @@ class Steps(StepReads):
         if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
             # What is still to come of the last step comes during the next forward, as ever.
             return False
-        if self._driver.meets_before(self.step + 1):
+        if self._driver.agreement.is_due(self.step):
             # The others wait for this rank there, and begin the step together with it.
             return False
         self.settle()
@@ -283,16 +341,17 @@ class Steps(StepReads):
             self._driver.before_step(self.step + 1)
             self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
             self._exchange.complete(discards=True)
-            self._bypassing(self._driver.update.record)
+            self._exempted(self._driver.update.record)
+            self._driver.update.leave_none()
             if self._driver.defers():
-                self._end(self._ending)
-                self._pending.update(range(len(self._trained)))
+                self._end(self._ending, updates=True)
             else:
                 self._exchange.end()
                 for index, gradient in self._exchange.take(None).gradients:
-                    self._trained[index].tensor.grad = gradient
-                self._guarded(self._driver.step_whole)
-                self._driver.update.take_away()
+                    set_raw_grad(self._trained[index].tensor, gradient)
+                self._guarded(self._driver.update.step_whole)
+                for entry in self._trained:
+                    set_raw_grad(entry.tensor, None)
                 self.when_stale()
             self._refresh()
         return True
@@ -320,32 +379,40 @@ class Steps(StepReads):
     def _update_now(self) -> None:
         def update() -> None:
             with undisturbed():
-                self._driver.step_whole()
+                self._driver.update.step_whole()
 
-        self._guarded(update)
-        self._driver.update.take_away()
-        self._zeroed = False
-        self._end(Ending.STEPPED)
-        self._refresh()
+        self._steps_whole = True
+        try:
+            self._guarded(update)
+        finally:
+            self._steps_whole = False
+        with self._lock:
+            self._zeroed = False
+            self._end(Ending.STEPPED)
+            self._refresh()
 
     def _check_untouched(self) -> None:
         """Refuse gradients that were changed before they were averaged: no rule covers them."""
-        gradients = {index: self._trained[index].tensor.grad for index in self._versions}
+        gradients = {
+            index: gradient
+            for index in self._untouched
+            if (gradient := raw_grad(self._trained[index].tensor)) is not None
+        }
         newest: dict[int, int] = {}
         for index, gradient in gradients.items():
-            if gradient is not None:
-                # Views of one memory, as cat() gives them, count their changes together.
-                memory = gradient.untyped_storage().data_ptr()
-                newest[memory] = max(newest.get(memory, 0), self._versions[index])
+            # Views of one memory, as cat() gives them, count their changes together.
+            memory = gradient.untyped_storage().data_ptr()
+            newest[memory] = max(newest.get(memory, 0), self._untouched[index][1])
         for index, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if gradient._version != newest[gradient.untyped_storage().data_ptr()]:
+            memory = gradient.untyped_storage().data_ptr()
+            known, _ = self._untouched[index]
+            if id(gradient) != known or gradient._version != newest[memory]:
+                how = "changed in place" if id(gradient) == known else "replaced"
                 raise UsageError(
-                    f"the gradient of {self._trained[index].name!r} was changed in place before "
-                    f"it was averaged in step {self.step + 1}: every backward() of the step was "
-                    "inside session.no_sync(), so clipping and unscaling saw this rank's own "
-                    "gradients; run the last backward() of a step outside of it"
+                    f"the gradient of {self._trained[index].name!r} was {how} before it was "
+                    f"averaged in step {self.step + 1}: every backward() of the step was inside "
+                    "session.no_sync(), so clipping and unscaling saw this rank's own gradients; "
+                    "run the last backward() of a step outside of it"
                 )
 
     def _check_rows(self, rows: str) -> None:

@@ -8,7 +8,8 @@ are never written.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gradlane.adapter.lazy_state import plain_state
 from gradlane.errors import UsageError
+from gradlane.modules.gradients import raw_grad, set_raw_grad
 
 
 class DeferredUpdate:
@@ -29,6 +32,8 @@ class DeferredUpdate:
         step: Callable[[], Any],
         parameters: Sequence[Tensor],
         index_of: dict[int, int],
+        *,
+        is_known: bool,
     ) -> None:
         """Drive an optimizer.
 
@@ -37,14 +42,22 @@ class DeferredUpdate:
             step: its own `step`, as it was before it was replaced.
             parameters: trained parameters by tensor number.
             index_of: their numbers, by `id`.
+            is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
+                parts if it has written nothing but parameters and their state.
         """
+        self._is_known = is_known
+        self.in_parts = is_known
+        """Whether a step may be done in parts."""
+        self._judged = is_known
         self._optimizer = optimizer
         self._step = step
         self._parameters = parameters
         self._index_of = index_of
         self._groups: list[dict[str, Any]] = []
         self._place: dict[int, tuple[int, int]] = {}
+        self._state: MutableMapping[Any, Any] = {}
         self._stepped: set[int] = set()
+        self._written: set[int] = set()
         self._leaves_zeros = False
         self._leaves_none = False
         self._empty: list[tuple[int, int, Tensor]] = []
@@ -65,7 +78,7 @@ class DeferredUpdate:
                 if index is not None:
                     place[index] = (number, position)
                 elif parameter.numel() == 0:
-                    if parameter.grad is not None:
+                    if raw_grad(parameter) is not None:
                         empty.append((number, position, parameter))
                 elif parameter.requires_grad:
                     raise UsageError(
@@ -74,12 +87,14 @@ class DeferredUpdate:
                         "prepared: call session.prepare(model, optimizer) again, on all ranks"
                     )
         self._groups, self._place, self._empty = groups, place, empty
+        self._state = plain_state(self._optimizer)
         self._stepped.clear()
+        self._written.clear()
         self._leaves_zeros = False
         self._leaves_none = False
 
     def zero_in_place(self) -> None:
-        """Do what `zero_grad(set_to_none=False)` means for gradients that were taken away.
+        """Do what `zero_grad(set_to_none=False)` means for gradients that are not in `.grad` yet.
 
         Torch leaves zeros where a gradient was, with which the next step decays and moves on.
         """
@@ -87,62 +102,83 @@ class DeferredUpdate:
             return
         self._leaves_zeros = True
         for index in self._stepped:
-            parameter = self._parameters[index]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            self._leave_zeros(index)
 
     def leave_none(self) -> None:
-        """Do what `zero_grad()` means after `zero_grad(set_to_none=False)`: leave no zeros."""
+        """Do what `zero_grad()` means: leave nothing in `.grad` after the update."""
         self._leaves_zeros = False
         self._leaves_none = True
+
+    def note_written(self, index: int) -> None:
+        """The program has put something into `.grad` since the step: it stays there."""
+        self._written.add(index)
 
     def stepped_elsewhere(self, index: int) -> None:
         """A server has stepped a parameter: what `.grad` holds now is as if it were done here."""
         self._stepped.add(index)
+        if self._leaves_zeros:
+            self._leave_zeros(index)
+
+    def _leave_zeros(self, index: int) -> None:
         parameter = self._parameters[index]
-        if self._leaves_zeros and parameter.grad is None:
+        if raw_grad(parameter) is None and index not in self._written:
             # It may be a read in inference mode that waits.
             with torch.inference_mode(False):
-                parameter.grad = torch.zeros_like(parameter)
+                set_raw_grad(parameter, torch.zeros_like(parameter))
 
-    def take_away(self) -> None:
-        """Take the gradients away that a step done whole has left, as after one done in parts.
+    def step_whole(self) -> None:
+        """Step the optimizer on what is in `.grad`, as the program would."""
+        before = None if self._judged else _settings(self._optimizer)
+        self._step_with(self._optimizer.param_groups)
+        if before is not None:
+            written = _differing(before, _settings(self._optimizer))
+            self.in_parts, self._judged = not written, True
+            if written:
+                warnings.warn(
+                    f"{_writes(self._optimizer, written)}; it is stepped whole from now on: "
+                    "step() waits for all gradients",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
-        Else they would add up over steps where `zero_grad()` is forgotten, on some ranks perhaps.
-        """
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._stepped.add(index)
-                parameter.grad = None
+    def _step_with(self, groups: list[dict[str, Any]]) -> None:
+        """Step the optimizer with some groups, on the state that it had at the recorded step."""
+        optimizer = self._optimizer
+        own_groups, own_state = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = groups
+        optimizer.state = self._state  # type: ignore[assignment]
+        try:
+            self._step()
+        finally:
+            optimizer.param_groups, optimizer.state = own_groups, own_state
 
     def apply(self, arrived: Iterable[tuple[int, Tensor]]) -> None:
         """Step the parameters whose averaged gradients are given, in one call of the optimizer.
 
-        Gradients that have begun to add up for the next step are as they were afterwards.
+        As after a step of torch, each gradient is in `.grad` afterwards, unless the program has
+        reset or replaced it since. Gradients that have begun to add up for the next step stay.
 
         Args:
             arrived: tensor numbers and averaged gradients, laid out like the parameters.
         """
         members: dict[int, list[tuple[int, Tensor]]] = {}
-        stepped: list[tuple[Tensor, Tensor | None]] = []
+        stepped: list[tuple[int, Tensor, Tensor | None]] = []
         for index, gradient in arrived:
             place = self._place.get(index)
             if place is not None:
                 parameter = self._parameters[index]
-                stepped.append((parameter, parameter.grad))
-                parameter.grad = gradient
-                self._stepped.add(index)
+                stepped.append((index, parameter, raw_grad(parameter)))
+                set_raw_grad(parameter, gradient)
                 members.setdefault(place[0], []).append((place[1], parameter))
         if not stepped:
             return
         # Nothing of these is exchanged, but the optimizer keeps state of them, too.
         for number, position, parameter in self._empty:
-            stepped.append((parameter, parameter.grad))
-            parameter.grad = torch.empty_like(parameter)
+            stepped.append((-1, parameter, raw_grad(parameter)))
+            set_raw_grad(parameter, torch.empty_like(parameter))
             members.setdefault(number, []).append((position, parameter))
         self._empty.clear()
-        own_groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [
+        groups = [
             {
                 **self._groups[number],
                 "params": [parameter for _, parameter in sorted(members[number], key=_position)],
@@ -151,14 +187,26 @@ class DeferredUpdate:
         ]
         try:
             with undisturbed():
-                self._step()
+                before = None if self._is_known else _settings(self._optimizer, groups)
+                self._step_with(groups)
+                if before is not None:
+                    written = _differing(before, _settings(self._optimizer, groups))
+                    if written:
+                        raise RuntimeError(
+                            f"{_writes(self._optimizer, written)}; pass defer=False to prepare()"
+                        )
         finally:
-            self._optimizer.param_groups = own_groups
-            for parameter, local in stepped:
-                if local is None and self._leaves_zeros and parameter.grad is not None:
-                    parameter.grad.zero_()
-                else:
-                    parameter.grad = local
+            for index, parameter, local in stepped:
+                self._leave_gradient(index, parameter, local)
+
+    def _leave_gradient(self, index: int, parameter: Tensor, local: Tensor | None) -> None:
+        """Leave in `.grad` what a program finds there after its step."""
+        gradient = raw_grad(parameter)
+        if index in self._written or self._leaves_none or local is not None:
+            set_raw_grad(parameter, local)
+        elif self._leaves_zeros and gradient is not None:
+            with torch.no_grad(), torch.inference_mode(False):
+                gradient.zero_()
 
 
 def undisturbed() -> ExitStack:
@@ -185,6 +233,40 @@ def undisturbed() -> ExitStack:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
     return stack
+
+
+def _settings(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return what a step of an optimizer that treats each parameter by itself does not write."""
+    found = {
+        f"self.{name}": _kept(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "param_groups"
+    }
+    for number, group in enumerate(optimizer.param_groups if groups is None else groups):
+        for key, value in group.items():
+            if key != "params":
+                found[f"param_groups[{number}][{key!r}]"] = _kept(value)
+    return found
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in after if name not in before or not _equal(before[name], after[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one is other or one == other)
+
+
+def _writes(optimizer: Optimizer, names: list[str]) -> str:
+    return (
+        f"step() of {type(optimizer).__name__} writes {', '.join(names[:3])}, so it does not "
+        "treat each parameter by itself"
+    )
 
 
 def _kept(value: Any) -> Any:

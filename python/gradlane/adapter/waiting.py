@@ -7,9 +7,11 @@ pickles of the list are plain ones.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,12 +34,18 @@ class WaitingParameters(list[Tensor]):
         self._steps = steps
 
     def _wait(self) -> None:
-        if self._steps.lists_wait or self._steps.phase is Phase.LOCAL:
-            self._steps.before_group(list(super().__iter__()))
+        if self._steps.lists_wait:
+            self._steps.before_list(list(super().__iter__()))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Go through the parameters once they are right."""
+        """Go through the parameters once they are right.
+
+        What was only accumulated here is averaged before `GradScaler` looks for infinities in it:
+        ranks that each looked at their own gradients would skip different steps.
+        """
         self._wait()
+        if self._steps.phase is Phase.LOCAL and sys._getframe(1).f_code is _UNSCALES:
+            self._steps.average_local()
         return super().__iter__()
 
     def __reversed__(self) -> Iterator[Tensor]:
@@ -78,6 +86,9 @@ class WaitingParameters(list[Tensor]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as a plain list."""
         return list, (self.copy(),)
+
+
+_UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 def plain(parameters: list[Tensor]) -> Iterator[Tensor]:

@@ -20,12 +20,8 @@ class WaitingDict(dict[str, Value]):
     __slots__ = ()
 
     def _before_list(self) -> None:
-        """Wait until everything in it is right, gradients included."""
+        """Wait until all values are right."""
         raise NotImplementedError
-
-    def _before_values(self) -> None:
-        """Wait until all values are right; nobody will look at gradients."""
-        self._before_list()
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a tensor once it is right, or the default."""
@@ -79,10 +75,10 @@ class WaitingDict(dict[str, Value]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Value]:
         """Return a plain dictionary with copies of the tensors."""
-        self._before_values()
+        self._before_list()
         return copy.deepcopy(dict(dict.items(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as a plain dictionary."""
-        self._before_values()
+        self._before_list()
         return dict, (dict(dict.items(self)),)

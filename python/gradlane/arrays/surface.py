@@ -148,7 +148,7 @@ class SessionArrays:
         refusals = {
             'update="server"': options.update == "server",
             "checkpoint=": options.checkpoint is not None,
-            "check_every=": options.check_every > 0,
+            "check_every=": bool(options.check_every),
             "stragglers=": options.leaves_out,
         }
         for option, is_given in refusals.items():

@@ -20,6 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gradlane.factors.block import LinearFactors, Part, TouchedRows, can_travel
 from gradlane.modules.compiled import is_tracing
+from gradlane.modules.gradients import raw_grad
 
 _ATTRIBUTE = "_gradlane_tap"
 
@@ -79,7 +80,7 @@ class Tap:
         """Whether the running backward would only add the gradient to an empty `.grad`."""
         weight = self.weight
         # The sum of what is there and of what comes is somebody's to see.
-        if weight.grad is not None or weight._backward_hooks or torch.is_grad_enabled():
+        if raw_grad(weight) is not None or weight._backward_hooks or torch.is_grad_enabled():
             return False
         try:
             accumulates = torch._C._will_engine_execute_node(self._accumulation)

@@ -8,12 +8,27 @@ may give a parameter a view of memory that another branch of the graph has yet t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradlane.errors import UsageError
 from gradlane.ranks.table import Entry, same_layout
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+def raw_grad(parameter: Tensor) -> Tensor | None:
+    """Return what is in a parameter's `.grad`, whatever class stands in for the parameter's own."""
+    gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def set_raw_grad(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Put something into a parameter's `.grad`, and wait for nothing."""
+    _GRAD.__set__(parameter, gradient)
+
 
 _count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -51,22 +66,31 @@ class GradientIntake:
         Raises:
             UsageError: the gradient cannot be averaged; the message names the parameter.
         """
-        entry = self._trained[index]
-        gradient = parameter.grad
+        gradient = raw_grad(parameter)
         if gradient is None:
             raise UsageError(
-                f"the gradient of {entry.name!r} is gone: another hook took it; leave it in .grad"
+                f"the gradient of {self._trained[index].name!r} is gone: another hook took it; "
+                "leave it in .grad"
             )
-        parameter.grad = None
+        set_raw_grad(parameter, None)
+        entry = self._trained[index]
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
-        _check(entry, gradient)
+        self.check(index, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
         if is_alone(gradient) and same_layout(gradient, entry.stride):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
+
+    def check(self, index: int, gradient: Tensor) -> None:
+        """Check that a gradient is one that can be averaged.
+
+        Raises:
+            UsageError: it is not; the message names the parameter.
+        """
+        _check(self._trained[index], gradient)
 
     def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
         """Memory to copy into: last step's, unless the user still holds it."""

@@ -58,6 +58,11 @@ class Clusters:
         return [self._held.pop(index) for index in ready]
 
     @property
+    def held(self) -> set[int]:
+        """Numbers of the tensors whose gradients are held back."""
+        return set(self._held)
+
+    @property
     def members(self) -> list[int]:
         """All tensors that share memory with another one."""
         return sorted(self._of)

@@ -52,7 +52,7 @@ def init(
     pacing: bool | None = None,
     work_threads: int = Options.work_threads,
     io_threads: int = Options.io_threads,
-    check_every: int = Options.check_every,
+    check_every: int | None = Options.check_every,
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
     prometheus_port: int | None = None,
@@ -138,7 +138,9 @@ def init(
         io_threads: threads that drive the sockets, each those of its part of the peers. One carries
             some 10 Gbit/s in each direction; more help faster ports, where there are processors for
             them.
-        check_every: compare all ranks' parameters every so many steps; 0: never.
+        check_every: compare all ranks' parameters every so many steps, all of them: ranks wait for
+            each other there; 0: never; None: a sample of each, every 100 steps, which nobody waits
+            for (with `update="worker"`).
         trace: keep a trace of frames, for `Session.take_trace`.
         trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
             Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which

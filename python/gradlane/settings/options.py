@@ -79,7 +79,7 @@ class Options:
     pacing: bool = True
     work_threads: int = option(1, least=0)
     io_threads: int = option(1, least=1, most=64)
-    check_every: int = option(0, least=0, agreed=True)
+    check_every: int | None = option(None, least=0, agreed=True)
     trace: bool = False
     trace_path: Path | None = None
     prometheus: tuple[str, int] | None = None

@@ -186,7 +186,7 @@ CONSTRUCTS = [
         CHANGES,
         '`module.weight.data = ...` between `backward()` and `step()` with `update="server"`',
         swapped_under_the_server,
-        refused="the memory of parameter 'first.weight' was replaced",
+        refused="its update has already begun",
         note='right with `update="worker"`',
         defers=(None,),
     ),

@@ -43,7 +43,7 @@ def lists_other_models(session: Any, defer: bool | None) -> None:
         session.prepare(model, optimizer, defer=defer)
     first, second = models
     second(first(values_of(session.rank, (3, 4)))).sum().backward()
-    list(models[session.rank].parameters())
+    assert all(one.grad is not None for one in models[session.rank].parameters())
 
 
 class Shared(nn.Module):
@@ -94,7 +94,7 @@ CONSTRUCTS = [
     ),
     Construct(
         _SECTION,
-        "parameters listed between `backward()` and `step()`, of one model on some ranks and of "
+        "gradients read between `backward()` and `step()`, of one model on some ranks and of "
         "another model on others",
         on_two(lists_other_models),
         refused="the ranks wait for each other",
