@@ -31,8 +31,8 @@ class Reads(Protocol):
 
 _PROPERTIES = """
 shape dtype device layout requires_grad is_leaf ndim grad_fn names itemsize nbytes output_nr
-retains_grad grad is_cuda is_cpu is_sparse is_sparse_csr is_mkldnn is_meta is_quantized is_nested is_mps
-is_xpu is_xla is_hpu _backward_hooks _post_accumulate_grad_hooks _version _base
+retains_grad grad is_cuda is_cpu is_sparse is_sparse_csr is_mkldnn is_meta is_quantized is_nested
+is_mps is_xpu is_xla is_hpu _backward_hooks _post_accumulate_grad_hooks _version _base
 """
 _METHODS = """
 size stride dim numel nelement element_size ndimension storage_offset is_contiguous
