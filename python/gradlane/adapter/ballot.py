@@ -72,7 +72,7 @@ class Ballot:
         self._rank = rank
         self._world_size = world_size
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(world_size, dtype=torch.float64)
+            self.tensor = torch.zeros(world_size, dtype=torch.float64, device="cpu")
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 

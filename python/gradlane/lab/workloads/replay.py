@@ -198,7 +198,7 @@ class ReplayWorkload(Workload):
 
     def batch(self, step: int) -> torch.Tensor:
         """Return a stand-in for the batch: one zero, float32."""
-        return torch.zeros(1)
+        return torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """Run forward and return a loss of zero whose backward yields the step's gradients."""
