@@ -36,6 +36,7 @@ from gradlane.factors.sending import Taps
 from gradlane.modules.forward_order import ForwardOrder
 from gradlane.ranks.agreement import AgreementCheck
 from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.momentum import check_momentum
 from gradlane.settings.options import Options
 
 CLOSE_TIMEOUT_S = 60.0
@@ -81,6 +82,7 @@ class Prepared:
         self.channel, self.codecs = connected.channel, connected.codecs
         self._members, self._served = connected.members, connected.served
         self._entries, self._trained = connected.terms.entries, connected.terms.trained
+        self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._agreement = AgreementCheck(meeting, self._trained, around.options.check_every)
         pack = self._members.buffers
@@ -363,7 +365,7 @@ class Prepared:
             ),
             step_whole=step_whole,
             defers=lambda: self._defer and not optimizers.has_step_hooks(optimizer),
-            check_unchanged=self.installation.check_unchanged,
+            check_unchanged=self._check_unchanged,
             server_rows=self._server_rows if self._served is not None else None,
             note_update=self._note_update,
             order=ForwardOrder() if observes else None,
@@ -442,8 +444,12 @@ class Prepared:
         assert self._served is not None
         assert self._server is not None
         self._served.check_unmoved()
-        self.installation.check_unchanged()
+        self._check_unchanged()
         return self._server.rows()
+
+    def _check_unchanged(self) -> None:
+        self.installation.check_unchanged()
+        check_momentum(self._optimizer, self._momentum_codecs)
 
     def _note_update(self, index: int) -> None:
         if self._server is not None:

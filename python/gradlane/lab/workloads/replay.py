@@ -67,7 +67,7 @@ class ReplayOptimizer(torch.optim.Optimizer):
         """
         if lr < 0.0:
             raise ValueError(f"learning rate must not be negative, got {lr}")
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "momentum": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
