@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlane.codecs import Codec
-from gradlane.settings.momentum import check_momentum
+from gradlane.settings.momentum import check_momentum, keeps_momentum
 from gradlane.torch.layout import Part
 from gradlane.torch.parameters import UNNAMED, Parameters
 from gradlane.torch.pipeline import Pipeline
@@ -79,7 +79,9 @@ class HookState:
         self._coding = Coding(peers, self._residuals, seed)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._pipeline = Pipeline()
-        self._watch = _watch_momentum(self._parameters)
+        texts = [self.spec, *codecs.values()]
+        keeps = any(keeps_momentum(Codec(text).spec) for text in texts)
+        self._watch = _watch_momentum(self._parameters) if keeps else None
 
     @property
     def codecs(self) -> dict[str, str]:
@@ -186,7 +188,8 @@ class HookState:
 
     def close(self) -> None:
         """End the threads; not needed at the end of a process."""
-        self._watch.remove()
+        if self._watch is not None:
+            self._watch.remove()
         self._pipeline.close()
 
 
@@ -254,19 +257,16 @@ def _watch_momentum(parameters: Parameters) -> Any:
     """Check each optimizer in the process before it steps: DDP shows a hook none.
 
     Returns:
-        A handle whose `remove` ends it; it ends by itself when the parameters' hook is gone.
+        A handle whose `remove` ends it.
     """
     watched = weakref.ref(parameters)
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         current = watched()
-        if current is None:
-            handle.remove()
-        else:
+        if current is not None:
             check_momentum(optimizer, current.momentum_codecs)
 
-    handle = register_optimizer_step_pre_hook(check)
-    return handle
+    return register_optimizer_step_pre_hook(check)
 
 
 def _with_feedback(spec: str, error_feedback: bool | None) -> str:
