@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradlane.core import Channel
-from gradlane.ranks.table import Entry
+from gradlane.ranks.table import Entry, without_repeats
 
 
 class Carrier(Protocol):
@@ -105,4 +105,5 @@ def spread_from_host(
         if not first:
             for (_, entry), tensor in zip(taking_part, lent, strict=True):
                 if tensor.data_ptr() != entry.tensor.data_ptr():
-                    entry.tensor.copy_(tensor)
+                    target, source = without_repeats(entry.tensor, tensor)
+                    target.copy_(source)

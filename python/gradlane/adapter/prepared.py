@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from gradlane.adapter import optimizers
 from gradlane.adapter.ballot import Hyperparameters, compare_endings, tell_ending
+from gradlane.adapter.buffers import BufferWatch
 from gradlane.adapter.carrying import Carrying
 from gradlane.adapter.connecting import connect, schemes_of
 from gradlane.adapter.exchange import Exchange
@@ -92,6 +93,8 @@ class Prepared:
         self.steps = self._make_steps()
         self.installation.install(self.steps)
         self.installation.follow(Taps(self._members.factored, self.steps))
+        if pack is not None:
+            self.installation.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
         self._watch = around.observer.watch(model, self.channel, self.steps)
@@ -450,6 +453,8 @@ class Prepared:
     def _check_unchanged(self) -> None:
         self.installation.check_unchanged()
         check_momentum(self._optimizer, self._momentum_codecs)
+        if self._members.form is not None:
+            self._members.form.check()
 
     def _note_update(self, index: int) -> None:
         if self._server is not None:

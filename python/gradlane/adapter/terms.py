@@ -16,7 +16,7 @@ from gradlane.errors import UsageError
 from gradlane.factors.choice import Factored, choose_factored, without_codecs
 from gradlane.modules.shared_storage import Clusters
 from gradlane.ranks.rendezvous import Meeting
-from gradlane.ranks.table import Entry, build_table, names_of
+from gradlane.ranks.table import Entry, build_table, is_expanded, names_of
 from gradlane.settings.codec_choice import CodecChoice, choose_codecs
 from gradlane.settings.momentum import check_momentum, keeps_momentum
 from gradlane.settings.options import ring_ranks
@@ -80,6 +80,9 @@ def agree_on_terms(
     try:
         check_model(model)
         entries = build_table(model)
+        _check_memory(entries)
+        if around.options.checkpoint is not None:
+            _check_loadable(model, entries)
         check_optimizer(optimizer, entries)
         trained = [entry for entry in entries if entry.trained]
         factored = choose_factored(model, trained, around.schemes, around.options)
@@ -100,6 +103,34 @@ def agree_on_terms(
     ]
     meeting.agree({"options": options, "tensors": rows})
     return Terms(entries, factored, codecs)
+
+
+def _check_memory(entries: Sequence[Entry]) -> None:
+    """Check that nothing shares memory with a trained parameter that is none itself.
+
+    Reading it would not wait for the parameter's update.
+    """
+    shared = Clusters([entry.tensor for entry in entries])
+    for index, entry in enumerate(entries):
+        if not entry.trained:
+            others = [entries[other] for other in shared.whole([index]) if entries[other].trained]
+            if others:
+                raise ValueError(
+                    f"{entry.name!r}, which is not trained, lies in the memory of "
+                    f"{names_of(others)}, which is: replace it by its .clone(), or compute it in "
+                    "the forward"
+                )
+
+
+def _check_loadable(model: nn.Module, entries: Sequence[Entry]) -> None:
+    """Check that torch can load everything that a checkpoint will hold."""
+    expanded = {entry.name: entry for entry in entries if is_expanded(entry.tensor)}
+    saved = [expanded[name] for name in model.state_dict() if name in expanded] if expanded else []
+    if saved:
+        raise ValueError(
+            f"{names_of(saved)} would be in checkpoints and torch loads no expanded tensor "
+            "(stride 0): replace it by its .clone(), or register it with persistent=False"
+        )
 
 
 def _check_apart(trained: Sequence[Entry]) -> None:
