@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from gradlane.adapter.optimizers import steps_per_parameter
 from gradlane.adapter.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.adapter.refusals import check_arguments
 from gradlane.connection import Surroundings
-from gradlane.errors import GradlaneError
+from gradlane.errors import GradlaneError, UsageError
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
@@ -91,7 +92,8 @@ class SessionModels:
             buffers: what happens to buffers, such as the statistics of batch norm, in each step:
                 `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
                 averaged over the ranks, others are rank 0's; `"local"`: nothing. With
-                `update="server"` nothing happens to them either.
+                `update="server"` nothing happens to them either. What a program changes between
+                steps, it changes alike on all ranks.
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
@@ -117,6 +119,11 @@ class SessionModels:
             check_arguments(model, optimizer)
             if buffers not in MODES:
                 raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+            if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
+                raise UsageError(
+                    f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
+                    '"auto", "poseidon" or None'
+                )
             if plan is not None and self._around.options.is_asynchronous:
                 raise ValueError(
                     'plan= with strategy="asgd": plans choose among settings that give the same '
@@ -127,7 +134,7 @@ class SessionModels:
         except (GradlaneError, ValueError) as error:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
-        agreed = agree_on_plan(self._meet(), plan, sizes, unable)
+        agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
         place = self._around.place
         if agreed.rule and place.serving:
             raise ValueError(

@@ -40,6 +40,19 @@ class Adds(nn.Module):
     """A module without parameters."""
 
 
+def plan_on_one_rank(defer: bool | None) -> None:
+    """Give one rank what is no plan."""
+
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        plan: Any = 42 if session.rank == 1 else None
+        session.prepare(model, sgd(model.parameters(), lr=0.1), defer=defer, plan=plan)
+
+    other, own = run_ranks(2, body, expect_errors=True)
+    assert f"rank 1 cannot take part: {own}" in str(other)
+    raise own
+
+
 def given_to_one_rank(make: Make) -> Callable[[bool | None], None]:
     """Check that a mistake of one rank is told to the others, and let its error through."""
 
@@ -204,6 +217,12 @@ CONSTRUCTS = [
     *(
         Construct("Arguments of `prepare`", name, given_to_one_rank(make), refused=words)
         for name, (make, words) in MISTAKES.items()
+    ),
+    Construct(
+        "Arguments of `prepare`",
+        "`plan=` with something else",
+        plan_on_one_rank,
+        refused="prepare() was given plan=42: give a Plan, the path of a plan file",
     ),
     *(
         Construct("Optimizers under the codec `dgc`", name, check, refused=words)

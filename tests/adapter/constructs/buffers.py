@@ -305,7 +305,16 @@ REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
     ),
 }
 
+NOTES = {
+    "written between steps on rank 0 alone": "not noticed in modules whose forward is compiled",
+    "a buffer that gets its size in the first forward": "right after a forward before `prepare`",
+    "`register_buffer` with a new name after `prepare`": 'right with `buffers="local"`',
+}
+
 CONSTRUCTS = [
     *(Construct(SECTION, name, check, note=note) for name, (check, note) in RIGHT.items()),
-    *(Construct(SECTION, name, check, refused=words) for name, (check, words) in REFUSED.items()),
+    *(
+        Construct(SECTION, name, check, refused=words, note=NOTES.get(name, ""))
+        for name, (check, words) in REFUSED.items()
+    ),
 ]
