@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradlane.core import Channel
-from gradlane.ranks.table import Entry
+from gradlane.ranks.table import Entry, without_repeats
 
 
 class Carrier(Protocol):
@@ -58,7 +58,7 @@ class DirectCarrier:
         entry = self._trained[index]
         with torch.inference_mode(False):
             landing = torch.empty_strided(
-                entry.tensor.shape, entry.stride, dtype=entry.tensor.dtype
+                entry.tensor.shape, entry.stride, dtype=entry.tensor.dtype, device="cpu"
             )
         self._channel.tensor_absent(index, step, landing.data_ptr(), entry.nbytes)
         return landing
@@ -92,7 +92,9 @@ def spread_from_host(
             tensor = entry.tensor.detach()
             direct = tensor.device.type == "cpu" and tensor.stride() == entry.stride
             if not direct:
-                host = torch.empty_strided(tensor.shape, entry.stride, dtype=tensor.dtype)
+                host = torch.empty_strided(
+                    tensor.shape, entry.stride, dtype=tensor.dtype, device="cpu"
+                )
                 tensor = host.copy_(tensor)
             lent.append(tensor)
         channel.step_begin(0)
@@ -103,4 +105,5 @@ def spread_from_host(
         if not first:
             for (_, entry), tensor in zip(taking_part, lent, strict=True):
                 if tensor.data_ptr() != entry.tensor.data_ptr():
-                    entry.tensor.copy_(tensor)
+                    target, source = without_repeats(entry.tensor, tensor)
+                    target.copy_(source)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from gradlane.arrays.dlpack import read_dlpack
 from gradlane.arrays.memory import borrow, dtype_name, make_slot
-from gradlane.errors import ArrayRefused
+from gradlane.core import load_core
+from gradlane.errors import ArrayRefused, UsageError
 from tests.adapter.pool import FirstRanks, RankPool
+from tests.adapter.ranks import run_ranks
 from tests.arrays.scenarios import says_whether_writable
 from tests.built import needs_core
 
@@ -134,3 +138,16 @@ def test_dtypes_of_all_frameworks_have_one_name() -> None:
         "float32"
     }
     assert dtype_name(torch.bfloat16) == "bfloat16"
+
+
+@needs_core
+@pytest.mark.parametrize("codec", ["dgc", {"a": "onebit"}])
+def test_codecs_that_keep_something_are_refused(codec: object) -> None:
+    def body(session: Any) -> str:
+        session.register("a", (64, 64), "float32")
+        with pytest.raises(UsageError) as caught:
+            session.push("a", np.ones((64, 64), np.float32))
+        return str(caught.value)
+
+    for said in run_ranks(2, body, core=load_core(), codec=codec):  # type: ignore[arg-type]
+        assert "keeps what it has lost of array 'a'" in said

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
+import gradlane
 import gradlane.torch
 from gradlane.accuracy.exchange import Exchange
 from gradlane.lab.communication import _mean_in_rank_order
@@ -253,6 +254,38 @@ def fail(store: Store, rank: int, world_size: int, job: str) -> str:
         state.close()
         del ddp
     return text
+
+
+def train_with_momentum(store: Store, rank: int, world_size: int, job: str) -> list[str]:
+    """Step optimizers with momentum under `dgc`; return what each says, or nothing."""
+    said = []
+    with _Group(store, rank, world_size, job):
+        model = make_model()
+        ddp = _wrapped(model)
+        state, hook = gradlane.torch.ddp_hook("dgc:ratio=0.05")
+        ddp.register_comm_hook(state, hook)
+        other = nn.Linear(2, 2)
+        plain = torch.optim.SGD(ddp.parameters(), lr=0.05)
+
+        def step(optimizer: torch.optim.Optimizer, values: torch.Tensor) -> None:
+            values.sum().backward()  # type: ignore[no-untyped-call]
+            try:
+                optimizer.step()
+                said.append("")
+            except gradlane.UsageError as error:
+                said.append(str(error))
+
+        inputs, _ = _batch(rank, 0)
+        step(plain, ddp(inputs))
+        step(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), ddp(inputs))
+        step(torch.optim.AdamW(model.parameters()), ddp(inputs))
+        step(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9), other(torch.ones(1, 2)))
+        torch.optim.lr_scheduler.OneCycleLR(plain, 0.1, total_steps=9)
+        step(plain, ddp(inputs))
+        state.close()
+        step(plain, ddp.module(inputs))
+        del ddp
+    return said
 
 
 def train_in_lab(

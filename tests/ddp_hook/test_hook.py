@@ -176,6 +176,15 @@ def test_arguments_are_checked_before_anything_is_joined() -> None:
         gradlane.torch.ddp_hook()
 
 
+def test_momentum_is_applied_once(pool: FirstRanks) -> None:
+    for said in pool.run(f"{SCENARIOS}:train_with_momentum", ranks=2):
+        first, sgd, adamw, other, cycled, closed = said
+        assert not first and not other and not closed
+        assert "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:" in sgd
+        assert "group 0 of the optimizer (AdamW) has betas=(0.9, 0.999), and codec 'dgc:" in adamw
+        assert "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:" in cycled
+
+
 def test_the_lab_names_hooks_of_ddp() -> None:
     text = "ddp-gloo, ddp-gloo:4+qsgd:bits=4,bucket=128, ddp-gloo+powersgd:2,ddp-gloo+fp16,p3"
     plain, codec, power, half, p3 = parse_strategies(text)

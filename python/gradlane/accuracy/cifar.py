@@ -90,7 +90,10 @@ def read_file(path: Path) -> Batch:
     if len(classes) == 0 or not 0 <= classes.min() <= classes.max() < _CLASSES:
         raise ValueError(f"{path} has other classes than 0 to {_CLASSES - 1}")
     images = torch.from_numpy(pixels.astype(np.float32)).view(-1, 3, 32, 32) / 255.0
-    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
+    mean, deviation = (
+        torch.tensor(values, dtype=torch.float32, device="cpu").view(3, 1, 1)
+        for values in (_MEAN, _DEVIATION)
+    )
     return (images - mean) / deviation, torch.from_numpy(classes)
 
 

@@ -81,12 +81,13 @@ class Exchange:
         slices = []
         for first in range(0, numel, width):
             count = min(width, numel - first)
-            wire = torch.empty(codec.wire_bytes_max(count), dtype=torch.uint8)
+            wire = torch.empty(codec.wire_bytes_max(count), dtype=torch.uint8, device="cpu")
             one = _Slice(codec, tensor, first, count, wire)
             if codec.residual_width:
                 kept = count * codec.residual_width
-                one.worker = [torch.zeros(kept) for _ in range(self.workers)]
-                one.owner = torch.zeros(kept)
+                zeros = torch.zeros(kept, dtype=torch.float32, device="cpu")
+                one.worker = [zeros.clone() for _ in range(self.workers)]
+                one.owner = zeros
             slices.append(one)
         return slices
 
@@ -127,7 +128,7 @@ class Exchange:
     ) -> int:
         needed = one.codec.wire_bytes_max(one.numel, step=step, leg=leg)
         if needed > len(one.wire):
-            one.wire = torch.empty(needed, dtype=torch.uint8)
+            one.wire = torch.empty(needed, dtype=torch.uint8, device="cpu")
         return one.codec.encode_into(
             values,
             one.wire,

@@ -112,7 +112,9 @@ class SmallTransformer(nn.Module):
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         """Map symbols (samples, length) to scores of the next ones (samples, length, 97)."""
         length = symbols.shape[1]
-        values = self.symbols(symbols) + self.positions(torch.arange(length))
+        values = self.symbols(symbols) + self.positions(
+            torch.arange(length, dtype=torch.long, device=symbols.device)
+        )
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         for block in self.blocks:
             values = block(values, src_mask=mask, is_causal=True)

@@ -4,13 +4,14 @@ Gradients are matched by the number of a step alone. If one rank calls `optimize
 another calls `zero_grad()`, or where its learning rate is another one, the gradients of the next
 step still match, and the ranks would train different models without a word. So every rank's first
 contribution to a step is a lane of this tensor: how it ended the step before, with which
-hyper-parameters, and whether it has data for this one. It travels while backward runs and is read
-before the first update of the step, which therefore never mixes unlike ranks.
+hyper-parameters, what it has changed of buffers since, and whether it has data for this one. It
+travels while backward runs and is read before the first update of the step, which therefore never
+mixes unlike ranks.
 
 Every so many steps a second lane tells a digest of a sample of its parameters: what steps past
 gradlane, or a hand-written change on one rank, ends there instead of in a slow drift.
 
-A lane is an integer below 2^40 that one rank contributes and all others leave at 0, so the mean
+A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks gives it back exactly.
 """
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlane.adapter.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.errors import RendezvousError, SessionFailed
 from gradlane.ranks.rendezvous import Meeting
 
@@ -50,6 +52,7 @@ _WORDS = {
 _SHADOW = 8
 _DIGEST_UNIT = 16
 _DIGEST_BITS = 24
+_CHANGES_UNIT = _DIGEST_UNIT << _DIGEST_BITS
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,32 @@ class Vote:
         ending: how the rank ended the step before.
         shadow: whether it has no data for this step and goes along inside `session.join()`.
         digest: of its hyper-parameters at its last `optimizer.step()`; 0 if there was none.
+        changes: of its buffers since that step, as `BufferPack.changes` counts them.
+        changed: name of the first buffer that was changed, or empty.
         sample: digest of a sample of its parameters after that step; 0 if it took none.
     """
 
     ending: Ending
     shadow: bool
     digest: int
+    changes: int = UNKNOWN
+    changed: str = ""
     sample: int = 0
 
 
 class Ballot:
     """This rank's end of the tensor."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        """Make the tensor; its memory is lent to the core for a whole step at a time."""
+    def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
+        """Make the tensor; its memory is lent to the core for a whole step at a time.
+
+        Args:
+            rank: this rank.
+            world_size: number of ranks.
+            buffers: those that are kept alike, or None.
+        """
         self._rank = rank
+        self._buffers = buffers
         self._world_size = world_size
         with torch.inference_mode(False):
             self.tensor = torch.zeros(2 * world_size, dtype=torch.float64, device="cpu")
@@ -84,6 +98,8 @@ class Ballot:
     def cast(self, vote: Vote) -> Tensor:
         """Write this rank's lanes; returns the tensor to hand over."""
         lane = vote.ending + (_SHADOW if vote.shadow else 0) + _DIGEST_UNIT * vote.digest
+        if self._buffers is not None and not vote.shadow:
+            lane += _CHANGES_UNIT * self._buffers.changes()
         with torch.no_grad():
             self.tensor.zero_()
             self.tensor[self._rank] = float(lane)
@@ -93,12 +109,16 @@ class Ballot:
     def count(self) -> list[Vote]:
         """Read all ranks' lanes from the mean that has arrived."""
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
-        return [
-            Vote(Ending(lane % _SHADOW), bool(lane & _SHADOW), lane // _DIGEST_UNIT, sample)
-            for lane, sample in zip(
-                lanes[: self._world_size], lanes[self._world_size :], strict=True
-            )
-        ]
+        votes, samples = lanes[: self._world_size], lanes[self._world_size :]
+        return [self._vote(lane, sample) for lane, sample in zip(votes, samples, strict=True)]
+
+    def _vote(self, lane: int, sample: int) -> Vote:
+        digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
+        changed = ""
+        if self._buffers is not None and changes > UNCHANGED:
+            changed = self._buffers.first_changed(changes)
+        ending = Ending(lane % _SHADOW)
+        return Vote(ending, bool(lane & _SHADOW), digest, changes, changed, sample)
 
 
 def check_votes(votes: Sequence[Vote], step: int) -> None:
@@ -111,6 +131,7 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
     Raises:
         SessionFailed: they did not; the message names the ranks.
     """
+    _check_changes(votes, step)
     endings: dict[Ending, list[int]] = {}
     digests: dict[int, list[int]] = {}
     for rank, vote in enumerate(votes):
@@ -145,6 +166,27 @@ def differing_samples(votes: Sequence[Vote]) -> str:
         if vote.sample:
             ranks.setdefault(vote.sample, []).append(rank)
     return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
+
+
+def _check_changes(votes: Sequence[Vote], step: int) -> None:
+    known: dict[int, list[int]] = {}
+    for rank, vote in enumerate(votes):
+        if not vote.shadow and vote.changes != UNKNOWN:
+            known.setdefault(vote.changes, []).append(rank)
+    if len(known) > 1:
+        told = "; ".join(
+            f"{_ranks(ranks)} changed {votes[ranks[0]].changed!r}"
+            if changes != UNCHANGED
+            else f"{_ranks(ranks)} changed none"
+            for changes, ranks in known.items()
+        )
+        raise SessionFailed(
+            f"buffers were changed between step {step} and the next forward, and not alike on all "
+            f"ranks: {told}. All ranks get rank 0's buffers when a step ends, and none in between: "
+            'change them alike on all ranks, or give prepare(..., buffers="local"), and restart '
+            "from the last checkpoint",
+            step,
+        )
 
 
 class Hyperparameters:

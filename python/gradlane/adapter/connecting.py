@@ -18,14 +18,13 @@ from gradlane.adapter.terms import Terms, agree_on_terms
 from gradlane.carrier import Carrier
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import Channel, translate_error
-from gradlane.factors.choice import without_codecs
 from gradlane.local.channel import NodeChannel
 from gradlane.local.collective_carrier import CollectiveCarrier
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.ranks.serving import check_codecs_served
 from gradlane.ranks.table import Entry
-from gradlane.settings.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
-from gradlane.settings.options import FACTOR_SCHEMES, RING, ring_ranks
+from gradlane.settings.codec_choice import CodecChoice, rows_with_codecs
+from gradlane.settings.options import FACTOR_SCHEMES, RING
 from gradlane.timeline.recorder import Recording
 
 
@@ -86,8 +85,7 @@ def connect(
     )
     trained = terms.trained
     coded = [entry.coded() for entry in trained]
-    ranks = ring_ranks(around.options.strategy, around.place.world_size)
-    codecs = without_codecs(choose_codecs(around.options.codec, coded, ranks), members.factored)
+    codecs = terms.codecs
     check_codecs_served(codecs, around.place)
     plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
     for index, one in members.factored.items():

@@ -23,7 +23,11 @@ class CudaCopies:
         """Return pinned memory with the layout of an entry's gradients."""
         with torch.inference_mode(False):
             return torch.empty_strided(
-                entry.tensor.shape, entry.stride, dtype=entry.tensor.dtype, pin_memory=True
+                entry.tensor.shape,
+                entry.stride,
+                dtype=entry.tensor.dtype,
+                device="cpu",
+                pin_memory=True,
             )
 
     def to_host(

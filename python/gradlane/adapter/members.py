@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from gradlane.adapter.ballot import Ballot
-from gradlane.adapter.buffers import BufferPack, pack_buffers
+from gradlane.adapter.buffers import BufferForm, BufferPack, form_of, pack_buffers
 from gradlane.factors.choice import Factored
 from gradlane.ranks.environment import Place
 from gradlane.ranks.table import Entry, extra_entry
@@ -24,6 +24,7 @@ class Members:
         ballot_index: its tensor number.
         buffers: buffers that are kept alike, or None.
         buffers_index: their tensor number.
+        form: the form that buffers were prepared in, or None where they are left alone.
         factored: trained parameters that travel as factors, by tensor number.
     """
 
@@ -32,6 +33,7 @@ class Members:
     ballot_index: int = -1
     buffers: BufferPack | None = None
     buffers_index: int = -1
+    form: BufferForm | None = None
     factored: Mapping[int, Factored] = field(default_factory=dict)
 
 
@@ -60,14 +62,20 @@ def lay_out(
     trained = [entry for entry in entries if entry.trained]
     if alone:
         return [], Members(trained)
-    ballot = Ballot(place.rank, place.world_size)
+    pack = pack_buffers(model, buffers, place.rank, place.world_size)
+    ballot = Ballot(place.rank, place.world_size, pack)
     index = len(entries)
     extras = [extra_entry("gradlane's ballot", ballot.tensor)]
-    pack = pack_buffers(model, buffers, place.rank, place.world_size)
     if pack is not None:
         extras.append(extra_entry("the packed buffers", pack.tensor))
     # Blocks are of training steps alone: something else carries the weights in step 0.
     extras += [one.first_values() for one in factored.values()]
     return extras, Members(
-        trained, ballot, index, pack, index + 1 if pack is not None else -1, factored
+        trained,
+        ballot,
+        index,
+        pack,
+        index + 1 if pack is not None else -1,
+        form_of(model, buffers, place.world_size),
+        factored,
     )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from gradlane.adapter import optimizers
 from gradlane.adapter.ballot import Hyperparameters, compare_endings, tell_ending
+from gradlane.adapter.buffers import BufferWatch
 from gradlane.adapter.carrying import Carrying
 from gradlane.adapter.connecting import connect, schemes_of
 from gradlane.adapter.exchange import Exchange
@@ -37,6 +38,7 @@ from gradlane.factors.sending import Taps
 from gradlane.modules.forward_order import ForwardOrder
 from gradlane.ranks.agreement import AgreementCheck
 from gradlane.ranks.rendezvous import Meeting
+from gradlane.settings.momentum import check_momentum
 from gradlane.settings.options import Options
 
 CLOSE_TIMEOUT_S = 60.0
@@ -82,6 +84,7 @@ class Prepared:
         self.channel, self.codecs = connected.channel, connected.codecs
         self._members, self._served = connected.members, connected.served
         self._entries, self._trained = connected.terms.entries, connected.terms.trained
+        self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._agreement = AgreementCheck(meeting, self._trained, around.options.check_every)
         pack = self._members.buffers
@@ -91,6 +94,8 @@ class Prepared:
         self.steps = self._make_steps()
         self.installation.install(self.steps)
         self.installation.follow(Taps(self._members.factored, self.steps))
+        if pack is not None:
+            self.installation.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
         self._watch = around.observer.watch(model, self.channel, self.steps)
@@ -367,7 +372,7 @@ class Prepared:
             defers=lambda: (
                 self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
             ),
-            check_unchanged=self.installation.check_unchanged,
+            check_unchanged=self._check_unchanged,
             server_rows=self._server_rows if self._served is not None else None,
             note_update=self._note_update,
             order=ForwardOrder() if observes else None,
@@ -447,8 +452,14 @@ class Prepared:
         assert self._served is not None
         assert self._server is not None
         self._served.check_unmoved()
-        self.installation.check_unchanged()
+        self._check_unchanged()
         return self._server.rows()
+
+    def _check_unchanged(self) -> None:
+        self.installation.check_unchanged()
+        check_momentum(self._optimizer, self._momentum_codecs)
+        if self._members.form is not None:
+            self._members.form.check()
 
     def _note_update(self, index: int) -> None:
         if self._server is not None:

@@ -158,7 +158,7 @@ class ResidualState:
                 for source, target in ((kind, WORKER), (OWNER, OWNER)):
                     value = checked[source].get(name)
                     if value is None or (target == OWNER and not self._owners_keep):
-                        value = torch.zeros(())
+                        value = torch.zeros((), dtype=torch.float32, device="cpu")
                     elif target == WORKER and value.dim() == len(self._shape(self._entry(index))):
                         # Another codec kept one number: what was not sent, the first of several.
                         value = self._as_first(index, value)
@@ -224,7 +224,7 @@ class ResidualState:
         if width > 1:
             shape, stride = (*shape, width), (*(width * step for step in stride), 1)
         with torch.inference_mode(False):
-            return torch.empty_strided(shape, stride, dtype=dtype or own)
+            return torch.empty_strided(shape, stride, dtype=dtype or own, device="cpu")
 
     def _own(self, index: int) -> Tensor:
         value = self._empty(index, torch.float32, self._widths[index])
@@ -241,7 +241,7 @@ class ResidualState:
         width = self._widths[index]
         if width == 1:
             return value
-        wide = torch.zeros((*value.shape, width))
+        wide = torch.zeros((*value.shape, width), dtype=value.dtype, device=value.device)
         wide[..., 0] = value
         return wide
 

@@ -189,7 +189,9 @@ class ServerState:
             for index, value in self._gather(name, indices).items():
                 state = plain_state(self._optimizer)[self._trained[index].tensor]
                 if not isinstance(self._optimizer, SGD):
-                    state["step"] = torch.tensor(float(steps[index]), dtype=torch.float32)
+                    state["step"] = torch.tensor(
+                        float(steps[index]), dtype=torch.float32, device="cpu"
+                    )
                 state[name] = value
 
     def _own_pushes(self) -> list[int]:
@@ -237,7 +239,9 @@ class ServerState:
         place, channel = self._meeting.place, self._channel
         with torch.inference_mode(False):
             landings = {
-                index: torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype)
+                index: torch.empty_strided(
+                    entry.shape, entry.stride, dtype=entry.dtype, device="cpu"
+                )
                 for index, entry in ((index, self._trained[index]) for index in indices)
             }
         # If this breaks off, the core may still write there.

@@ -140,7 +140,7 @@ class Steps(StepReads):
         if self._server_rows is not None:
             self._rows = self._exempted(self._server_rows)
         sample = 0 if shadow else self._driver.agreement.sample(self.step)
-        vote = Vote(self._ending, shadow, self._digest, sample)
+        vote = Vote(self._ending, shadow, self._digest, sample=sample)
         self._exchange.begin(vote, self._rows if self._server_rows is not None else None)
         if self._order is not None and not self._order.is_empty:
             order, self._order = self._order, None

@@ -178,7 +178,7 @@ def _piece(path: Path, row: dict[str, Any], body: memoryview) -> Piece:
     if dtype is None:
         raise _broken(path, f"{row['name']!r} has the unknown dtype {row['dtype']}")
     if not data:
-        return Piece(row["name"], row["start"], torch.empty(0, dtype=dtype))
+        return Piece(row["name"], row["start"], torch.empty(0, dtype=dtype, device="cpu"))
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if dtype.is_complex:
         pairs = values.view(dtype.to_real()).view(-1, 2)

@@ -112,7 +112,9 @@ def assemble(expected: Iterable[Leaf], pieces: Iterable[Piece]) -> dict[str, Ten
         CheckpointError: elements are missing, or do not fit.
     """
     with torch.inference_mode(False):
-        whole = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in expected}
+        whole = {
+            leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in expected
+        }
     missing = {name: tensor.numel() for name, tensor in whole.items()}
     for piece in pieces:
         target = whole.get(piece.name)

@@ -98,7 +98,7 @@ def pack(parts: Sequence[Part]) -> Tensor:
     Raises:
         BlockError: values have a dtype that does not travel.
     """
-    block = torch.zeros(sum(map(part_bytes, parts)), dtype=torch.uint8)
+    block = torch.zeros(sum(map(part_bytes, parts)), dtype=torch.uint8, device="cpu")
     start = 0
     for part in parts:
         tensors = _tensors(part)
@@ -128,7 +128,7 @@ def dense_block(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if dtype not in _CODES:
         raise BlockError(f"values of {dtype} cannot travel as factors")
     length = shape.numel() * dtype.itemsize
-    block = torch.empty(block_bytes(length), dtype=torch.uint8)
+    block = torch.empty(block_bytes(length), dtype=torch.uint8, device="cpu")
     header = _HEADER.pack(_DENSE, _CODES[dtype], 0, 0, length)
     block[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     block[_HEADER.size + length :] = 0

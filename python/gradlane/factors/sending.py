@@ -238,7 +238,7 @@ def _view(region: tuple[int, int] | None, blocks: Blocks | None = None) -> Tenso
         return None
     address, nbytes = region
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     # Tensors keep their buffer, and this object keeps whom the memory belongs to.
     memory.owner = blocks  # type: ignore[attr-defined]

@@ -86,7 +86,9 @@ def _model(tensor_elems: Sequence[int]) -> nn.Module:
     """Return a module with one f32 parameter of each size, in this forward order."""
     model = nn.Module()
     for index, elems in enumerate(tensor_elems):
-        model.register_parameter(f"tensor{index}", nn.Parameter(torch.zeros(elems)))
+        model.register_parameter(
+            f"tensor{index}", nn.Parameter(torch.zeros(elems, dtype=torch.float32, device="cpu"))
+        )
     return model
 
 
@@ -128,7 +130,7 @@ class Exchange(ABC):
             timeout=_STORE_TIMEOUT,
             wait_for_workers=False,
         )
-        self._storage = torch.zeros(sum(tensor_elems))
+        self._storage = torch.zeros(sum(tensor_elems), dtype=torch.float32, device="cpu")
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
@@ -281,7 +283,7 @@ class GradlaneExchange(Exchange):
         self.channel: Channel = core.channel
         # What a session exchanges beside gradients takes part in its steps, and is left out here.
         self._beside = {
-            tensor: torch.zeros(int(row["numel"]), dtype=torch.float64)
+            tensor: torch.zeros(int(row["numel"]), dtype=torch.float64, device="cpu")
             for tensor, row in enumerate(core.rows)
             if tensor >= len(tensor_elems)
         }

@@ -236,7 +236,7 @@ class CollectiveLane:
     def _open(self) -> None:
         """Open the group and use it once: whoever cannot take part is noticed here."""
         self._group = group = self._open_group()
-        values = torch.zeros(1, device=self._device)
+        values = torch.zeros(1, dtype=torch.float32, device=self._device)
         with self._order.behind(self._order.produced()):
             self._order.follow(group.sum_to(values, _FIRST))
             self._under_way.append(_UnderWay(self._order.done(), [values], _nothing))

@@ -41,7 +41,7 @@ def _owners(tensor: Tensor) -> int | None:
     return _count_owners(storage._cdata)
 
 
-_ALONE = _owners(torch.empty(1))
+_ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """What `_owners` says of memory that one tensor has to itself."""
 
 

@@ -48,7 +48,7 @@ def agree_on_plan(
     meeting: Meeting,
     given: PlanArgument,
     sizes: Mapping[str, int],
-    unable: GradlaneError | None = None,
+    unable: GradlaneError | ValueError | None = None,
 ) -> Agreed:
     """Find out whether all ranks were given the same, and return it; a collective call.
 
@@ -59,7 +59,7 @@ def agree_on_plan(
         unable: why this rank cannot take part, whatever the plan; the others are told.
 
     Raises:
-        GradlaneError: `unable`.
+        GradlaneError, ValueError: `unable`.
         ValueError: this rank's plan cannot be read, or is for another model.
         RanksDiffer: another rank's, or the ranks were given different ones; on every rank.
         RendezvousError: a rank did not appear.

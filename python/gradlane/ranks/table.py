@@ -100,6 +100,12 @@ def build_table(model: nn.Module) -> list[Entry]:
         if parameter.numel() == 0:
             continue
         if parameter.requires_grad:
+            if is_expanded(parameter):
+                raise ValueError(
+                    f"parameter {name!r} is expanded (stride 0), and no optimizer can update "
+                    "elements that share memory: give it memory of its own, with "
+                    "nn.Parameter(value.clone())"
+                )
             if parameter.dtype not in _TRAINED_DTYPES:
                 raise ValueError(
                     f"parameter {name!r} has dtype {parameter.dtype}, which cannot be averaged; "
@@ -113,7 +119,10 @@ def build_table(model: nn.Module) -> list[Entry]:
         if buffer.numel() > 0:
             initial.append(_entry(name, buffer, trained=False))
     if not trained:
-        raise ValueError("the model has no trained parameter (requires_grad=True)")
+        raise ValueError(
+            "the model has no trained parameter (requires_grad=True), so that there is nothing to "
+            "average: train one, or do without prepare()"
+        )
     return trained + initial
 
 
@@ -150,6 +159,28 @@ def same_layout(tensor: Tensor, stride: tuple[int, ...]) -> bool:
     return len(own) == len(stride) and all(
         mine == theirs or size == 1 for mine, theirs, size in zip(own, stride, sizes, strict=True)
     )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements share memory along an axis, as `expand` makes them."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def without_repeats(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both without the elements that share the target's memory, for a copy.
+
+    Torch writes into no expanded tensor. Along axes of stride 0 all elements are one.
+
+    Args:
+        target: is written.
+        source: of the same shape.
+    """
+    for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
+    return target, source
 
 
 def in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -204,6 +235,11 @@ def _check_storage(name: str, tensor: Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense ones can be sent")
+    if tensor.is_inference():
+        raise ValueError(
+            f"tensor {name!r} was made in torch.inference_mode(), outside of which torch does not "
+            "write it: replace it by its .clone(), made outside, before prepare()"
+        )
     if tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
         what = "quantized" if tensor.is_quantized else f"on device {tensor.device}"
         raise ValueError(f"tensor {name!r} is {what}; gradlane sends CPU and CUDA tensors")

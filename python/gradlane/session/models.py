@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from gradlane.adapter.buffers import MODES
 from gradlane.adapter.optimizers import steps_per_parameter
 from gradlane.adapter.prepared import CLOSE_TIMEOUT_S, Prepared
+from gradlane.adapter.refusals import check_arguments
 from gradlane.connection import Surroundings
-from gradlane.errors import GradlaneError
+from gradlane.errors import GradlaneError, UsageError
 from gradlane.planner.in_force import PlanInForce
 from gradlane.planner.plan import Plan
 from gradlane.planner.sharing import PlanArgument, agree_on_plan
@@ -90,7 +92,8 @@ class SessionModels:
             buffers: what happens to buffers, such as the statistics of batch norm, in each step:
                 `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
                 averaged over the ranks, others are rank 0's; `"local"`: nothing. With
-                `update="server"` nothing happens to them either.
+                `update="server"` nothing happens to them either. What a program changes between
+                steps, it changes alike on all ranks.
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to what is fastest, if anything is
@@ -102,25 +105,36 @@ class SessionModels:
             The same two objects.
 
         Raises:
-            UsageError: the model was prepared before and is in the middle of a step.
+            UsageError: no model or no optimizer was given, or they cannot be used together; or the
+                model was prepared before and is in the middle of a step.
             ValueError: the model or the optimizer cannot take part; the message names the tensor.
             RanksDiffer: the ranks' models, options or plans differ; raised on every rank.
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()
-        if buffers not in MODES:
-            raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
-        before, unable = None, None
+        before: Prepared | None = None
+        unable: ValueError | GradlaneError | None = None
+        sizes: dict[str, int] = {}
         try:
+            check_arguments(model, optimizer)
+            if buffers not in MODES:
+                raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+            if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
+                raise UsageError(
+                    f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
+                    '"auto", "poseidon" or None'
+                )
+            if plan is not None and self._around.options.is_asynchronous:
+                raise ValueError(
+                    'plan= with strategy="asgd": plans choose among settings that give the same '
+                    "results; asynchronous training is none of them"
+                )
+            sizes = _trained_sizes(model)
             before = self._prepared_before(model)
-        except GradlaneError as error:
+        except (GradlaneError, ValueError) as error:
+            # The others are on their way to the meeting, and hear of it there.
             unable = error
-        if plan is not None and self._around.options.is_asynchronous:
-            raise ValueError(
-                'plan= with strategy="asgd": plans choose among settings that give the same '
-                "results; asynchronous training is none of them"
-            )
-        agreed = agree_on_plan(self._meet(), plan, _trained_sizes(model), unable)
+        agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
         place = self._around.place
         if agreed.rule and place.serving:
             raise ValueError(

@@ -6,14 +6,17 @@ backward, as always. All ranks get the same bits.
 
 # Annotations are evaluated here: DDP compares those of a communication hook with its own types.
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlane.codecs import Codec
+from gradlane.settings.momentum import check_momentum, keeps_momentum
 from gradlane.torch.layout import Part
 from gradlane.torch.parameters import UNNAMED, Parameters
 from gradlane.torch.pipeline import Pipeline
@@ -76,6 +79,9 @@ class HookState:
         self._coding = Coding(peers, self._residuals, seed)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._pipeline = Pipeline()
+        texts = [self.spec, *codecs.values()]
+        keeps = any(keeps_momentum(Codec(text).spec) for text in texts)
+        self._watch = _watch_momentum(self._parameters) if keeps else None
 
     @property
     def codecs(self) -> dict[str, str]:
@@ -182,6 +188,8 @@ class HookState:
 
     def close(self) -> None:
         """End the threads; not needed at the end of a process."""
+        if self._watch is not None:
+            self._watch.remove()
         self._pipeline.close()
 
 
@@ -243,6 +251,22 @@ def ddp_hook(
         group=group,
     )
     return state, _exchange
+
+
+def _watch_momentum(parameters: Parameters) -> Any:
+    """Check each optimizer in the process before it steps: DDP shows a hook none.
+
+    Returns:
+        A handle whose `remove` ends it.
+    """
+    watched = weakref.ref(parameters)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        current = watched()
+        if current is not None:
+            check_momentum(optimizer, current.momentum_codecs)
+
+    return register_optimizer_step_pre_hook(check)
 
 
 def _with_feedback(spec: str, error_feedback: bool | None) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from gradlane.codecs import Codec
 from gradlane.settings.codec_choice import smallest_encoded
+from gradlane.settings.momentum import keeps_momentum
 from gradlane.torch.layout import Part
 
 UNNAMED = "parameter "
@@ -47,6 +48,8 @@ class Parameters:
         self._parts: dict[int, Part] = {}
         self._seen: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
+        self.momentum_codecs: dict[int, str] = {}
+        """Codecs that keep momentum, by `id` of the parameter."""
         for text in (spec, *self._overrides.values()):
             Codec(text)
         known = [(name, one) for name, one in names if one.requires_grad]
@@ -80,6 +83,8 @@ class Parameters:
         self._parts[id(parameter)] = Part(len(self.names), parameter.numel(), codec)
         # An id is that of one object only while the object lives.
         self._seen[id(parameter)] = parameter
+        if keeps_momentum(codec.spec):
+            self.momentum_codecs[id(parameter)] = codec.spec
         self.names.append(name)
 
     def codecs(self) -> dict[str, str]:

@@ -52,7 +52,9 @@ class Residuals:
             return None
         kept = self.owner.get(key_of(piece))
         if kept is None or kept.numel() != numbers:
-            kept = self.owner[key_of(piece)] = torch.zeros(numbers)
+            kept = self.owner[key_of(piece)] = torch.zeros(
+                numbers, dtype=torch.float32, device="cpu"
+            )
         return kept
 
     def reown(self, parts: Sequence[Part], owned: Sequence[Piece]) -> None:
@@ -72,5 +74,7 @@ class Residuals:
         numbers = part.numel * part.codec.residual_width
         kept = self.worker.get(part.number)
         if kept is None or kept.numel() != numbers:
-            kept = self.worker[part.number] = torch.zeros(numbers)
+            kept = self.worker[part.number] = torch.zeros(
+                numbers, dtype=torch.float32, device="cpu"
+            )
         return kept

@@ -92,7 +92,7 @@ class Coding:
             step: number of the step.
             leg: this rank for its gradient, `BROADCAST` for a mean.
         """
-        wire = torch.empty(shard.wire_bytes(step, leg), dtype=torch.uint8)
+        wire = torch.empty(shard.wire_bytes(step, leg), dtype=torch.uint8, device="cpu")
         of = self._residuals.of_owner if leg == BROADCAST else self._residuals.of_worker
         for piece, begin, size in shard.places(step, leg):
             codec = piece.part.codec
@@ -151,7 +151,9 @@ class Gather:
     def begin(self, job: Job) -> int:
         """Encode the bucket and begin to gather."""
         wire = self._coding.encode(self._whole, job.values, job.step, self._peers.rank)
-        job.received = torch.empty(self._peers.world_size * len(wire), dtype=torch.uint8)
+        job.received = torch.empty(
+            self._peers.world_size * len(wire), dtype=torch.uint8, device="cpu"
+        )
         job.work = dist.all_gather_into_tensor(
             job.received, wire, group=self._peers.first_leg, async_op=True
         )
@@ -191,7 +193,7 @@ class Shards:
             for shard in self._shards
         ]
         own_bytes = len(wires[rank])
-        job.received = torch.empty(world_size * own_bytes, dtype=torch.uint8)
+        job.received = torch.empty(world_size * own_bytes, dtype=torch.uint8, device="cpu")
         sent = torch.cat(wires)
         job.work = dist.all_to_all_single(
             job.received,
@@ -211,14 +213,14 @@ class Shards:
         """Add up the own shard, gather the encoded means and decode them."""
         job.work.wait()
         world_size, step = self._peers.world_size, job.step
-        mean = torch.zeros(self._own.numel)
+        mean = torch.zeros(self._own.numel, dtype=torch.float32, device="cpu")
         for rank, wire in enumerate(job.received.chunk(world_size) if len(job.received) else ()):
             self._coding.decode(self._own, wire, mean, step=step, leg=rank, adds=rank > 0)
         mean /= world_size
         own = self._coding.encode(self._own, mean, step, BROADCAST)
-        reply = torch.zeros(self._reply_bytes(step), dtype=torch.uint8)
+        reply = torch.zeros(self._reply_bytes(step), dtype=torch.uint8, device="cpu")
         reply[: len(own)] = own
-        replies = torch.empty(world_size * len(reply), dtype=torch.uint8)
+        replies = torch.empty(world_size * len(reply), dtype=torch.uint8, device="cpu")
         dist.all_gather_into_tensor(replies, reply, group=self._peers.second_leg)
         for shard, wire in zip(self._shards, replies.chunk(world_size), strict=True):
             values = job.values[shard.begin : shard.end]

@@ -87,7 +87,7 @@ def causal_attention(projections: torch.Tensor) -> torch.Tensor:
     parts = projections.view(samples, length, 3, HEADS, size // HEADS).permute(2, 0, 3, 1, 4)
     queries, keys, values = parts.unbind(0)
     scores = queries @ keys.transpose(-2, -1) / math.sqrt(size // HEADS)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
     weights = functional.softmax(scores.masked_fill(future, -math.inf), dim=-1)
     return (weights @ values).transpose(1, 2).reshape(samples, length, size)
 
@@ -127,7 +127,9 @@ class CharNetwork(nn.Module):
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         """Map symbols (samples, length) to scores of the next ones (samples, length, 97)."""
-        values = self.symbols(symbols) + self.positions(torch.arange(symbols.shape[1]))
+        values = self.symbols(symbols) + self.positions(
+            torch.arange(symbols.shape[1], dtype=torch.long, device=symbols.device)
+        )
         for block in self.blocks:
             values = block(values)
         scores: torch.Tensor = self.head(self.norm(values))

@@ -67,7 +67,7 @@ class ReplayOptimizer(torch.optim.Optimizer):
         """
         if lr < 0.0:
             raise ValueError(f"learning rate must not be negative, got {lr}")
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "momentum": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -198,7 +198,7 @@ class ReplayWorkload(Workload):
 
     def batch(self, step: int) -> torch.Tensor:
         """Return a stand-in for the batch: one zero, float32."""
-        return torch.zeros(1)
+        return torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """Run forward and return a loss of zero whose backward yields the step's gradients."""

@@ -146,7 +146,7 @@ class SleepingLayer(nn.Module):
         self._fills: list[list[GradientFill]] | None = None
         self._gives_now = False
         for index, shape in enumerate(layer.parameters, start=first_index):
-            values = torch.zeros(shape.shape)
+            values = torch.zeros(shape.shape, dtype=torch.float32, device="cpu")
             bits = hash_of(accelerator.pattern.seed, index) >> 41
             values.view(-1)[-1] = bits * 2.0**-23
             # Touched here, because the kernel maps new memory as slowly as a step may last. The
