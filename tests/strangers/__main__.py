@@ -25,6 +25,7 @@ from tests.strangers.search import run_seed, shrink_result
 from tests.strangers.workers import Result, Workers
 
 _PROGRESS_EVERY = 200
+_PROGRESS_EVERY_SHRUNK = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,13 +92,20 @@ def _died(arguments: tuple[Any, ...], code: int | None) -> Result:
 
 def _shrink(workers: Workers, failed: list[Result], most: int) -> list[Result]:
     """Make some of each kind of failures small; others of the kind are taken to be like them."""
+    groups = _by_kind(failed)
+    chosen = [
+        (one,) for group in groups for one in group[:most] if "process died" not in one["kind"]
+    ]
+    smaller: dict[int, Result] = {}
+    for result in workers.run(shrink_result, chosen, _died):
+        smaller[result["seed"]] = result
+        if len(smaller) % _PROGRESS_EVERY_SHRUNK == 0:
+            print(f"made {len(smaller)} of {len(chosen)} small", flush=True)
     shrunk: list[Result] = []
-    for group in _by_kind(failed):
-        chosen = [(one,) for one in group[:most] if "process died" not in one["kind"]]
-        smaller = list(workers.run(shrink_result, chosen, _died)) or group[:1]
-        rest = [one for one in group if one["seed"] not in [small["seed"] for small in smaller]]
-        smallest = min(smaller, key=lambda one: len(one["loop"]))
-        shrunk += [*smaller, *({**one, "labels": smallest["labels"]} for one in rest)]
+    for group in groups:
+        made = [smaller[one["seed"]] for one in group if one["seed"] in smaller] or group[:1]
+        smallest = min(made, key=lambda one: len(one["loop"]))
+        shrunk += [smaller.get(one["seed"], {**one, "labels": smallest["labels"]}) for one in group]
     return shrunk
 
 

@@ -304,7 +304,11 @@ class OddLoop:
         for _, step in self.some_steps(model):
             place = step if self.chance(0.15) else step + 1
             if self.chance(0.5):
-                given = {"how": self.draw(oddities.STATE_READS)}
+                how = self.draw(oddities.STATE_READS)
+                if self.loop.serves and how in ("save_dict", "elsewhere"):
+                    # These lend the parameters' memory for a moment, which the double spoils.
+                    how = "by_parameter"
+                given = {"how": how}
                 drawn = d.Action("look_at_state", model, self.ranks(), given)
             else:
                 how = self.draw(oddities.STATE_CHANGES)
