@@ -528,7 +528,7 @@ class OddLoop:
         for first, step in self.some_steps(model):
             if self.accumulates(first, step) or self.actions[first].given.get("no_sync"):
                 continue
-            hows = ["in_place", "attribute", "mapping", "data", "kept", "register", "load", "numpy"]
+            hows = list(oddities.BUFFER_WRITES)
             if described.dtype not in ("float32", "float64"):
                 hows.remove("numpy")
             given = {"how": self.draw(hows), "value": 0.25}

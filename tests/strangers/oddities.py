@@ -947,6 +947,19 @@ ASIDES = (
 """What other threads look at."""
 
 
+BUFFER_WRITES = (
+    "in_place",
+    "attribute",
+    "mapping",
+    "data",
+    "kept",
+    "register",
+    "load",
+    "numpy",
+)
+"""How a buffer is written by hand."""
+
+
 def named_tally(model: Any) -> Iterator[Tensor]:
     """Yield the buffer that actions write, past whatever guards it."""
     buffer = dict.get(model._buffers, "tally")

@@ -268,16 +268,7 @@ def _of_buffers_and_defaults() -> Iterator[tuple[str, Loop]]:
         for extra in ODD_BUFFERS:
             model = Model(_NORMS.blocks, (extra,))
             yield f"buffer {extra}, {mode}", _loop(*_around(), model=model, buffers=mode)
-        for how in (
-            "in_place",
-            "attribute",
-            "mapping",
-            "data",
-            "kept",
-            "register",
-            "load",
-            "numpy",
-        ):
+        for how in oddities.BUFFER_WRITES:
             for ranks in (None, (0,), (1,)):
                 model = Model(_MODEL.blocks, ("tally",))
                 write = _do("write_buffer", ranks, how=how, value=0.25)
