@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import ctypes
 import functools
 import io
 import pickle
@@ -15,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,26 +83,63 @@ def _saved(value: Any) -> Any:
     return torch.load(memory, weights_only=False)
 
 
+def _bare(one: Tensor) -> Tensor:
+    """Return a gradient itself: an operation less than on a parameter."""
+    return one.detach() if one.requires_grad else one
+
+
+def _by_address(one: Tensor) -> Tensor:
+    whole = _bare(one)
+    if not whole.is_contiguous() or whole.numel() == 0:
+        return whole.clone()
+    words = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
+    return torch.frombuffer(bytearray(words), dtype=whole.dtype)
+
+
+def _through_graph(one: Tensor) -> Tensor:
+    factor = torch.ones_like(one, requires_grad=True)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad((factor * _bare(one)).abs().sum(), factor)
+    return gradient
+
+
+@torch.jit.script
+def _scripted(one: Tensor) -> Tensor:
+    return one + one
+
+
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "clone": lambda one: one.detach().clone(),
+    "clone": lambda one: _bare(one).clone(),
     "norm": lambda one: one.norm(),
     "item": lambda one: torch.tensor(one.abs().sum().item(), dtype=torch.float64),
-    "tolist": lambda one: torch.tensor(one.detach().tolist()),
-    "numpy": lambda one: torch.from_numpy(one.detach().numpy().copy()),
+    "tolist": lambda one: torch.tensor(_bare(one).tolist()),
+    "numpy": lambda one: torch.from_numpy(_bare(one).numpy().copy()),
     "data": lambda one: one.data.clone(),
     "deepcopy": lambda one: copy.deepcopy(one).detach(),
     "save": lambda one: _saved(one).detach(),
-    "add": lambda one: one.detach() + 1,
-    "view": lambda one: one.detach().reshape(-1),
-    "stack": lambda one: torch.stack([one.detach(), one.detach()]),
-    "foreach": lambda one: torch._foreach_mul([one.detach()], 1.0)[0],
-    "out": lambda one: torch.add(one.detach(), 0, out=torch.empty_like(one)),
-    "einsum": lambda one: torch.einsum("i->", one.detach().flatten()),
-    "compare": lambda one: one.detach() == one.detach().clone(),
-    "bool": lambda one: torch.tensor(bool(one.detach().abs().max() > 0.01)),
-    "format": lambda one: torch.tensor(list(f"{one.detach().flatten()[0].item():.6g}".encode())),
-    "type": lambda one: one.detach().to(torch.complex128),
-    "chunk": lambda one: torch.cat([part.clone() for part in one.detach().flatten().chunk(2)]),
+    "add": lambda one: _bare(one) + 1,
+    "view": lambda one: _bare(one).reshape(-1),
+    "stack": lambda one: torch.stack([_bare(one), _bare(one)]),
+    "foreach": lambda one: torch._foreach_mul([_bare(one)], 1.0)[0],
+    "out": lambda one: torch.add(_bare(one), 0, out=torch.empty_like(one)),
+    "einsum": lambda one: torch.einsum("i->", _bare(one).flatten()),
+    "compare": lambda one: _bare(one) == _bare(one).clone(),
+    "bool": lambda one: torch.tensor(bool(_bare(one).abs().max() > 0.01)),
+    "format": lambda one: torch.tensor(list(f"{_bare(one).flatten()[0].item():.6g}".encode())),
+    "type": lambda one: _bare(one).to(torch.complex128),
+    "chunk": lambda one: torch.cat([part.clone() for part in _bare(one).flatten().chunk(2)]),
+    "asarray": lambda one: torch.from_numpy(np.array(np.asarray(_bare(one)))),
+    "ufunc": lambda one: torch.from_numpy(np.add(_bare(one), 1)),
+    "dlpack": lambda one: torch.from_dlpack(_bare(one)).clone(),
+    "pickle": lambda one: pickle.loads(pickle.dumps(_bare(one))),
+    "rows": lambda one: torch.stack([row.clone() for row in _bare(one)]),
+    "transpose": lambda one: _bare(one).T.clone(),
+    "address": _by_address,
+    "script": lambda one: _scripted(_bare(one)),
+    "vmap": lambda one: torch.func.vmap(lambda row: row * 2)(_bare(one)),
+    "graph": _through_graph,
+    "alias": lambda one: torch.Tensor._make_subclass(torch.Tensor, _bare(one)).clone(),
+    "shape": lambda one: torch.tensor([*one.shape, one.element_size(), one.numel()]),
 }
 """How a program looks at a tensor, by Python and by C."""
 
@@ -146,6 +185,13 @@ def _change(how: str, one: Tensor) -> None:
         torch.clamp_(gradient, -0.01, 0.01)
     elif how == "foreach":
         torch._foreach_mul_([gradient], 0.5)
+    elif how == "set":
+        memory: Any = gradient
+        memory.set_((gradient * 0.5).clone())
+    elif how == "lerp":
+        gradient.lerp_(torch.zeros_like(gradient), 0.5)
+    elif how == "script":
+        one.grad = _scripted(gradient)
     elif how == "delete":
         del one.grad
     else:
@@ -170,6 +216,9 @@ CHANGES = (
     "out",
     "clamp",
     "foreach",
+    "set",
+    "lerp",
+    "script",
     "delete",
 )
 """How a program changes a gradient."""
