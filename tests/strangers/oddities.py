@@ -130,7 +130,7 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "chunk": lambda one: torch.cat([part.clone() for part in _bare(one).flatten().chunk(2)]),
     "asarray": lambda one: torch.from_numpy(np.array(np.asarray(_bare(one)))),
     "ufunc": lambda one: torch.from_numpy(np.add(_bare(one), 1)),
-    "dlpack": lambda one: torch.from_dlpack(_bare(one)).clone(),
+    "dlpack": lambda one: torch.utils.dlpack.from_dlpack(_bare(one)).clone(),
     "pickle": lambda one: pickle.loads(pickle.dumps(_bare(one))),
     "rows": lambda one: torch.stack([row.clone() for row in _bare(one)]),
     "transpose": lambda one: _bare(one).T.clone(),
