@@ -470,7 +470,11 @@ class OddLoop:
             for number, block in enumerate(blocks)
             if block.same_as is None and block.norm is None and block.call in ("plain", "residual")
         ]
+        calls = {block.call for block in blocks}
         if len(self.loop.models) > 1 or not plain or len(blocks) < 2 or self.is_scaled():
+            return
+        if calls & {"checkpoint", "reentrant"}:
+            # Torch recomputes with other tensors then, and says so.
             return
         for first, _ in self.some_steps(model):
             given = {**self.actions[first].given, "toggled": self.draw(plain)}
