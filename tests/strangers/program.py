@@ -436,15 +436,6 @@ def _optimizer_state(program: Program, number: int) -> list[Tensor]:
     return [torch.tensor(names), *_flatten(by_name), *_flatten(state["param_groups"])]
 
 
-LISTING_READS = (
-    "parameters",
-    "named",
-    "functional",
-    "gradients",
-    "optimizer_state",
-)
-"""Reads that list a model's parameters, which shows their gradients: copies and states do not."""
-
 READS: dict[str, Callable[[Program, int], list[Tensor]]] = {
     "state_dict": lambda program, number: list(program.models[number].state_dict().values()),
     "parameters": lambda program, number: list(program.models[number].parameters()),

@@ -2,7 +2,8 @@
 
 The rules are those that the documentation states, written down a second time: gradients add up on
 a rank until they are needed, the mean is ((g0 + g1) + ...) / N in rank order, a rank without a
-gradient counts as zeros, and a parameter without a gradient on every rank has none. Buffers become
+gradient counts as zeros, and a parameter without a gradient on every rank has none. They are needed
+by a step, and by whoever touches `.grad` after a backward outside of `no_sync()`. Buffers become
 alike when gradients do.
 """
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from tests.strangers.description import Action, Loop
 from tests.strangers.oddities import named_tally
-from tests.strangers.program import LISTING_READS, Note, Program
+from tests.strangers.program import Note, Program
 
 _GRADIENT_ACTIONS = (
+    "clip",
     "look_at_gradients",
     "change_gradients",
     "hold_gradients",
@@ -27,8 +29,6 @@ _GRADIENT_ACTIONS = (
 )
 """Actions that see gradients: those of a backward outside of `no_sync()` are averages then."""
 _OTHER_STEPS = ("step_by_hand", "step_other")
-_LISTING_ACTIONS = ("load", "write", "freeze", "average", "reformat", "reload_optimizer")
-"""Actions that list a model's parameters, which makes a step's gradients and buffers right."""
 
 
 class SharedBuffers:
@@ -129,33 +129,25 @@ class Reference:
             self._before_backward({**given, "no_sync": True})
         elif action.do in _OTHER_STEPS:
             self._average(action.model)
-        elif action.do in _GRADIENT_ACTIONS:
-            if self._begun[action.model]:
-                self._average(action.model)
         elif action.do == "zero":
             self._zero(action.model)
-        elif action.do in ("clip", "scaled_step", "step"):
+        elif action.do in ("scaled_step", "step") or given.get("scaled"):
+            # A scaler looks for infinities in averages, also where all backwards were apart.
             if given.get("closure") is None:
                 self._average(action.model)
-        elif self._lists(action) and self._begun[action.model]:
+        elif self._sees_gradients(action) and self._begun[action.model]:
             self._average(action.model)
 
     def _before_rank(self, rank: int, action: Action) -> None:
-        """Make buffers right where a rank is about to list parameters in a step."""
+        """Make buffers right where a rank is about to see gradients in a step."""
         if not self._begun[action.model] or (action.ranks and rank not in action.ranks):
             return
-        if self._lists(action):
+        if self._sees_gradients(action):
             self._buffers[action.model].land(rank)
 
-    def _lists(self, action: Action) -> bool:
-        """Whether an action lists the parameters of its model, which makes gradients right."""
-        what = action.given.get("what")
-        if what in ("evaluate", "inference"):
-            return self._lists_in_forward(action.model)
-        return action.do in (*_LISTING_ACTIONS, "clip") or what in LISTING_READS
-
-    def _lists_in_forward(self, number: int) -> bool:
-        return any(block.call == "functional" for block in self.loop.models[number].blocks)
+    def _sees_gradients(self, action: Action) -> bool:
+        """Whether an action reads or writes `.grad`, which is the average from then on."""
+        return action.do in _GRADIENT_ACTIONS or action.given.get("what") == "gradients"
 
     @torch.no_grad()
     def _end_step(self, number: int) -> None:
@@ -171,18 +163,14 @@ class Reference:
         self._begun[number] = False
 
     def _before_backward(self, given: dict[str, Any]) -> None:
-        """Gradients do not add up over steps."""
+        """Begin a step's gradients; on servers they do not add up over steps."""
         through = given["through"]
         for number in through:
             self._give_tally(number)
         for number in through[1:] if given.get("detach") else through:
-            if not self._zeroed[number] and given.get("zero") is None:
+            if self.loop.serves and not self._zeroed[number] and given.get("zero") is None:
                 for program in self.programs:
                     program.optimizers[number].zero_grad()
-            apart = given.get("no_sync") or given.get("zero") is not None
-            if self._begun[number] and self._lists_in_forward(number) and not apart:
-                self._average(number)
-                self._buffers[number].finish()
             if given.get("zero") is not None:
                 self._zero(number)
             if self._averaged[number]:
