@@ -62,12 +62,20 @@ class Optimizer:
         options: keyword arguments.
         groups: number of groups; each later one has other hyper-parameters.
         scheduler: see `optimizers.SCHEDULERS`, or None.
+        early_scheduler: whether the scheduler is built before `prepare`.
+        wrapped: (how, what it does): a wrapper of the object's `step`, made before `prepare`.
+        derived: (how, what it does): a class derived from `kind` with a `step` of its own.
+        counts: where an `oddities.Counts`, in place of `kind`, counts its steps.
     """
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     groups: int = 1
     scheduler: str | None = None
+    early_scheduler: bool = False
+    wrapped: tuple[str, str] | None = None
+    derived: tuple[str, str] | None = None
+    counts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,14 @@ class Action:
         model: number of the model and of its optimizer.
         ranks: which ranks do it; None: all.
         given: its arguments.
+        thread: whether a thread of its own does it, for which the program waits.
     """
 
     do: str
     model: int = 0
     ranks: tuple[int, ...] | None = None
     given: dict[str, Any] = field(default_factory=dict)
+    thread: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ class Loop:
         defer: for `Session.prepare`.
         buffers: for `Session.prepare`.
         strange: constructs that may be refused, see `verdict.REFUSALS`.
+        defaults: torch's defaults: `dtype`, and `device` in the calls that `device_in` names.
     """
 
     seed: int
@@ -112,6 +123,7 @@ class Loop:
     defer: bool | None = None
     buffers: str = "broadcast"
     strange: tuple[str, ...] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     @property
     def serves(self) -> bool:
@@ -133,7 +145,7 @@ class Loop:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         data["models"] = tuple(_model(one) for one in data["models"])
-        data["optimizers"] = tuple(Optimizer(**one) for one in data["optimizers"])
+        data["optimizers"] = tuple(_optimizer(one) for one in data["optimizers"])
         data["actions"] = tuple(_action(one) for one in data["actions"])
         data["strange"] = tuple(data.get("strange", ()))
         return Loop(**data)
@@ -145,6 +157,11 @@ def _model(data: dict[str, Any]) -> Model:
         for one in data["blocks"]
     )
     return Model(**{**data, "blocks": blocks, "extras": tuple(data.get("extras", ()))})
+
+
+def _optimizer(data: dict[str, Any]) -> Optimizer:
+    pairs = {name: tuple(data[name]) for name in ("wrapped", "derived") if data.get(name)}
+    return Optimizer(**{**data, **pairs})
 
 
 def _action(data: dict[str, Any]) -> Action:

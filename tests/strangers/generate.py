@@ -13,6 +13,7 @@ import torch
 
 from tests.strangers import description as d
 from tests.strangers.models import EXTRAS, KINDS, NORMS, TIES
+from tests.strangers.odd_loops import add_oddities
 from tests.strangers.optimizers import SCHEDULERS
 from tests.strangers.program import READS
 
@@ -539,11 +540,13 @@ def _always_trained(block: d.Block) -> bool:
     )
 
 
-def generate(seed: int, ranks: tuple[int, ...] = (2, 3)) -> d.Loop:
+def generate(seed: int, ranks: tuple[int, ...] = (2, 3), *, odd: bool = True) -> d.Loop:
     """Return the loop of a seed.
 
     Args:
         seed: any integer that is not negative.
         ranks: world sizes to choose from.
+        odd: whether it may have what only few programs do, see `odd_loops.py`.
     """
-    return Generator(seed, ranks).loop()
+    loop = Generator(seed, ranks).loop()
+    return add_oddities(loop) if odd else loop

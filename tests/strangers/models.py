@@ -186,6 +186,23 @@ EXTRAS = (
     "hooked",
 )
 
+ODD_BUFFERS = (
+    "tally",
+    "expanded",
+    "expanded_frozen",
+    "resized",
+    "replaced",
+    "mapped",
+    "inference",
+    "flags",
+    "shared",
+    "sliced",
+    "count",
+    "overlapping",
+    "growing",
+)
+"""Buffers, and a frozen parameter, that few models have."""
+
 
 class Stranger(nn.Module):
     """A described model.
@@ -256,6 +273,38 @@ class Stranger(nn.Module):
             self.frozen_scale = nn.Parameter(torch.empty(WIDTH, dtype=dtype), requires_grad=False)
         elif extra == "complex":
             self.complex = nn.Parameter(torch.empty(WIDTH, dtype=torch.complex64))
+        else:
+            self._add_buffer(extra, dtype)
+
+    def _add_buffer(self, extra: str, dtype: torch.dtype) -> None:
+        zeros = torch.zeros(WIDTH, dtype=dtype)
+        if extra == "expanded":
+            self.register_buffer(extra, (torch.arange(WIDTH) * 0.25).to(dtype).expand(3, WIDTH))
+        elif extra == "expanded_frozen":
+            one = torch.full((1,), 0.75, dtype=dtype).expand(WIDTH)
+            self.expanded_frozen = nn.Parameter(one, requires_grad=False)
+        elif extra == "resized":
+            self.register_buffer(extra, torch.empty(0, dtype=dtype))
+        elif extra == "inference":
+            with torch.inference_mode():
+                made = torch.full((WIDTH,), 0.5, dtype=dtype)
+            self.register_buffer(extra, made)
+        elif extra == "flags":
+            self.register_buffer(extra, torch.zeros(5, dtype=torch.bool))
+        elif extra == "shared":
+            self.register_buffer("shared", zeros)
+            self.register_buffer("shared_too", zeros)
+        elif extra == "sliced":
+            self.register_buffer(extra, torch.zeros(2 * WIDTH, dtype=dtype)[::2])
+        elif extra == "count":
+            self.register_buffer(extra, torch.zeros((), dtype=torch.int64))
+        elif extra == "overlapping":
+            self.register_buffer(extra, zeros)
+            self.register_buffer("overlapped", zeros[1:])
+        elif extra == "growing":
+            self.register_buffer(extra, torch.zeros(1, dtype=dtype))
+        else:
+            self.register_buffer(extra, zeros)
 
     def forward(self, hidden: Tensor) -> Tensor:
         for block, module in zip(self.described.blocks, self.blocks, strict=True):
@@ -299,7 +348,44 @@ class Stranger(nn.Module):
                 hidden = hidden + self.turn.real.to(hidden.dtype)
             elif extra == "complex":
                 hidden = hidden + self.complex.abs().to(hidden.dtype)
+            elif extra in ODD_BUFFERS:
+                hidden = self._use_buffer(extra, hidden)
         return hidden if self.late is None else hidden * self.late
+
+    def _use_buffer(self, extra: str, hidden: Tensor) -> Tensor:
+        buffers: Any = self
+        used: Tensor = hidden
+        seen = hidden.detach()[0, 0]
+        learns = self.training and torch.is_grad_enabled()
+        if extra == "tally":
+            used = hidden + buffers.tally
+        elif extra == "expanded":
+            used = hidden + buffers.expanded[0]
+        elif extra == "expanded_frozen":
+            used = hidden * buffers.expanded_frozen
+        elif extra == "inference":
+            used = hidden + buffers.inference
+        elif extra == "resized":
+            if learns and not buffers.resized.numel():
+                buffers.resized.resize_(WIDTH).copy_(seen)
+            used = hidden + buffers.resized if buffers.resized.numel() else hidden
+        elif extra == "replaced":
+            if learns:
+                buffers.replaced = buffers.replaced * 0.5 + seen
+            used = hidden + buffers.replaced.detach()
+        elif extra == "mapped":
+            if learns:
+                self._buffers["mapped"] = buffers.mapped * 0.5 + seen
+            used = hidden + buffers.mapped.detach()
+        elif learns and extra == "flags":
+            buffers.flags[:WIDTH].copy_(seen > 0)
+        elif learns and extra in ("shared", "sliced", "overlapping"):
+            getattr(self, extra).mul_(0.5).add_(seen)
+        elif learns and extra == "count":
+            buffers.count += self.moment[1] + 1
+        elif learns and extra == "growing":
+            buffers.growing = torch.cat([buffers.growing, seen[:1]])
+        return used
 
 
 def _call(how: str, module: nn.Module, hidden: Tensor) -> Tensor:
@@ -332,7 +418,8 @@ def build_model(described: description.Model, seed: int) -> Stranger:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            _fill(parameter, generator)
+            if parameter.numel() == 0 or 0 not in parameter.stride():
+                _fill(parameter, generator)
         for name, buffer in model.named_buffers():
             if name.endswith(("_u", "_v", "weight_u", "weight_v")):
                 _fill(buffer, generator)

@@ -200,7 +200,7 @@ def loops_to_find(mutation: Mutation, first_seed: int, most: int) -> tuple[int, 
         How many it took and the verdict, or None. Loops that fail by themselves do not count.
     """
     for count in range(1, most + 1):
-        loop = generate(first_seed + count - 1)
+        loop = generate(first_seed + count - 1, odd=False)
         with mutation.breaks():
             verdict = judge(loop)
         if not verdict.is_right and judge(loop).is_right:

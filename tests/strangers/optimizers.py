@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.strangers import description
+from tests.strangers.oddities import Counts, subclass
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -26,8 +27,18 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def build_optimizer(described: description.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Build an optimizer over all parameters of a model, in groups that differ."""
+def build_optimizer(
+    described: description.Optimizer,
+    model: nn.Module,
+    around: Callable[[str], Callable[..., Any]],
+) -> torch.optim.Optimizer:
+    """Build an optimizer over all parameters of a model, in groups that differ.
+
+    Args:
+        described: what to build.
+        model: whose parameters.
+        around: returns what a `step` of one's own does.
+    """
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = []
     for number in range(described.groups):
@@ -45,7 +56,12 @@ def build_optimizer(described: description.Optimizer, model: nn.Module) -> torch
     }
     if options.pop("tensor_lr", False):
         options["lr"] = torch.tensor(options["lr"])
+    if described.counts is not None:
+        return Counts(groups, described.counts)
     kind = getattr(torch.optim, described.kind)
+    if described.derived is not None:
+        how, inside = described.derived
+        kind = subclass(kind, how, lambda _: around(inside))
     return kind(groups, **options)  # type: ignore[no-any-return]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.strangers.description import Action, Loop
 from tests.strangers.models import BATCH, TOKENS, WIDTH, Stranger, build_model
+from tests.strangers.oddities import Oddities
 from tests.strangers.optimizers import build_optimizer, build_scheduler
 
 
@@ -39,7 +41,7 @@ class Note:
     values: tuple[Tensor, ...]
 
 
-class Program:
+class Program(Oddities):
     """One rank's run of a loop."""
 
     def __init__(self, loop: Loop, rank: int, values_of: int) -> None:
@@ -59,10 +61,20 @@ class Program:
             for number, model in enumerate(loop.models)
         ]
         self.optimizers = [
-            build_optimizer(optimizer, model)
-            for optimizer, model in zip(loop.optimizers, self.models, strict=True)
+            build_optimizer(
+                optimizer, self.models[number], functools.partial(self.around_step, number)
+            )
+            for number, optimizer in enumerate(loop.optimizers)
         ]
-        self.schedulers: list[Any] = []
+        self.schedulers: list[Any] = [
+            build_scheduler(described.scheduler, optimizer) if described.early_scheduler else None
+            for described, optimizer in zip(loop.optimizers, self.optimizers, strict=True)
+        ]
+        self.start_oddities()
+        for number, optimizer in enumerate(loop.optimizers):
+            if optimizer.wrapped is not None:
+                how, inside = optimizer.wrapped
+                self.wrap_step(number, how=how, inside=inside)
         self.averages: dict[int, AveragedModel] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.scalers = [
@@ -71,16 +83,23 @@ class Program:
 
     def start(self) -> None:
         """Build what a user builds after the models are prepared."""
-        self.schedulers = [
-            build_scheduler(described.scheduler, optimizer)
-            for described, optimizer in zip(self.loop.optimizers, self.optimizers, strict=True)
-        ]
+        for number, described in enumerate(self.loop.optimizers):
+            if not described.early_scheduler:
+                scheduler = build_scheduler(described.scheduler, self.optimizers[number])
+                self.schedulers[number] = scheduler
 
     def perform(self, number: int, action: Action) -> None:
         """Do one action, if it is this rank's."""
         self.at = number
         if action.ranks is None or self.rank in action.ranks:
-            getattr(self, action.do)(action.model, **action.given)
+            with self.default_device(action.do):
+                getattr(self, action.do)(action.model, **action.given)
+
+    def default_device(self, call: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context with the device that is torch's default in a call."""
+        if call not in self.loop.defaults.get("device_in", ()):
+            return contextlib.nullcontext()
+        return torch.device(self.loop.defaults["device"])
 
     def note(self, label: str, values: Iterator[Tensor] | list[Tensor]) -> None:
         """Keep copies of what was seen."""
@@ -95,7 +114,9 @@ class Program:
     def batch(self, data: int) -> Tensor:
         """Return this rank's batch of a number."""
         generator = torch.Generator().manual_seed((self.loop.seed * 7919 + data) * 16 + self.rank)
-        return torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
+        return torch.randn(
+            BATCH, TOKENS, WIDTH, generator=generator, dtype=torch.float32, device="cpu"
+        )
 
     def forward(
         self,
@@ -105,9 +126,10 @@ class Program:
         detach: bool = False,
         autocast: bool = False,
         penalty: bool = False,
+        batch: int | None = None,
     ) -> Tensor:
         """Return the loss of a batch through one model after the other."""
-        hidden = self.batch(data)
+        hidden = self.batch(data if batch is None else batch)
         if penalty:
             hidden.requires_grad_()
         inputs = hidden
@@ -138,6 +160,8 @@ class Program:
         no_sync: bool = False,
         scaled: bool = False,
         explodes: int | None = None,
+        toggled: int | None = None,
+        inputs: int | None = None,
         **how: Any,
     ) -> float:
         """Run forward and backward.
@@ -151,6 +175,8 @@ class Program:
             no_sync: whether this is a micro-batch whose gradients stay here for now.
             scaled: whether the loss is scaled.
             explodes: a rank whose loss is infinite.
+            toggled: a block that is frozen between forward and backward.
+            inputs: give gradients to every so many parameters alone.
             how: for `forward`.
         """
         with self.without_exchange() if no_sync else contextlib.nullcontext():
@@ -161,8 +187,19 @@ class Program:
             if zero is not None:
                 self.zero(model, whose=zero)
             total = self.scalers[model].scale(loss) if scaled else loss
+            chosen = None
+            if inputs is not None:
+                chosen = [one for one in self.kept_lists[model] if one.requires_grad][::inputs]
+            frozen = []
+            if toggled is not None:
+                block = self.models[model].blocks[toggled]
+                frozen = [one for one in block.parameters() if one.requires_grad]
+            for one in frozen:
+                one.requires_grad_(False)
             for left in reversed(range(losses)):
-                (total / losses).backward(retain_graph=left > 0)  # type: ignore[no-untyped-call]
+                (total / losses).backward(retain_graph=left > 0, inputs=chosen)  # type: ignore[no-untyped-call]
+            for one in frozen:
+                one.requires_grad_(True)
         return float(loss.detach())
 
     def zero(self, model: int, *, whose: str, to_none: bool = True) -> None:
@@ -398,15 +435,6 @@ def _optimizer_state(program: Program, number: int) -> list[Tensor]:
     by_name = [sorted(state["state"][name].items(), key=lambda one: one[0]) for name in names]
     return [torch.tensor(names), *_flatten(by_name), *_flatten(state["param_groups"])]
 
-
-LISTING_READS = (
-    "parameters",
-    "named",
-    "functional",
-    "gradients",
-    "optimizer_state",
-)
-"""Reads that list a model's parameters, which shows their gradients: copies and states do not."""
 
 READS: dict[str, Callable[[Program, int], list[Tensor]]] = {
     "state_dict": lambda program, number: list(program.models[number].state_dict().values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import uuid
 import warnings
@@ -14,7 +15,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
-from tests.strangers.description import Loop
+from tests.strangers.description import Action, Loop
+from tests.strangers.oddities import aside
 from tests.strangers.program import Note, Program
 from tests.strangers.reluctant_core import ReluctantCore
 
@@ -50,12 +52,71 @@ class RankProgram(Program):
         self.session.synchronize()
 
     def connect(self, model: int) -> None:
-        self.session.prepare(
-            self.models[model],
-            self.optimizers[model],
-            defer=self.loop.defer,
-            buffers=self.loop.buffers,
-        )
+        with self.default_device("prepare"):
+            self.session.prepare(
+                self.models[model],
+                self.optimizers[model],
+                defer=self.loop.defer,
+                buffers=self.loop.buffers,
+            )
+
+    def perform(self, number: int, action: Action) -> None:
+        if not action.thread:
+            super().perform(number, action)
+            return
+        errors = self._in_threads([lambda: super(RankProgram, self).perform(number, action)])
+        if errors:
+            raise errors[0]
+
+    def _in_threads(self, calls: list[Callable[[], Any]]) -> list[BaseException]:
+        """Run calls in threads at the same time; returns what they raised."""
+        errors: list[BaseException] = []
+
+        def run(call: Callable[[], Any]) -> None:
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        if any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"a thread hangs: nothing after {TIMEOUT_S} s")
+        return errors
+
+    def backward_twice(self, model: int, *, through: list[int], data: int) -> None:
+        losses = [
+            functools.partial(self.forward, through, data, batch=data * 2 + 1000 + number)
+            for number in range(2)
+        ]
+        errors = self._in_threads([functools.partial(_backward, loss) for loss in losses])
+        if errors:
+            raise errors[0]
+
+    def look_aside(self, model: int, *, how: str, times: int) -> None:
+        look = aside(how, self.models[model], self.optimizers[model], self.kept_lists[model])
+        errors: list[str] = []
+
+        def run() -> None:
+            try:
+                for _ in range(times):
+                    look()
+            except gradlane.GradlaneError:
+                # The training thread raises it, too.
+                pass
+            except RuntimeError as error:
+                # Torch's own steps let state grow while another thread goes through it.
+                if how not in ("optimizer", "state") or "changed size" not in str(error):
+                    errors.append(f"{type(error).__name__}: {str(error)[:60]}")
+            except BaseException as error:
+                errors.append(f"{type(error).__name__}: {str(error)[:60]}")
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.threads.append((thread, errors))
+        thread.start()
 
     def prepare_again(self, model: int, *, grows: bool) -> None:
         """Torch's hooks on registration are one for all threads: all grow first."""
@@ -68,6 +129,10 @@ class RankProgram(Program):
     def joining(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.session.join()
         return context
+
+
+def _backward(loss: Callable[[], Any]) -> None:
+    loss().backward()
 
 
 def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:

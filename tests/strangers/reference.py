@@ -2,7 +2,8 @@
 
 The rules are those that the documentation states, written down a second time: gradients add up on
 a rank until they are needed, the mean is ((g0 + g1) + ...) / N in rank order, a rank without a
-gradient counts as zeros, and a parameter without a gradient on every rank has none. Buffers become
+gradient counts as zeros, and a parameter without a gradient on every rank has none. They are needed
+by a step, and by whoever touches `.grad` after a backward outside of `no_sync()`. Buffers become
 alike when gradients do.
 """
 
@@ -15,10 +16,19 @@ import torch
 from torch import Tensor
 
 from tests.strangers.description import Action, Loop
-from tests.strangers.program import LISTING_READS, Note, Program
+from tests.strangers.oddities import named_tally
+from tests.strangers.program import Note, Program
 
-_LISTING_ACTIONS = ("load", "write", "freeze", "average", "reformat", "reload_optimizer")
-"""Actions that list a model's parameters, which makes a step's gradients and buffers right."""
+_GRADIENT_ACTIONS = (
+    "clip",
+    "look_at_gradients",
+    "change_gradients",
+    "hold_gradients",
+    "zero_by_hand",
+    "climb",
+)
+"""Actions that see gradients: those of a backward outside of `no_sync()` are averages then."""
+_OTHER_STEPS = ("step_by_hand", "step_other")
 
 
 class SharedBuffers:
@@ -28,13 +38,13 @@ class SharedBuffers:
         """Start with nothing exchanged; `mode`: `broadcast`, `average` or `local`."""
         self._programs = programs
         self._number = number
-        self._mode = mode
+        self.mode = mode
         self._packs: list[list[Tensor]] | None = None
         self._landed: set[int] = set()
 
     def land(self, rank: int) -> None:
         """Give a rank what all agreed on in this step, once."""
-        if self._mode == "local" or rank in self._landed:
+        if self.mode == "local" or rank in self._landed:
             return
         if self._packs is None:
             self._packs = [
@@ -44,14 +54,14 @@ class SharedBuffers:
         self._landed.add(rank)
         buffers = self._programs[rank].models[self._number].buffers()
         for buffer, *packed in zip(buffers, *self._packs, strict=True):
-            averages = self._mode == "average" and buffer.is_floating_point()
+            averages = self.mode == "average" and buffer.is_floating_point()
             if averages:
                 total = packed[0].double()
                 for one in packed[1:]:
                     total = total + one.double()
-                buffer.copy_(total / len(packed))
+                _give(buffer, (total / len(packed)).to(buffer.dtype))
             else:
-                buffer.copy_(packed[0])
+                _give(buffer, packed[0])
 
     def finish(self) -> None:
         """End the step: all ranks have the same, and the next step begins anew."""
@@ -75,6 +85,7 @@ class Reference:
         self._averaged = [False] * len(loop.models)
         self._zeroed = [True] * len(loop.models)
         self._begun = [False] * len(loop.models)
+        self._written = [False] * len(loop.models)
         mode = "local" if loop.serves or loop.ranks == 1 else loop.buffers
         self._buffers = [
             SharedBuffers(self.programs, number, mode) for number in range(len(loop.models))
@@ -96,8 +107,12 @@ class Reference:
                 with torch.no_grad():
                     self._before_rank(program.rank, action)
                 program.perform(number, action)
-            if action.do in ("step", "scaled_step"):
+            if action.do in ("step", "scaled_step", *_OTHER_STEPS):
                 self._end_step(action.model)
+            elif action.do == "zero_by_hand":
+                self._zero(action.model)
+            elif action.do == "write_buffer":
+                self._written[action.model] = True
             elif action.do == "prepare_again":
                 self._give_values(action.model, 0)
         for program in self.programs:
@@ -108,32 +123,31 @@ class Reference:
 
     def _before(self, number: int, action: Action) -> None:
         given = action.given
-        if action.do == "backward":
+        if action.do in ("backward", "backward_twice"):
             self._before_backward(given)
+        elif action.do == "assign_gradients":
+            self._before_backward({**given, "no_sync": True})
+        elif action.do in _OTHER_STEPS:
+            self._average(action.model)
         elif action.do == "zero":
             self._zero(action.model)
-        elif action.do in ("clip", "scaled_step", "step"):
+        elif action.do in ("scaled_step", "step") or given.get("scaled"):
+            # A scaler looks for infinities in averages, also where all backwards were apart.
             if given.get("closure") is None:
                 self._average(action.model)
-        elif self._lists(action) and self._begun[action.model]:
+        elif self._sees_gradients(action) and self._begun[action.model]:
             self._average(action.model)
 
     def _before_rank(self, rank: int, action: Action) -> None:
-        """Make buffers right where a rank is about to list parameters in a step."""
+        """Make buffers right where a rank is about to see gradients in a step."""
         if not self._begun[action.model] or (action.ranks and rank not in action.ranks):
             return
-        if self._lists(action):
+        if self._sees_gradients(action):
             self._buffers[action.model].land(rank)
 
-    def _lists(self, action: Action) -> bool:
-        """Whether an action lists the parameters of its model, which makes gradients right."""
-        what = action.given.get("what")
-        if what in ("evaluate", "inference"):
-            return self._lists_in_forward(action.model)
-        return action.do in (*_LISTING_ACTIONS, "clip") or what in LISTING_READS
-
-    def _lists_in_forward(self, number: int) -> bool:
-        return any(block.call == "functional" for block in self.loop.models[number].blocks)
+    def _sees_gradients(self, action: Action) -> bool:
+        """Whether an action reads or writes `.grad`, which is the average from then on."""
+        return action.do in _GRADIENT_ACTIONS or action.given.get("what") == "gradients"
 
     @torch.no_grad()
     def _end_step(self, number: int) -> None:
@@ -149,16 +163,14 @@ class Reference:
         self._begun[number] = False
 
     def _before_backward(self, given: dict[str, Any]) -> None:
-        """Gradients do not add up over steps."""
+        """Begin a step's gradients; on servers they do not add up over steps."""
         through = given["through"]
+        for number in through:
+            self._give_tally(number)
         for number in through[1:] if given.get("detach") else through:
-            if not self._zeroed[number] and given.get("zero") is None:
+            if self.loop.serves and not self._zeroed[number] and given.get("zero") is None:
                 for program in self.programs:
                     program.optimizers[number].zero_grad()
-            apart = given.get("no_sync") or given.get("zero") is not None
-            if self._begun[number] and self._lists_in_forward(number) and not apart:
-                self._average(number)
-                self._buffers[number].finish()
             if given.get("zero") is not None:
                 self._zero(number)
             if self._averaged[number]:
@@ -169,6 +181,7 @@ class Reference:
 
     def _step_with_closure(self, number: int, action: Action) -> None:
         closure = action.given["closure"]
+        self._give_tally(action.model)
         self._zero(action.model)
         self._averaged[action.model] = False
         for program in self.programs:
@@ -212,7 +225,19 @@ class Reference:
             model = program.models[number]
             mine = [*model.parameters(), *model.buffers()]
             for one, value in zip(mine, [*given.parameters(), *given.buffers()], strict=True):
-                one.copy_(value)
+                _give(one, value)
+
+    @torch.no_grad()
+    def _give_tally(self, number: int) -> None:
+        """Give all ranks what rank 0 wrote into a buffer by hand, before its next forward."""
+        if not self._written[number]:
+            return
+        self._written[number] = False
+        if self._buffers[number].mode == "broadcast":
+            first, *others = [program.models[number] for program in self.programs]
+            for model in others:
+                for mine, its in zip(named_tally(model), named_tally(first), strict=True):
+                    mine.copy_(its)
 
     def _average(self, number: int) -> None:
         if self._averaged[number]:
@@ -230,6 +255,13 @@ class Reference:
                 own = known if one.grad is None else one.grad
                 layout = mean if own.is_sparse else own
                 one.grad = torch.empty_like(layout).copy_(mean)
+
+
+@torch.no_grad()
+def _give(tensor: Tensor, value: Tensor) -> None:
+    """Copy a value, also where an equal one cannot be written over."""
+    if tensor.shape != value.shape or not torch.equal(tensor, value):
+        tensor.copy_(value)
 
 
 def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
@@ -254,7 +286,11 @@ def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:
     for gradient in gradients:
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        term = torch.zeros(like.shape, dtype=wide) if gradient is None else gradient.to(wide)
+        term = (
+            torch.zeros(like.shape, dtype=wide, device="cpu")
+            if gradient is None
+            else gradient.to(wide)
+        )
         total = term if total is None else total + term
     assert total is not None
     return (total / len(gradients)).to(like.dtype)

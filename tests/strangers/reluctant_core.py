@@ -71,6 +71,7 @@ class ReluctantChannel(FakeChannel):
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self._check()
         assert step == self.step
+        _check_memory(pointer, nbytes)
         values = view_memory(pointer, nbytes, self.world.dtype(tensor)).clone()
         if step > 0:
             ctypes.memset(pointer, _NAN_BYTE, nbytes)
@@ -79,6 +80,7 @@ class ReluctantChannel(FakeChannel):
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         self._check()
         assert step == self.step
+        _check_memory(pointer, nbytes)
         ctypes.memset(pointer, _NAN_BYTE, nbytes)
         self.world.lend(self.rank, step, tensor, Lent(pointer, nbytes, None))
 
@@ -113,6 +115,12 @@ class ReluctantChannel(FakeChannel):
         self._wait_for(lambda: all(self.world.is_complete(step, one) for one in tensors))
         for tensor in tensors:
             self.world.land_on(self.rank, step, tensor)
+
+
+def _check_memory(pointer: int, nbytes: int) -> None:
+    """Fail where the compiled core would write to an address that is none."""
+    if nbytes > 0 and pointer == 0:
+        raise AssertionError("memory that is on no processor was lent")
 
 
 class ReluctantCore(FakeCore):

@@ -6,36 +6,50 @@ from typing import Any
 
 from tests.strangers.description import Loop
 from tests.strangers.generate import generate
+from tests.strangers.odd_spans import labels
 from tests.strangers.shrink import shrink
 from tests.strangers.verdict import Verdict, judge
 
+_ATTEMPTS = 200
+_ATTEMPTS_WHERE_HANGING = 12
 
-def run_seed(seed: int, ranks: tuple[int, ...], real_every: int, shrinks: bool) -> dict[str, Any]:
+
+def run_seed(
+    seed: int, ranks: tuple[int, ...], real_every: int, odd: bool = True
+) -> dict[str, Any]:
     """Run the loop of one seed.
 
     Args:
         seed: of the loop.
         ranks: world sizes to choose from.
         real_every: every so many seeds run over the compiled core; 0: none.
-        shrinks: whether to make a failing loop small.
+        odd: whether loops may be odd.
     """
-    loop = generate(seed, ranks)
+    loop = generate(seed, ranks, odd=odd)
     real = real_every > 0 and seed % real_every == 0
     verdict = judge(loop, real=real)
-    result: dict[str, Any] = {
+    return {
         "seed": seed,
         "ranks": loop.ranks,
         "core": "real" if real else "double",
         "kind": verdict.kind,
         "failed": not verdict.is_right,
-        "refusal": verdict.text[:120] if verdict.kind == "refused" else "",
+        "labels": labels(loop),
+        "text": verdict.text,
+        "loop": "" if verdict.is_right else loop.to_json(),
     }
-    if not verdict.is_right:
-        smaller = make_small(loop, verdict, real) if shrinks else loop
-        result.update(text=judge(smaller, real=real).text or verdict.text, loop=smaller.to_json())
-    return result
+
+
+def shrink_result(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a failed result of `run_seed` with the loop made small."""
+    real = result["core"] == "real"
+    loop = Loop.from_json(result["loop"])
+    smaller = make_small(loop, Verdict(result["kind"]), real)
+    text = judge(smaller, real=real).text or result["text"]
+    return {**result, "text": text, "labels": labels(smaller), "loop": smaller.to_json()}
 
 
 def make_small(loop: Loop, verdict: Verdict, real: bool = False) -> Loop:
     """Shrink a failing loop, keeping the way it fails."""
-    return shrink(loop, lambda smaller: judge(smaller, real=real).kind == verdict.kind)
+    attempts = _ATTEMPTS_WHERE_HANGING if verdict.kind == "hangs" else _ATTEMPTS
+    return shrink(loop, lambda smaller: judge(smaller, real=real).kind == verdict.kind, attempts)

@@ -5,8 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.strangers.description import Block, Loop, Model
+from tests.strangers.models import ODD_BUFFERS
+
+_REMOVABLE = (
+    "detach",
+    "autocast",
+    "penalty",
+    "no_sync",
+    "losses",
+    "zero",
+    "toggled",
+    "inputs",
+    "only",
+)
+_BACKWARDS = ("backward", "backward_twice", "assign_gradients")
+_STEPS = ("step", "scaled_step", "step_other", "step_by_hand")
 
 
 def shrink(loop: Loop, still_fails: Callable[[Loop], bool], attempts: int = 300) -> Loop:
@@ -27,7 +43,7 @@ def shrink(loop: Loop, still_fails: Callable[[Loop], bool], attempts: int = 300)
     changed = True
     while changed:
         changed = False
-        for change in (_fewer_actions, _simpler):
+        for change in (_plainest, _fewer_actions, _simpler):
             before = loop
             loop = _reduce(loop, change, fails, trials)
             changed = changed or loop != before
@@ -53,6 +69,35 @@ def _reduce(
             tried += 1
         else:
             return loop
+
+
+def _plainest(loop: Loop) -> Iterator[Loop]:
+    """Loops that are simple in many things at once; most failures need none of them."""
+    plain_model = Model((Block("linear_no_bias"),))
+    models = tuple(
+        dataclasses.replace(plain_model, extras=_odd_extras(model)) for model in loop.models
+    )
+    optimizers = tuple(
+        dataclasses.replace(one, kind="SGD", options={"lr": 0.1, "momentum": 0.5}, groups=1)
+        for one in loop.optimizers
+    )
+    unscheduled = tuple(
+        dataclasses.replace(one, scheduler=None, early_scheduler=False) for one in loop.optimizers
+    )
+    several: tuple[dict[str, Any], ...] = (
+        {"models": models, "optimizers": optimizers, "options": {}, "defer": None},
+        {"models": models},
+        {"optimizers": optimizers},
+        {"optimizers": unscheduled},
+    )
+    for changes in several:
+        smaller = dataclasses.replace(loop, **changes)
+        if smaller != loop:
+            yield smaller
+
+
+def _odd_extras(model: Model) -> tuple[str, ...]:
+    return tuple(extra for extra in model.extras if extra in ODD_BUFFERS)
 
 
 def _fewer_actions(loop: Loop) -> Iterator[Loop]:
@@ -82,12 +127,20 @@ def _simpler(loop: Loop) -> Iterator[Loop]:
         yield dataclasses.replace(loop, options=rest)
     if loop.defer is not None:
         yield dataclasses.replace(loop, defer=None)
+    if loop.defaults:
+        yield dataclasses.replace(loop, defaults={})
     for number, action in enumerate(loop.actions):
+        if action.thread:
+            yield _with_action(loop, number, dataclasses.replace(action, thread=False))
+        if action.given.get("via") not in (None, "parameters"):
+            for via in ("parameters", "kept"):
+                given = {**action.given, "via": via}
+                yield _with_action(loop, number, dataclasses.replace(action, given=given))
         if action.ranks is not None:
             plain = dataclasses.replace(action, ranks=None)
             yield _with_action(loop, number, plain)
         for name in action.given:
-            if name in ("detach", "autocast", "penalty", "no_sync", "losses", "zero"):
+            if name in _REMOVABLE:
                 rest = {other: value for other, value in action.given.items() if other != name}
                 yield _with_action(loop, number, dataclasses.replace(action, given=rest))
     yield from _smaller_models(loop)
@@ -130,7 +183,11 @@ def _smaller_optimizers(loop: Loop) -> Iterator[Loop]:
         simpler = [
             dataclasses.replace(optimizer, kind="SGD", options={"lr": 0.1}),
             dataclasses.replace(optimizer, groups=1),
-            dataclasses.replace(optimizer, scheduler=None),
+            dataclasses.replace(optimizer, scheduler=None, early_scheduler=False),
+            dataclasses.replace(optimizer, early_scheduler=False),
+            dataclasses.replace(optimizer, wrapped=None),
+            dataclasses.replace(optimizer, derived=None),
+            dataclasses.replace(optimizer, counts=None),
             *(
                 dataclasses.replace(
                     optimizer,
@@ -162,18 +219,25 @@ def _is_sensible(actions: object) -> bool:
     fresh: dict[int, bool] = {}
     seen: dict[int, bool] = {}
     dirty: dict[int, bool] = {}
+    climbed: set[int] = set()
     for action in actions:  # type: ignore[attr-defined]
         given = action.given
-        if action.do == "backward":
+        if action.do in _BACKWARDS:
             for number in _through(given):
                 if (dirty.get(number) or seen.get(number)) and not given.get("zero"):
                     return False
                 seen[number] = False
                 fresh[number], dirty[number] = True, False
-        elif action.do == "zero":
+        elif action.do in ("zero", "zero_by_hand"):
             fresh[action.model], dirty[action.model] = False, False
             seen[action.model] = False
-        elif action.do in ("step", "scaled_step"):
+        elif action.do == "climb":
+            climbed.add(action.model)
+        elif action.do == "descend":
+            climbed.discard(action.model)
+        elif action.do in _STEPS:
+            if action.model in climbed:
+                return False
             if not given.get("closure") and not fresh.get(action.model):
                 return False
             fresh[action.model], dirty[action.model] = False, True

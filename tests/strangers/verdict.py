@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gradlane
 from tests.strangers.description import Loop
+from tests.strangers.odd_spans import Span, spans
 from tests.strangers.program import Note
 from tests.strangers.ranks import Outcome, quietly, run_ranks
 from tests.strangers.reference import Reference
@@ -59,7 +60,12 @@ def judge(loop: Loop, *, real: bool = False) -> Verdict:
             return Verdict(f"reference: {type(error).__name__}", "".join(_trace(error)))
         return compare(loop, expected, run_ranks(loop, real=real))
 
-    verdict: Verdict = quietly(run)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, loop.defaults.get("dtype", "float32")))
+    try:
+        verdict: Verdict = quietly(run)
+    finally:
+        torch.set_default_dtype(before)
     return verdict
 
 
@@ -67,6 +73,12 @@ def compare(loop: Loop, expected: list[list[Note]], outcomes: list[Outcome]) -> 
     """Compare what every rank saw with what it must see."""
     if any(_is_refusal(one.error, set(LATE) & set(loop.strange)) for one in outcomes):
         return Verdict("refused", "late")
+    alarm = _alarm(outcomes)
+    if alarm is not None:
+        return alarm
+    refusal = _refused_oddity(loop, expected, outcomes)
+    if refusal is not None:
+        return refusal
     for rank, (wanted, outcome) in enumerate(zip(expected, outcomes, strict=True)):
         difference = _first_difference(loop, wanted, outcome)
         if difference is not None:
@@ -78,9 +90,63 @@ def compare(loop: Loop, expected: list[list[Note]], outcomes: list[Outcome]) -> 
     own = [error for error in errors if not isinstance(error, gradlane.PeerLost)] or errors
     for error in own:
         if not _is_refusal(error, loop.strange):
-            head = re.sub(r"'[^']*'|[0-9]+", "#", f"{error} ".splitlines()[0])[:80]
-            return Verdict(f"{type(error).__name__}: {head}", "".join(_trace(error)))
+            return Verdict(f"{type(error).__name__}: {_head(error)}", "".join(_trace(error)))
     return Verdict("refused", str(own[0]).splitlines()[0])
+
+
+def _alarm(outcomes: list[Outcome]) -> Verdict | None:
+    """Return what no loop may end with: hanging, or an error of somebody else's."""
+    for rank, outcome in enumerate(outcomes):
+        error = outcome.error
+        if error is None:
+            continue
+        text = f"rank {rank}, action {outcome.action}: {''.join(_trace(error))}"
+        if isinstance(error, (TimeoutError, gradlane.ProgressTimeout)):
+            return Verdict("hangs", text)
+        if not isinstance(error, (gradlane.GradlaneError, ValueError)):
+            return Verdict(f"foreign {type(error).__name__}: {_head(error)}", text)
+        if "broke off in step" in str(error) and not isinstance(error, gradlane.PeerLost):
+            return Verdict(f"broke off: {_head(error)}", text)
+    return None
+
+
+def _refused_oddity(
+    loop: Loop, expected: list[list[Note]], outcomes: list[Outcome]
+) -> Verdict | None:
+    """Whether a loop was refused for an oddity, in time, by who does it, and ended everywhere."""
+    own = [
+        (rank, outcome)
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error is not None
+        and not isinstance(outcome.error, gradlane.PeerLost)
+        and not _is_refusal(outcome.error, loop.strange)
+    ]
+    for span in spans(loop):
+        if not any(_is_within(span, rank, outcome) for rank, outcome in own):
+            continue
+        if any(
+            _first_difference(loop, wanted, outcome, before=span.start)
+            for wanted, outcome in zip(expected, outcomes, strict=True)
+        ):
+            continue
+        spared = [rank for rank, outcome in enumerate(outcomes) if outcome.error is None]
+        if spared:
+            return Verdict(
+                "refused on some ranks",
+                f"rank {spared[0]} ended without an error\n{own[0][1].error}",
+            )
+        return Verdict("refused", f"{span.label}: {_head(own[0][1].error, 200)}")
+    return None
+
+
+def _is_within(span: Span, rank: int, outcome: Outcome) -> bool:
+    by_rank = span.ranks is None or rank in span.ranks
+    return by_rank and span.start <= outcome.action <= span.end
+
+
+def _head(error: BaseException | None, length: int = 80) -> str:
+    text = f"{error} ".splitlines()[0]
+    return re.sub(r"'[^']*'|[0-9]+", "#", text)[:length]
 
 
 def _compare_ends(loop: Loop, outcomes: list[Outcome]) -> Verdict:
@@ -101,10 +167,12 @@ def _is_refusal(error: BaseException | None, strange: Iterable[str]) -> bool:
     )
 
 
-def _first_difference(loop: Loop, wanted: list[Note], outcome: Outcome) -> tuple[str, str] | None:
-    if outcome.error is None and len(outcome.notes) != len(wanted):
-        return "notes", f"saw {len(outcome.notes)} things, not {len(wanted)}"
+def _first_difference(
+    loop: Loop, wanted: list[Note], outcome: Outcome, before: int | None = None
+) -> tuple[str, str] | None:
     for seen, must in zip(outcome.notes, wanted, strict=False):
+        if before is not None and must.action >= before:
+            return None
         where = f"action {must.action} ({_describe(loop, must.action)})"
         if (seen.action, seen.label, len(seen.values)) != (
             must.action,
@@ -122,6 +190,8 @@ def _first_difference(loop: Loop, wanted: list[Note], outcome: Outcome) -> tuple
                     f"{must.label}: values",
                     f"{where}: {must.label} number {number} is {_show(one)}, not {_show(other)}",
                 )
+    if before is None and outcome.error is None and len(outcome.notes) != len(wanted):
+        return "notes", f"saw {len(outcome.notes)} things, not {len(wanted)}"
     return None
 
 
