@@ -34,7 +34,7 @@ class Training:
         self.model = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             self.model.weight.zero_()
-        self.kept = list(self.model.parameters())
+        self.kept: list[Any] = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, **options)
         session.prepare(self.model, self.optimizer, defer=defer)
 
@@ -131,8 +131,9 @@ def clipped_by_new_groups(one: Training) -> None:
 
 def scaled_in_place(one: Training) -> None:
     one.backward()
-    torch._foreach_mul_([parameter.grad for parameter in one.kept], 2.0)  # type: ignore[arg-type]
-    one.kept[0].grad.data.mul_(2.0)  # type: ignore[union-attr]
+    gradients: Any = [parameter.grad for parameter in one.kept]
+    torch._foreach_mul_(gradients, 2.0)
+    one.kept[0].grad.data.mul_(2.0)
     one.optimizer.step()
     assert one.value() == -6.0
 
@@ -451,7 +452,7 @@ class Overridden(torch.optim.SGD):
     """Replaces what torch's step calls."""
 
     def _init_group(self, *arguments: Any, **options: Any) -> Any:
-        return super()._init_group(*arguments, **options)  # type: ignore[misc]
+        return super()._init_group(*arguments, **options)  # type: ignore[no-untyped-call]
 
 
 def test_only_torchs_own_wrappers_leave_a_step_torchs() -> None:
@@ -467,7 +468,7 @@ def test_only_torchs_own_wrappers_leave_a_step_torchs() -> None:
     assert not steps_per_parameter(Decorated(parameters, lr=0.1))
     assert not steps_per_parameter(Overridden(parameters, lr=0.1))
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    optimizer._init_group = optimizer._init_group  # type: ignore[attr-defined]
+    optimizer._init_group = optimizer._init_group  # type: ignore[method-assign]
     assert not steps_per_parameter(optimizer)
 
 
@@ -596,7 +597,7 @@ def test_a_thread_that_saves_while_training_goes_on() -> None:
             model(torch.ones(4, 6)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            reads: Any = (model.state_dict, optimizer.state_dict, lambda: torch.stack(kept[:1]))
+            reads: Any = (model.state_dict, optimizer.state_dict, lambda: torch.stack([*kept[:1]]))
             threads.append(threading.Thread(target=reads[step % 3]))
             threads[-1].start()
         for thread in threads:

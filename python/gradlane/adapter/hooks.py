@@ -9,23 +9,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from gradlane.adapter.buffer_guard import guard_buffers, release_buffers
 from gradlane.adapter.guard import Followers, guard_parameters, held_parameters, release_parameters
 from gradlane.adapter.lazy_state import guard_state, release_state
-from gradlane.adapter.optimizers import gradlane_hook
+from gradlane.adapter.other_optimizers import OtherOptimizers
 from gradlane.adapter.refusals import refuse_assignment
 from gradlane.adapter.steps import Steps
-from gradlane.adapter.waiting import guard_groups, plain, release_groups
+from gradlane.adapter.waiting import guard_groups, release_groups
 from gradlane.errors import UsageError
 from gradlane.modules.compiled import (
     Freshness,
@@ -34,7 +30,6 @@ from gradlane.modules.compiled import (
     only_inlined,
     opaque,
 )
-from gradlane.modules.forward_order import inside_backward
 from gradlane.ranks.table import Entry
 
 
@@ -321,48 +316,11 @@ class Installation:
             optimizer.register_load_state_dict_pre_hook(before_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(after_state_dict),
         ]
-        self._refuse_other_optimizers(steps)
-
-    def _refuse_other_optimizers(self, steps: Steps) -> None:
-        """Refuse steps of other optimizers that hold the model's parameters.
-
-        One that steps the prepared optimizer within, such as a wrapper, is welcome.
-        """
-        begun: dict[int, int] = {}
-
-        def name_shared(other: Optimizer) -> str | None:
-            if other is self._optimizer or steps.is_exempt or steps.failure is not None:
-                return None
-            for group in other.param_groups:
-                for parameter in plain(group["params"]):
-                    index = self._index_of.get(id(parameter))
-                    if index is not None:
-                        return self._trained[index].name
-            return None
-
-        def refuse(other: Optimizer, name: str, where: str) -> NoReturn:
-            raise UsageError(
-                f"another {type(other).__name__} than the prepared optimizer has stepped parameter "
-                f"{name!r}{where}: call session.prepare(model, optimizer) with the one that trains "
-                "the model, on all ranks"
+        self._handles.append(
+            OtherOptimizers(
+                optimizer, self._trained, self._index_of, steps, lambda: self._ended_steps
             )
-
-        def before(other: Optimizer, *_: Any) -> None:
-            name = name_shared(other)
-            if name is not None:
-                if inside_backward():
-                    refuse(other, name, " inside backward()")
-                begun[id(other)] = self._ended_steps
-
-        def after(other: Optimizer, *_: Any) -> None:
-            name = name_shared(other)
-            if name is not None and begun.pop(id(other), None) == self._ended_steps:
-                refuse(other, name, "")
-
-        self._handles += [
-            register_optimizer_step_pre_hook(gradlane_hook(before)),
-            register_optimizer_step_post_hook(gradlane_hook(after)),
-        ]
+        )
 
     def step_ended(self) -> None:
         """Do what follows on each training step."""

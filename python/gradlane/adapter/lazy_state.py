@@ -6,10 +6,21 @@ Copies and pickles of it are plain dictionaries.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch.optim import Optimizer
+
+
+def _after_waiting(name: str) -> Any:
+    """Return a method that waits, and then calls the plain mapping's own of that name."""
+
+    def method(self: LazyState, *arguments: Any, **options: Any) -> Any:
+        self._wait()
+        return getattr(self.plain, name)(*arguments, **options)
+
+    method.__name__ = name
+    return method
 
 
 class LazyState(MutableMapping[Any, Any]):
@@ -25,59 +36,48 @@ class LazyState(MutableMapping[Any, Any]):
         self.plain = plain
         self._wait = wait
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return one parameter's state once it has its update."""
-        self._wait()
-        return self.plain[key]
+    __getitem__ = _after_waiting("__getitem__")
+    __setitem__ = _after_waiting("__setitem__")
+    __delitem__ = _after_waiting("__delitem__")
+    __iter__ = _after_waiting("__iter__")
+    __reversed__ = _after_waiting("__reversed__")
+    __len__ = _after_waiting("__len__")
+    __contains__ = _after_waiting("__contains__")
+    __eq__ = _after_waiting("__eq__")
+    __or__ = _after_waiting("__or__")
+    __ror__ = _after_waiting("__ror__")
+    __repr__ = _after_waiting("__repr__")
+    __reduce_ex__ = _after_waiting("__reduce_ex__")
+    __copy__ = _after_waiting("__copy__")
+    copy = _after_waiting("copy")
+    # A mapping's own would make an empty state where there is none.
+    get = _after_waiting("get")
+    pop = _after_waiting("pop")
+    popitem = _after_waiting("popitem")
+    setdefault = _after_waiting("setdefault")
+    update = _after_waiting("update")
+    clear = _after_waiting("clear")
+    keys = _after_waiting("keys")
+    values = _after_waiting("values")
+    items = _after_waiting("items")
+    __hash__ = None  # type: ignore[assignment]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Replace one parameter's state once it has its update."""
-        self._wait()
-        self.plain[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        """Drop one parameter's state once it has its update."""
-        self._wait()
-        del self.plain[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Go through the parameters that have a state once all have their update."""
-        self._wait()
-        return iter(self.plain)
-
-    def __len__(self) -> int:
-        """Return how many parameters have a state once all have their update."""
-        self._wait()
-        return len(self.plain)
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether a parameter has a state once all have their update; makes none."""
-        self._wait()
-        return key in self.plain
-
-    def __repr__(self) -> str:
-        """Show the state once all parameters have their update."""
-        self._wait()
-        return repr(self.plain)
-
-    def copy(self) -> Any:
-        """Return a plain copy."""
-        self._wait()
-        return copy.copy(self.plain)
-
-    def __copy__(self) -> Any:
-        """Return a plain copy."""
-        return self.copy()
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        """Merge another mapping into the state once it has its update."""
+        self.update(other)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a plain deep copy."""
         self._wait()
         return copy.deepcopy(self.plain, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the plain mapping."""
+    def __getattr__(self, name: str) -> Any:
+        """Return anything else that the plain mapping has, such as `default_factory`."""
+        if name.startswith("__") or name == "plain":
+            raise AttributeError(name)
         self._wait()
-        return self.plain.__reduce_ex__(protocol)
+        return getattr(self.plain, name)
 
 
 def guard_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -188,7 +189,8 @@ class DeferredUpdate:
         try:
             with undisturbed():
                 before = None if self._is_known else _settings(self._optimizer, groups)
-                self._step_with(groups)
+                with _without_step_hooks(self._optimizer):
+                    self._step_with(groups)
                 if before is not None:
                     written = _differing(before, _settings(self._optimizer, groups))
                     if written:
@@ -233,6 +235,19 @@ def undisturbed() -> ExitStack:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
     return stack
+
+
+@contextmanager
+def _without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out hooks that were registered after the recorded step: they see the next ones."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any(own):
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
 
 
 def _settings(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
