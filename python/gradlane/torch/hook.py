@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradlane.adapter.optimizers import gradlane_hook
 from gradlane.codecs import Codec
 from gradlane.settings.momentum import check_momentum, keeps_momentum
 from gradlane.torch.layout import Part
@@ -266,7 +267,7 @@ def _watch_momentum(parameters: Parameters) -> Any:
         if current is not None:
             check_momentum(optimizer, current.momentum_codecs)
 
-    return register_optimizer_step_pre_hook(check)
+    return register_optimizer_step_pre_hook(gradlane_hook(check))
 
 
 def _with_feedback(spec: str, error_feedback: bool | None) -> str:
