@@ -97,44 +97,50 @@ class ForwardWait:
         return _nothing, ()
 
 
-class GradientHook:
-    """Takes a parameter's gradient after every other hook on it, whenever those were registered."""
+class GradientHooks:
+    """Takes gradients after all other hooks on their parameters, also those registered later."""
 
-    def __init__(self, index: int, parameter: Tensor, take: Callable[[int, Tensor], None]) -> None:
-        """Register it.
+    def __init__(self, parameters: Sequence[Tensor], take: Callable[[int, Tensor], None]) -> None:
+        """Register one hook on each parameter.
 
         Args:
-            index: the parameter's number.
-            parameter: whose gradients are taken.
-            take: called with both once the gradient is in `.grad`.
+            parameters: by tensor number.
+            take: called with number and parameter once a gradient is in `.grad`.
         """
-        self._index = index
         self._take = take
-        register: Any = parameter.register_post_accumulate_grad_hook
-        self._handle = register(self)
+        self._hooks: list[tuple[dict[int, Any], int]] = []
+        self._handles: list[Any] = []
+        for index, parameter in enumerate(parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            handle = register(functools.partial(take, index))
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+            self._handles.append(handle)
+            self._hooks.append((hooks, handle.id))
 
-    def __call__(self, parameter: Tensor) -> None:
-        """Take the gradient, or do so at the end of this backward where other hooks follow."""
-        hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
-        if next(reversed(hooks)) == self._handle.id:
-            self._take(self._index, parameter)
-            return
-        del hooks[self._handle.id]
-        hooks[self._handle.id] = self
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._take, self._index, parameter))
+    def come_last(self, index: int, parameter: Tensor) -> bool:
+        """Put all hooks behind those that were registered since; called as a backward begins.
+
+        Args:
+            index: the parameter whose hooks are running: torch goes through those that it had.
+            parameter: the same.
+
+        Returns:
+            Whether its gradient is taken at the end of this backward instead of now.
+        """
+        later = False
+        for number, (hooks, key) in enumerate(self._hooks):
+            if next(reversed(hooks)) != key:
+                hooks[key] = hooks.pop(key)
+                later = later or number == index
+        if later:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self._take, index, parameter))
+        return later
 
     def remove(self) -> None:
-        """Take it off the parameter."""
-        self._handle.remove()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """A copy of the parameter has gradients of its own."""
-        return wait_for_nothing
-
-    def __reduce__(self) -> Any:
-        """Pickle as a hook that does nothing."""
-        return _nothing, ()
+        """Take them off the parameters."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def wait_for_nothing(*_: Any) -> None:
@@ -225,8 +231,9 @@ class Installation:
                 # Scripted modules run such hooks, but refuse to have any registered.
                 handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
                 self._handles.append(handle)
-        for index, entry in enumerate(self._trained):
-            self._handles.append(GradientHook(index, entry.tensor, take_gradient))
+        hooks = GradientHooks([entry.tensor for entry in self._trained], take_gradient)
+        steps.come_last = hooks.come_last
+        self._handles.append(hooks)
         self._install_on_optimizer(steps)
         for module in self._modules:
             guard_parameters(module, steps, self._freshness[module])

@@ -9,6 +9,7 @@ nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -19,8 +20,17 @@ from gradlane.modules.compiled import is_read_by_compiler
 from gradlane.modules.gradients import raw_grad, set_raw_grad
 
 
+class Exemption(threading.local):
+    """How deep a thread is in calls whose reads of parameters wait for nothing."""
+
+    depth = 0
+
+
 class Reads(Protocol):
     """What is asked before a parameter is touched."""
+
+    exempt: Exemption
+    """Threads in it ask nothing."""
 
     def before_operation(self, parameter: Tensor) -> None:
         """Wait until a parameter's value may be used, or raise."""
@@ -66,8 +76,10 @@ _METADATA = _metadata_functions()
 def _classes_for(own: type[Tensor], reads: Reads) -> tuple[type[Tensor], type[Tensor]]:
     """Return the two classes that stand in for a parameter's own."""
 
+    exempt = reads.exempt
+
     def get_grad(self: Tensor) -> Tensor | None:
-        if not is_read_by_compiler():
+        if not exempt.depth and not is_read_by_compiler():
             reads.before_grad(self, write=False)
         return raw_grad(self)
 

@@ -28,7 +28,7 @@ class StepReads(StepState):
             parameter: the parameter.
             evaluates: whether its module is in evaluation mode.
         """
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         index = self._index_of.get(id(parameter))
         if index is not None:
@@ -57,7 +57,7 @@ class StepReads(StepState):
         Between backward and `optimizer.step()` there is nothing to wait for, so that one rank may
         do it alone: `.grad` of each of them waits by itself.
         """
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         self.raise_failure()
         if self._pending:
@@ -71,7 +71,7 @@ class StepReads(StepState):
         Raises:
             UsageError: the servers are in the middle of an update.
         """
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         self.raise_failure()
         if self._server_rows is not None and self._phase is Phase.BACKWARD:
@@ -93,7 +93,7 @@ class StepReads(StepState):
         Raises:
             UsageError: the mean cannot be had here or now.
         """
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         self.raise_failure()
         index = self._index_of[id(parameter)]
@@ -146,7 +146,7 @@ class StepReads(StepState):
 
     def before_buffers(self) -> None:
         """Wait until buffers that are about to be read are those that all ranks agreed on."""
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         self.raise_failure()
         if self._pending:
@@ -158,7 +158,7 @@ class StepReads(StepState):
         Raises:
             UsageError: the servers are in the middle of an update.
         """
-        if self._exempt.depth:
+        if self.exempt.depth:
             return
         self.raise_failure()
         if self._server_rows is not None and self._phase is Phase.BACKWARD:

@@ -24,7 +24,7 @@ from gradlane.adapter.ballot import (
 )
 from gradlane.adapter.exchange import Exchange, Reports
 from gradlane.adapter.firings import Firings
-from gradlane.adapter.lazy_parameters import LazyParameters, Reads
+from gradlane.adapter.lazy_parameters import Exemption, LazyParameters, Reads
 from gradlane.adapter.updates import DeferredUpdate
 from gradlane.errors import GradlaneError, SessionClosed, SessionFailed
 from gradlane.modules.forward_order import ForwardOrder
@@ -88,12 +88,6 @@ class JoinWatch(Protocol):
         """Bring all ranks out of their loops."""
 
 
-class _Exemption(threading.local):
-    """How deep a thread is in calls whose reads of parameters wait for nothing."""
-
-    depth = 0
-
-
 class StepState:
     """Where one model is in its step.
 
@@ -134,7 +128,7 @@ class StepState:
         self._discards = False
         self._zeroed = True
         self._on_top = False
-        self._exempt = _Exemption()
+        self.exempt = Exemption()
         self._steps_whole = False
         self._backwards: set[int] = set()
         self._failure: GradlaneError | None = None
@@ -144,6 +138,8 @@ class StepState:
         """Whether the program has read averaged gradients between backward and step."""
         self.join: JoinWatch | None = None
         self._lazy = make_lazy(cast(Reads, self))
+        self.come_last: Callable[[int, torch.Tensor], bool] = lambda *_: False
+        """Called as a backward begins: other hooks on the parameters run first."""
         self.when_stale: Callable[[], None] = lambda: None
         self.reads_wait = False
         self.lists_wait = False
@@ -387,16 +383,16 @@ class StepState:
 
     def _exempted(self, call: Callable[[], Any]) -> Any:
         """Run a call whose reads of parameters, in this thread, wait for nothing."""
-        self._exempt.depth += 1
+        self.exempt.depth += 1
         try:
             return call()
         finally:
-            self._exempt.depth -= 1
+            self.exempt.depth -= 1
 
     @property
     def is_exempt(self) -> bool:
         """Whether this thread is in a call whose reads of parameters wait for nothing."""
-        return self._exempt.depth > 0
+        return self.exempt.depth > 0
 
     def _refresh(self) -> None:
         """Bring the two flags up to date that keep reads fast while nothing is under way."""

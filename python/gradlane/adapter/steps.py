@@ -58,6 +58,8 @@ class Steps(StepReads):
                 "give such an optimizer a closure, or call backward() before step()"
             )
         with self._lock:
+            if self._note_backward() and self.come_last(index, parameter):
+                return
             self._on_gradient(index)
             if self.accumulates:
                 if gradient is not None:
@@ -83,6 +85,7 @@ class Steps(StepReads):
             GradlaneError: the session has failed.
         """
         with self._lock:
+            self._note_backward()
             self._on_gradient(index)
             self._exchange.hold_factors(index, part)
             self._touched.add(index)
@@ -101,7 +104,6 @@ class Steps(StepReads):
 
     def _on_gradient(self, index: int) -> None:
         """Begin a step with its first gradient, and refuse one that comes too late."""
-        self._note_backward()
         if self._phase is not Phase.BACKWARD:
             self._on_first_gradient()
             if not self.accumulates:
@@ -109,13 +111,15 @@ class Steps(StepReads):
         elif self._exchange.is_given(index):
             self._refuse_late_gradient(index)
 
-    def _note_backward(self) -> None:
-        """Know of the backward that this thread is in, until it ends."""
+    def _note_backward(self) -> bool:
+        """Know of the backward that this thread is in, until it ends; returns whether it is new."""
         task = torch._C._current_graph_task_id()
-        if task not in self._backwards and task != -1:
-            self._backwards.add(task)
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(functools.partial(self._backwards.discard, task))
+        if task in self._backwards or task == -1:
+            return False
+        self._backwards.add(task)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(self._backwards.discard, task))
+        return True
 
     def _on_first_gradient(self) -> None:
         """Leave whatever phase there was: gradients add up locally from now on."""

@@ -199,14 +199,14 @@ class DeferredUpdate:
                         )
         finally:
             for index, parameter, local in stepped:
-                self._leave_gradient(index, parameter, local)
+                if self._leaves_none or local is not None or index in self._written:
+                    set_raw_grad(parameter, local)
+                elif self._leaves_zeros:
+                    self._zero(parameter)
 
-    def _leave_gradient(self, index: int, parameter: Tensor, local: Tensor | None) -> None:
-        """Leave in `.grad` what a program finds there after its step."""
+    def _zero(self, parameter: Tensor) -> None:
         gradient = raw_grad(parameter)
-        if index in self._written or self._leaves_none or local is not None:
-            set_raw_grad(parameter, local)
-        elif self._leaves_zeros and gradient is not None:
+        if gradient is not None:
             with torch.no_grad(), torch.inference_mode(False):
                 gradient.zero_()
 

@@ -17,18 +17,10 @@ from gradlane.errors import UsageError
 from gradlane.ranks.table import Entry, same_layout
 
 _GRAD: Any = torch._C.TensorBase.grad
-
-
-def raw_grad(parameter: Tensor) -> Tensor | None:
-    """Return what is in a parameter's `.grad`, whatever class stands in for the parameter's own."""
-    gradient: Tensor | None = _GRAD.__get__(parameter)
-    return gradient
-
-
-def set_raw_grad(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Put something into a parameter's `.grad`, and wait for nothing."""
-    _GRAD.__set__(parameter, gradient)
-
+raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+"""Return what is in a parameter's `.grad`, whatever class stands in for the parameter's own."""
+set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""Put something into a parameter's `.grad`, and wait for nothing."""
 
 _count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
