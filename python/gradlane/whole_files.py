@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +18,8 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    # Two processes may write the same file at once.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Two processes may write the same file at once, and in containers have the same number.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(partial)
         partial.replace(path)

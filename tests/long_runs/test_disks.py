@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import threading
 import warnings
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from gradlane.checkpoints.folder import commit, folder_of, newest, prune, withdraw
-from gradlane.checkpoints.shard import Piece, write_shard
+from gradlane.checkpoints.shard import write_shard
 from gradlane.core import load_core
+from gradlane.serialization.container import Piece
 from tests.adapter.ranks import run_ranks
 from tests.built import needs_core
 from tests.checkpoints.training import train
@@ -81,35 +83,53 @@ def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_ther
     assert found[8] is not None and found[8].step == 3
     # Nothing of the one that failed takes the room that others need.
     names = sorted(one.name for one in small_disk.iterdir())
-    assert names == ["step-000000003", "step-000000009"]
+    assert names == [
+        "incarnation-1",
+        "step-000000003-incarnation-1",
+        "step-000000009-incarnation-1",
+    ]
     last = newest(small_disk)
     assert last is not None and last.step == 9
 
 
 def test_steps_of_ten_digits_are_later_than_those_of_nine(tmp_path: Path) -> None:
     for step in (999_999_998, 999_999_999, 1_000_000_000, 1_000_000_001):
-        folder = folder_of(tmp_path, step)
+        folder = folder_of(tmp_path, step, 1)
         folder.mkdir()
         size = write_shard(folder / "one", [Piece("a", 0, torch.ones(2))], {"step": step})
-        commit(tmp_path, step, [("one", size)])
+        commit(tmp_path, step, 1, "run", [("one", size)])
         found = newest(tmp_path)
         assert found is not None and found.step == step
-        prune(tmp_path, 2)
+        prune(tmp_path, 2, "run", 1)
         assert folder.exists()
-    assert sorted(int(one.name.removeprefix("step-")) for one in tmp_path.iterdir()) == [
-        1_000_000_000,
-        1_000_000_001,
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "step-1000000000-incarnation-1",
+        "step-1000000001-incarnation-1",
     ]
 
 
-def test_only_what_a_run_has_written_is_withdrawn(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, 5)
+def test_only_what_a_start_has_written_is_withdrawn(tmp_path: Path) -> None:
+    for incarnation in (1, 2):
+        folder = folder_of(tmp_path, 5, incarnation)
+        folder.mkdir()
+        (folder / "rank-00000-of-00002.safetensors").write_text("of this start")
+        (folder / ".rank-00001-of-00002.safetensors.aa.tmp").write_text("half")
+    withdraw(folder_of(tmp_path, 5, 1))
+    assert list(tmp_path.iterdir()) == [folder_of(tmp_path, 5, 2)]
+    withdraw(folder_of(tmp_path, 5, 1))
+
+
+@pytest.mark.parametrize("call", ["stat", "unlink", "rmdir", "is_symlink"])
+def test_withdrawing_never_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It runs where an error is told already, and may be of the same broken disk."""
+    folder = folder_of(tmp_path, 5, 1)
     folder.mkdir()
-    (folder / "rank-00000-of-00002-aa.safetensors").write_text("own")
-    (folder / "rank-00001-of-00002-aa.safetensors").write_text("own")
-    (folder / "rank-00000-of-00002-bb.safetensors").write_text("another run's")
-    withdraw(tmp_path, 5, "aa")
-    assert [one.name for one in folder.iterdir()] == ["rank-00000-of-00002-bb.safetensors"]
-    withdraw(tmp_path, 5, "bb")
-    assert not folder.exists()
-    withdraw(tmp_path, 5, "bb")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, call, broken)
+    withdraw(folder)
+    prune(tmp_path, 1, "run", 1)

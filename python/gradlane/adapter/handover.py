@@ -2,13 +2,12 @@
 
 Step 0 of a channel spreads what its rank 0 has; the ranks are numbered anew for it, from the source
 on. What the optimizer's state consists of is told through the rendezvous store, since it may be
-missing on the other side.
+missing on the other side: as JSON and bytes, so that nothing that is read can run code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +18,12 @@ from torch.optim import Optimizer
 from gradlane.carrier import spread_from_host
 from gradlane.connection import Surroundings, open_channel
 from gradlane.core import translate_error
+from gradlane.errors import UsageError
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.ranks.table import Entry, state_entry
+from gradlane.serialization.pieces import pack, unpack
+from gradlane.serialization.strict_json import FormatError
+from gradlane.serialization.structure import UnstorableError
 
 _GOODBYE_S = 60.0
 
@@ -42,16 +45,30 @@ def hand_over(
         source: the rank whose values everyone gets.
 
     Raises:
+        UsageError: the optimizer keeps a value that cannot be sent; on every rank.
         GradlaneError: a rank was lost.
     """
     is_source = around.place.rank == source
     # Also those without elements: nothing of them is sent, but they have state.
     groups = optimizer.param_groups
     parameters = [one for group in groups for one in list.__iter__(group["params"])]
+    told = _described(parameters, optimizer) if is_source else b""
     if is_source:
-        meeting.put("state", _serialized(_describe(parameters, optimizer)))
-    else:
-        _adopt(parameters, optimizer, _deserialized(meeting.get("state", source)))
+        meeting.put("state", told)
+    # The source reads its own words, so that all fail alike.
+    told = told or meeting.get("state", source)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    try:
+        state = unpack(told, device)
+        if "refused" in state:
+            raise UsageError(f"rank {source} cannot hand its state over: {state['refused']}")
+        if not is_source:
+            _adopt(parameters, optimizer, state)
+    except (FormatError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"rank {around.place.rank} cannot take over the state of rank {source}: {error!r}; do "
+            "all ranks have the same model, optimizer and version of gradlane?"
+        ) from error
     everything = [*entries, *_state_entries(parameters, optimizer)]
     rows = [entry.bytes_row() for entry in everything]
     channel = open_channel(around, meeting, rows, update="worker", first=source)
@@ -67,29 +84,32 @@ def hand_over(
     meeting.leave()
 
 
-def _describe(parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Any]:
-    """List what the state consists of; tensors by shape, everything else by value."""
-    rows: list[tuple[int, str, Any]] = []
+def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
+    """Pack what the state consists of; tensors by shape, everything else by value."""
+    rows: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 on_cpu = value.device.type == "cpu"
                 value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
-                rows.append((index, key, value))
             else:
-                rows.append((index, key, [value]))
+                value = [value]
+            rows.setdefault(index, {})[key] = value
+    # Some optimizers keep state that is of no parameter.
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"rows": rows, "groups": groups}
+    try:
+        return pack({"state": rows, "others": others, "param_groups": groups})
+    except UnstorableError as error:
+        return pack({"refused": f"in its optimizer, {error}"})
 
 
 def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, Any]) -> None:
     """Give the optimizer state of the source's form; tensors get their values later."""
-    expected: dict[int, dict[str, Any]] = {}
-    for index, key, value in told["rows"]:
-        expected.setdefault(index, {})[key] = value
+    expected: dict[int, dict[str, Any]] = told["state"]
     for index, parameter in enumerate(parameters):
         rows = expected.get(index)
         if rows is None:
@@ -100,7 +120,9 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
             del state[key]
         for key, value in rows.items():
             state[key] = _formed(state.get(key), value, parameter)
-    for group, hyperparameters in zip(optimizer.param_groups, told["groups"], strict=True):
+    for key, value in told["others"].items():
+        optimizer.state[key] = value
+    for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
         for key, value in hyperparameters.items():
             group[key] = value
 
@@ -120,17 +142,10 @@ def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[E
     return [
         state_entry(f"{key} of the optimizer", value)
         for parameter in parameters
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=_by_name)
         if isinstance(value, Tensor) and value.numel() > 0
     ]
 
 
-def _serialized(told: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(told, buffer)
-    return buffer.getvalue()
-
-
-def _deserialized(told: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(io.BytesIO(told), weights_only=True)
-    return loaded
+def _by_name(item: tuple[Any, Any]) -> str:
+    return repr(item[0])

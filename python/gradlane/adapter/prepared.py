@@ -308,6 +308,11 @@ class Prepared:
             )
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+        return self._optimizer
+
+    @property
     def buffers_apart(self) -> set[str]:
         """Names of the buffers that differ from rank to rank, as in the model's state."""
         if self._members.buffers is not None:

@@ -8,44 +8,48 @@ complete when all ranks have said that theirs is on the disk.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import secrets
 import threading
 import time
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gradlane.adapter.residual_state import MEAN_OF
-from gradlane.checkpoints.folder import (
-    Manifest,
-    check_files,
-    commit,
-    file_name,
-    folder_of,
-    newest,
-    prune,
-    withdraw,
-)
-from gradlane.checkpoints.shard import Piece, read_shard, write_shard
-from gradlane.checkpoints.tree import Leaf, assemble, leaves, pieces_of, put_together, take_apart
+from gradlane.checkpoints import folder as folders
+from gradlane.checkpoints.folder import Manifest, check_files, newest
+from gradlane.checkpoints.partition import pieces_of
+from gradlane.checkpoints.shard import damaged, read_shard, write_shard
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
 from gradlane.ranks.environment import Place
 from gradlane.ranks.patience import Patience
 from gradlane.ranks.rendezvous import Meeting
+from gradlane.serialization.container import Piece
+from gradlane.serialization.pieces import assemble, find_structure, structure_piece
+from gradlane.serialization.strict_json import FormatError
+from gradlane.serialization.structure import (
+    Leaf,
+    UnstorableError,
+    flatten,
+    leaves,
+    tensor_name,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from gradlane.adapter.prepared import Prepared
 
-_STRUCTURE = "structure"
 _POLL_S = 0.02
-_WORDS_KEPT = 8
-"""Words to rank 0 that stay in the store: it never is so many checkpoints behind another rank."""
+_AFTER_FAILURE_S = 30.0
+"""How long to wait for other ranks' files at most when the session has failed."""
+_WORDS_KEPT = 16
+"""Words of a rank that stay in the store: two a checkpoint, and no rank is eight behind another."""
 
 
 class Checkpoints:
@@ -75,7 +79,11 @@ class Checkpoints:
         self._timeout_s = timeout_s
         self._prepared: Prepared | None = None
         self._meeting: Meeting | None = None
-        self._run = ""
+        self._run = secrets.token_hex(8)
+        self._incarnation = 0
+        """Claimed by rank 0 with the first checkpoint; 0: not yet."""
+        self._others: list[str] = []
+        """Complete checkpoints that were in the folder, unless the training goes on from them."""
         self._before = 0
         self._last = 0
         self._restores = 0
@@ -83,13 +91,17 @@ class Checkpoints:
         self._stopping = threading.Event()
         self._failures: deque[str] = deque()
         self._told: deque[tuple[Meeting, str]] = deque()
+        self._lasting: list[tuple[Meeting, str]] = []
+        """Keys that rank 0 removes when all ranks have said goodbye."""
 
     def follow(self, prepared: Prepared, meeting: Meeting) -> None:
         """Take checkpoints of a model from now on, also of one that was connected anew.
 
         Raises:
             UsageError: it is a second model.
+            CheckpointError: it has a value that cannot be stored.
         """
+        is_first = self._prepared is None
         if self._prepared is not None:
             if self._prepared.model is not prepared.model:
                 raise UsageError(
@@ -98,14 +110,32 @@ class Checkpoints:
                 )
             self._before += self._prepared.steps.step
         self._prepared, self._meeting = prepared, meeting
-        if meeting.place.rank == 0:
-            meeting.put("checkpoint/run", secrets.token_hex(4))
-        self._run = meeting.get("checkpoint/run", 0).decode()
+        if is_first:
+            _check_storable(prepared)
+            key = "checkpoint/others"
+            if meeting.place.rank == 0:
+                found = [path.name for path in folders.complete_folders(self._root)]
+                meeting.put(key, json.dumps(found))
+                self._lasting.append((meeting, key))
+            self._others = json.loads(meeting.get(key, 0))
         prepared.installation.keep_step = self.after_step
 
     def after_step(self) -> None:
-        """Take a checkpoint if it is time to; a collective call after `optimizer.step()`."""
+        """Take a checkpoint if it is time to; a collective call after `optimizer.step()`.
+
+        Raises:
+            CheckpointError: the folder has another run's checkpoints, or the state has a value that
+                cannot be stored; on every rank.
+            GradlaneError: the session has failed.
+        """
         self._warn()
+        if self._others:
+            raise CheckpointError(
+                f"the folder {self._root} has {len(self._others)} checkpoints of another run, the "
+                f"last one {self._others[-1]}, and this training does not go on from them: call "
+                "session.restore() after prepare() to go on, or give checkpoint= another folder, "
+                "or move them away"
+            )
         assert self._prepared is not None
         step = self._before + self._prepared.steps.step
         if step // self._every == self._last // self._every or self._prepared.steps.join:
@@ -117,6 +147,7 @@ class Checkpoints:
         """Copy what this rank writes of a step, and have it written.
 
         Raises:
+            CheckpointError: the state has a value that cannot be stored; the message has its path.
             GradlaneError: the session has failed.
         """
         assert self._prepared is not None and self._meeting is not None
@@ -125,17 +156,30 @@ class Checkpoints:
         own = {kind: state["session"].pop(kind) for kind in MEAN_OF}
         for key in ("rank", "world_size"):
             del state["session"][key]
-        tree, tensors = take_apart(state)
-        apart = {f"/model/{name}" for name in self._prepared.buffers_apart}
+        # Versions of modules, which go with the dictionary and are no part of it.
+        state["versions"] = getattr(state["model"], "_metadata", None)
+        state["model"] = dict(state["model"])
+        # As torch makes them when it loads them.
+        states = state["optimizer"]["state"].items()
+        state["optimizer"]["state"] = {
+            key: dict(one) if isinstance(one, Mapping) else one for key, one in states
+        }
+        try:
+            # On every rank, so that all end alike where it cannot be stored.
+            tree, tensors = flatten(state)
+            structure = [structure_piece(tree)] if place.rank == 0 else []
+        except (UnstorableError, FormatError) as error:
+            # The one before is complete then.
+            self._join()
+            raise CheckpointError(
+                f"no checkpoint of step {step} can be written: {error}"
+            ) from error
+        apart = {tensor_name(("model", name)) for name in self._prepared.buffers_apart}
         pieces = pieces_of(tensors, place.rank, place.world_size, apart)
         for kind, values in own.items():
             for name, value in values.items():
                 pieces.append(Piece(f"{kind}/{place.rank}/{name}", 0, value.reshape(-1).clone()))
-        if place.rank == 0:
-            room = io.BytesIO()
-            torch.save(tree, room)
-            content = torch.frombuffer(bytearray(room.getvalue()), dtype=torch.uint8)
-            pieces.append(Piece(_STRUCTURE, 0, content))
+        pieces += structure
         # With two under way the memory of both would be held, and the later might be first.
         self._join()
         self._thread = threading.Thread(
@@ -158,28 +202,37 @@ class Checkpoints:
             raise UsageError("call session.restore() after prepare() and before the first step")
         manifest = self._agreed_manifest(self._meeting)
         if manifest is None:
+            self._others = []
             return 0
         shards = [read_shard(manifest.folder / name) for name, _ in manifest.files]
+        for rank, (facts, _) in enumerate(shards):
+            expected = {"run": manifest.run, "step": manifest.step, "rank": rank}
+            if {key: facts.get(key) for key in expected} != expected:
+                path = manifest.folder / manifest.files[rank][0]
+                raise damaged(path, f"it is of another checkpoint: {facts}, expected {expected}")
         pieces = [piece for _, own in shards for piece in own]
-        steps = {facts["step"] for facts, _ in shards}
-        if steps != {manifest.step}:
-            raise CheckpointError(f"{manifest.folder} has files of steps {sorted(steps)}")
-        structure = next((piece for piece in pieces if piece.name == _STRUCTURE), None)
-        if structure is None:
-            raise CheckpointError(f"{manifest.folder} has no structure: rank 0's file lacks it")
-        room = io.BytesIO(structure.values.numpy().tobytes())
-        tree = torch.load(room, weights_only=True)
-        state = put_together(tree, assemble(leaves(tree), pieces))
-        own = {kind: self._own(kind, tree, pieces) for kind in MEAN_OF}
-        state["session"].update(rank=self._place.rank, world_size=len(shards), **own)
+        try:
+            tree = find_structure(pieces)
+            tensors = assemble(leaves(tree), pieces)
+            state = unflatten(tree, lambda leaf: tensors[leaf.name])
+            own = {kind: self._own(kind, state["session"], pieces) for kind in MEAN_OF}
+            state["session"].update(rank=self._place.rank, world_size=len(shards), **own)
+            versions = state["versions"]
+        except (FormatError, KeyError, TypeError) as error:
+            raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
+        if versions is not None:
+            state["model"] = OrderedDict(state["model"])
+            state["model"]._metadata = versions
         try:
             self._prepared.load_whole_state(state)
-        except (ValueError, RuntimeError, KeyError) as error:
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, GradlaneError):
                 raise
             raise CheckpointError(
                 f"the checkpoint {manifest.folder} does not fit this model and optimizer: {error}"
             ) from error
+        self._run = manifest.run
+        self._others = []
         self._before = self._last = manifest.step
         return manifest.step
 
@@ -187,11 +240,9 @@ class Checkpoints:
         """Wait until the last checkpoint is complete, or has failed."""
         self._join()
         self._warn()
-        if self._place.rank == 0 and self._meeting is not None:
-            # Who has said goodbye has read them.
-            restores = [f"checkpoint/restore/{number + 1}" for number in range(self._restores)]
-            for key in ("checkpoint/run", *restores):
-                self._meeting.drop(key)
+        # Who has said goodbye has read them.
+        for meeting, key in self._lasting:
+            meeting.drop(key)
 
     def stop(self) -> None:
         """Wait for nobody any more."""
@@ -202,6 +253,7 @@ class Checkpoints:
         self._restores += 1
         key = f"checkpoint/restore/{self._restores}"
         if meeting.place.rank == 0:
+            self._lasting.append((meeting, key))
             try:
                 found = newest(self._root)
             except CheckpointError as error:
@@ -209,7 +261,12 @@ class Checkpoints:
                 raise
             word: dict[str, Any] = {}
             if found is not None:
-                word = {"folder": found.folder.name, "step": found.step, "files": found.files}
+                word = {
+                    "folder": found.folder.name,
+                    "step": found.step,
+                    "run": found.run,
+                    "files": found.files,
+                }
             meeting.put(key, json.dumps(word))
             return found
         word = json.loads(meeting.get(key, 0))
@@ -217,40 +274,42 @@ class Checkpoints:
             raise CheckpointError(f"rank 0: {word['error']}")
         if not word:
             return None
-        files = tuple((name, size) for name, size in word["files"])
-        manifest = Manifest(self._root / word["folder"], word["step"], files)
+        folder = folders.named_folder(self._root, word["folder"])
+        files = folders.listed_files(word["files"], folder)
+        manifest = Manifest(folder, int(word["step"]), str(word["run"]), files)
         check_files(manifest)
         return manifest
 
-    def _own(self, kind: str, tree: Any, pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    def _own(
+        self, kind: str, session: Mapping[str, Any], pieces: list[Piece]
+    ) -> dict[str, torch.Tensor]:
         """Return what a rank of this number had of its own, where one wrote.
 
         Args:
             kind: what it is, a key of `MEAN_OF`.
-            tree: the structure of the checkpoint.
+            session: the session's part of the state.
             pieces: all that is in its files.
         """
         prefix = f"{kind}/{self._place.rank}/"
-        means: Mapping[str, Any] = tree["session"].get(MEAN_OF[kind], {})
-        shapes: dict[str, Leaf] = {
-            name: leaf for name, part in means.items() for leaf in leaves(part)
-        }
-        return {
-            name: piece.values.view(shapes[name].shape)
-            for piece in pieces
-            if piece.name.startswith(prefix)
-            for name in (piece.name.removeprefix(prefix),)
-        }
+        means: Mapping[str, torch.Tensor] = session.get(MEAN_OF[kind], {})
+        found = {}
+        for piece in pieces:
+            if piece.name.startswith(prefix):
+                name = piece.name.removeprefix(prefix)
+                leaf = Leaf(piece.name, tuple(means[name].shape), piece.values.dtype)
+                found[name] = assemble([leaf], [piece])[piece.name]
+        return found
 
     # ---- in the thread
 
     def _write(self, step: int, pieces: list[Piece], meeting: Meeting) -> None:
         place = self._place
-        name = file_name(place.rank, place.world_size, self._run)
+        folder: Path | None = None
         try:
-            folder = folder_of(self._root, step)
+            folder, run = self._agreed_folder(step, meeting)
             folder.mkdir(parents=True, exist_ok=True)
-            facts = {"step": step, "rank": place.rank, "world_size": place.world_size}
+            name = folders.file_name(place.rank, place.world_size)
+            facts = {"run": run, "step": step, "rank": place.rank, "world_size": place.world_size}
             word: dict[str, Any] = {
                 "file": name,
                 "bytes": write_shard(folder / name, pieces, facts),
@@ -259,36 +318,75 @@ class Checkpoints:
             word = {"error": f"rank {place.rank} cannot write: {type(error).__name__}: {error}"}
             self._failures.append(f"the checkpoint of step {step} is not complete: {word['error']}")
         try:
-            key = f"checkpoint/{step}/{place.rank}"
-            meeting.put(key, json.dumps(word))
-            self._told.append((meeting, key))
-            if len(self._told) > _WORDS_KEPT:
-                # Of a checkpoint that failed rank 0 may have left it there.
-                old, its_key = self._told.popleft()
-                old.drop(its_key)
+            self._tell(meeting, f"checkpoint/{step}/{place.rank}", word)
             if place.rank == 0:
                 self._complete(step, meeting)
         except Exception as error:
-            self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
-            if place.rank == 0:
-                withdraw(self._root, step, self._run)
+            if "error" not in word:
+                self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
+            if place.rank == 0 and folder is not None:
+                folders.withdraw(folder)
+
+    def _agreed_folder(self, step: int, meeting: Meeting) -> tuple[Path, str]:
+        """Return the folder that all ranks write a step into, and the run, as rank 0 says.
+
+        Raises:
+            CheckpointError: rank 0 cannot write there, must not any more, or does not say.
+        """
+        key = f"checkpoint/{step}/folder"
+        if self._place.rank > 0:
+            word = self._hear(meeting, key, 0, "has not said where to write")
+            return folders.named_folder(self._root, word["folder"]), str(word["run"])
+        try:
+            if self._incarnation:
+                folders.check_claim(self._root, self._incarnation)
+            else:
+                self._incarnation = folders.claim(self._root)
+        except (CheckpointError, OSError) as error:
+            self._tell(meeting, key, {"error": f"rank 0: {error}"})
+            raise
+        folder = folders.folder_of(self._root, step, self._incarnation)
+        self._tell(meeting, key, {"folder": folder.name, "run": self._run})
+        return folder, self._run
 
     def _complete(self, step: int, meeting: Meeting) -> None:
-        patience = Patience(self._timeout_s)
-        files = []
-        for rank in range(self._place.world_size):
-            key = f"checkpoint/{step}/{rank}"
-            while (said := meeting.peek(key)) is None:
-                if self._stopping.is_set() or patience.is_over(_POLL_S):
-                    raise CheckpointError(f"rank {rank} has not written its file")
-                time.sleep(_POLL_S)
-            word = json.loads(said)
-            if "error" in word:
-                raise CheckpointError(word["error"])
-            files.append((word["file"], word["bytes"]))
+        keys = [f"checkpoint/{step}/{rank}" for rank in range(self._place.world_size)]
+        words = [
+            self._hear(meeting, key, rank, "has not written its file")
+            for rank, key in enumerate(keys)
+        ]
+        for key in (*keys, f"checkpoint/{step}/folder"):
             meeting.drop(key)
-        commit(self._root, step, files)
-        prune(self._root, self._keep)
+        files = [(word["file"], word["bytes"]) for word in words]
+        folders.commit(self._root, step, self._incarnation, self._run, files)
+        folders.prune(self._root, self._keep, self._run, self._incarnation)
+
+    def _tell(self, meeting: Meeting, key: str, word: Mapping[str, Any]) -> None:
+        meeting.put(key, json.dumps(word))
+        self._told.append((meeting, key))
+        while len(self._told) > _WORDS_KEPT:
+            # Of a checkpoint that failed rank 0 may have left it there.
+            old, its_key = self._told.popleft()
+            old.drop(its_key)
+
+    def _hear(self, meeting: Meeting, key: str, rank: int, missing: str) -> dict[str, Any]:
+        """Return what a rank says, waiting for it.
+
+        Raises:
+            CheckpointError: it has failed, or does not say anything in time.
+        """
+        patience, has_failed = Patience(self._timeout_s), False
+        while (said := meeting.peek(key)) is None:
+            if self._stopping.is_set() or patience.is_over(_POLL_S):
+                raise CheckpointError(f"rank {rank} {missing}")
+            if not has_failed and self._prepared is not None and self._prepared.steps.failure:
+                # The rank may be the one that is lost; or it writes, and will say so soon.
+                has_failed, patience = True, Patience(min(self._timeout_s, _AFTER_FAILURE_S))
+            time.sleep(_POLL_S)
+        word: dict[str, Any] = json.loads(said)
+        if "error" in word:
+            raise CheckpointError(word["error"])
+        return word
 
     def _join(self) -> None:
         thread, self._thread = self._thread, None
@@ -303,6 +401,28 @@ class Checkpoints:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _check_storable(prepared: Prepared) -> None:
+    """Find settings and extra states that no checkpoint could hold, before anything is trained.
+
+    Raises:
+        CheckpointError: there is one; the message has its path.
+    """
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in prepared.optimizer.param_groups
+    ]
+    extras: dict[str, Any] = {}
+    for name, module in prepared.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            # It may be ready only later.
+            with contextlib.suppress(Exception):
+                extras[f"{name}._extra_state".lstrip(".")] = module.get_extra_state()
+    try:
+        flatten({"optimizer": {"param_groups": groups}, "model": extras})
+    except UnstorableError as error:
+        raise CheckpointError(f"no checkpoint of this model can be written: {error}") from error
 
 
 def make_checkpoints(

@@ -1,61 +1,27 @@
-"""One rank's file of a checkpoint: pieces of tensors, each with a checksum.
+"""One rank's file of a checkpoint, and files that are whole, on the disk and read back.
 
-It is a file in the safetensors format (a length of eight bytes, a JSON header, the bytes), so that
-other tools can look into it; what gradlane needs beyond that is in the header's `__metadata__`:
-version, step, and for every piece the tensor, the elements and a CRC-32.
+Its format is `serialization.container`'s, so other tools can look into it.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import IO, Any
 
 from gradlane.errors import CheckpointError
+from gradlane.serialization.container import Piece, VersionError, check_image, image, read_image
+from gradlane.serialization.strict_json import FormatError
 from gradlane.whole_files import replace_whole
 
-VERSION = 1
-_HEADER_BYTES_MAX = 1 << 28
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-_DTYPES = {str(dtype): dtype for dtype in (*_NAMES, torch.complex128)}
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Some elements of a tensor.
-
-    Attributes:
-        name: the tensor's.
-        start: number of the first element, in the order of its indices.
-        values: the elements, in one dimension, on the host.
-    """
-
-    name: str
-    start: int
-    values: Tensor
-
-
-def write_shard(path: Path, pieces: Iterable[Piece], facts: dict[str, Any]) -> int:
+def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> int:
     """Write a file that is whole or not there, also if the machine stops at any moment.
+
+    What was written is read back, and every byte of it checked, before the file takes its place.
 
     Args:
         path: the file; a temporary one is beside it meanwhile.
@@ -66,40 +32,21 @@ def write_shard(path: Path, pieces: Iterable[Piece], facts: dict[str, Any]) -> i
         The file's size in bytes.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        OSError: it cannot be written, or reads back as something else; nothing of it is left.
+        FormatError: it has more pieces than a header can list.
     """
-    header: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    payloads: list[Any] = []
-    offset = 0
-    for piece in pieces:
-        data = _bytes_of(piece.values)
-        name = _NAMES.get(piece.values.dtype)
-        header[f"{piece.name}@{piece.start}"] = {
-            "dtype": name or "U8",
-            "shape": [piece.values.numel() if name else len(data)],
-            "data_offsets": [offset, offset + len(data)],
-        }
-        rows.append(
-            {
-                "name": piece.name,
-                "start": piece.start,
-                "dtype": str(piece.values.dtype),
-                "begin": offset,
-                "bytes": len(data),
-                "crc32": zlib.crc32(data),
-            }
-        )
-        payloads.append(data)
-        offset += len(data)
-    own = json.dumps({**facts, "version": VERSION, "pieces": rows})
-    # A changed step or place would not show in the checksums of the pieces.
-    header["__metadata__"] = {"gradlane": own, "crc32": str(zlib.crc32(own.encode()))}
-    head = json.dumps(header).encode()
-    # Eight bytes of alignment, which the format allows to be spaces.
-    head += b" " * (-len(head) % 8)
-    write_whole(path, [len(head).to_bytes(8, "little"), head, *payloads])
-    return 8 + len(head) + offset
+    parts = image(pieces, facts)
+    size = sum(map(len, parts))
+
+    def check(partial: Path) -> None:
+        try:
+            with partial.open("rb") as file:
+                check_image(file, os.fstat(file.fileno()).st_size)
+        except FormatError as error:
+            raise OSError(errno.EIO, f"what was written reads back differently: {error}") from error
+
+    write_whole(path, parts, check)
+    return size
 
 
 def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
@@ -109,33 +56,50 @@ def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
         CheckpointError: it is missing, cut off, changed, or of another version.
     """
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            return read_image(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise CheckpointError(f"the checkpoint's file {path} cannot be read: {error}") from error
-    head_bytes = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or head_bytes > min(_HEADER_BYTES_MAX, len(content) - 8):
-        raise _broken(path, "it is cut off")
-    try:
-        header = json.loads(content[8 : 8 + head_bytes])
-        own = header["__metadata__"]["gradlane"]
-        is_whole = str(zlib.crc32(own.encode())) == header["__metadata__"]["crc32"]
-        facts = json.loads(own)
-        version = facts["version"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(path, "its header is no header of gradlane's") from error
-    if not is_whole:
-        raise _broken(path, "the checksum of its header is wrong")
-    if version != VERSION:
+    except VersionError as error:
         raise CheckpointError(
-            f"the checkpoint's file {path} has version {version}, and this gradlane reads version "
-            f"{VERSION}: resume with the version of gradlane that wrote it"
-        )
-    body = memoryview(content)[8 + head_bytes :]
-    return facts, [_piece(path, row, body) for row in facts["pieces"]]
+            f"the checkpoint's file {path} is of another gradlane: {error}; resume with the "
+            "version of gradlane that wrote it"
+        ) from error
+    except FormatError as error:
+        raise damaged(path, str(error)) from error
 
 
-def write_whole(path: Path, parts: Iterable[Any]) -> None:
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error that names a damaged file, what is wrong with it, and what to do."""
+    return CheckpointError(
+        f"the checkpoint's file {path} is damaged: {what}; remove the folder {path.parent} to go "
+        "on from the checkpoint before it"
+    )
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; a link, which may lead anywhere, and a pipe are none.
+
+    Raises:
+        OSError: it is not there, or no regular file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
+
+
+def write_whole(
+    path: Path, parts: Iterable[Any], check: Callable[[Path], None] = lambda partial: None
+) -> None:
     """Write a file beside its place, have it on the disk, and put it there.
+
+    Args:
+        path: the file.
+        parts: buffers, in order.
+        check: raises if the file, which is on the disk, is not as it should be.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
@@ -147,6 +111,9 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
+            # What is read back then comes from the disk, where the file system has one.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        check(partial)
 
     replace_whole(path, write)
     sync_folder(path.parent)
@@ -159,35 +126,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _bytes_of(values: Tensor) -> Any:
-    flat = values.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
-
-
-def _piece(path: Path, row: dict[str, Any], body: memoryview) -> Piece:
-    data = body[row["begin"] : row["begin"] + row["bytes"]]
-    if len(data) != row["bytes"]:
-        raise _broken(path, f"{row['name']!r} is cut off")
-    if zlib.crc32(data) != row["crc32"]:
-        raise _broken(path, f"the checksum of {row['name']!r} is wrong")
-    dtype = _DTYPES.get(row["dtype"])
-    if dtype is None:
-        raise _broken(path, f"{row['name']!r} has the unknown dtype {row['dtype']}")
-    if not data:
-        return Piece(row["name"], row["start"], torch.empty(0, dtype=dtype, device="cpu"))
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if dtype.is_complex:
-        pairs = values.view(dtype.to_real()).view(-1, 2)
-        return Piece(row["name"], row["start"], torch.view_as_complex(pairs))
-    return Piece(row["name"], row["start"], values.view(dtype))
-
-
-def _broken(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint's file {path} is damaged: {what}; remove the folder {path.parent} to go "
-        "on from the checkpoint before it"
-    )

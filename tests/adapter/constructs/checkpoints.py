@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint
 from torch import Tensor
@@ -124,6 +126,37 @@ def too_early(defer: bool | None) -> None:
     run_ranks(1, body, core=LateCore())
 
 
+def restarted(setting: Any, restores: bool = True) -> Callable[[bool | None], None]:
+    """Check that a training under `checkpoint=` goes on with its bits after a restart."""
+
+    def check(defer: bool | None) -> None:
+        def body(session: Any, count: int, restores: bool) -> list[Tensor]:
+            model = seeded(Small)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizer.param_groups[0].update(setting)
+            session.prepare(model, optimizer, defer=defer)
+            steps(model, optimizer, count - (session.restore() if restores else 0))
+            return snapshot(model)
+
+        def run(folder: str, count: int, restores: bool = True) -> list[Tensor]:
+            (result,) = run_ranks(
+                1,
+                lambda session: body(session, count, restores),
+                core=LateCore(),
+                checkpoint=folder,
+                checkpoint_every=2,
+                summary=False,
+            )
+            assert isinstance(result, list)
+            return result
+
+        with tempfile.TemporaryDirectory() as folder:
+            first = run(folder, 2)
+            assert same_bits(first, run(folder, 2, restores))
+
+    return check
+
+
 SECTION = "Checkpoints"
 
 CONSTRUCTS = [
@@ -148,5 +181,24 @@ CONSTRUCTS = [
         "the same before the first step, where they step the optimizer to make its state",
         too_early,
         note="a step of its own, which all ranks take",
+    ),
+    Construct(
+        SECTION,
+        "`checkpoint=`, and NumPy's scalars in the optimizer's settings (`lr=numpy.float64(0.1)`)",
+        restarted({"lr": np.float64(0.1), "note": np.int64(3)}),
+        note="Python's own after `session.restore()`",
+    ),
+    Construct(
+        SECTION,
+        "`checkpoint=`, and a value that no file gives back: `Decimal`, an enum, a function",
+        restarted({"note": decimal.Decimal("0.1")}),
+        refused="optimizer['param_groups'][0]['note'] is a decimal.Decimal",
+        note="[which values](checkpoints.md#values)",
+    ),
+    Construct(
+        SECTION,
+        "`checkpoint=` with a folder that has checkpoints, without `session.restore()`",
+        restarted({}, restores=False),
+        refused="checkpoints of another run",
     ),
 ]

@@ -1,0 +1,1 @@
+"""State as JSON and bytes."""
