@@ -5,18 +5,11 @@ All derive from `GradlaneError`; timeouts are also `TimeoutError`, bad arguments
 
 from __future__ import annotations
 
-from gradlane.untrusted import escaped
+from gradlane.untrusted import EscapedError
 
 
-class GradlaneError(Exception):
-    """Base of all errors of this package.
-
-    Messages are escaped, since parts of them come from other ranks, callers, files and stores.
-    """
-
-    def __init__(self, *arguments: object) -> None:
-        """Keep the arguments, texts escaped and bounded."""
-        super().__init__(*(escaped(one) if isinstance(one, str) else one for one in arguments))
+class GradlaneError(EscapedError):
+    """Base of all errors of this package."""
 
 
 class UsageError(GradlaneError, RuntimeError):

@@ -30,6 +30,14 @@ def escaped(text: str | bytes, limit: int = LIMIT_CHARS) -> str:
     return shown if len(text) <= limit else f"{shown}... (cut, {len(text)} characters)"
 
 
+class EscapedError(Exception):
+    """Base of errors with messages that other ranks, callers, files or stores have a part in."""
+
+    def __init__(self, *arguments: object) -> None:
+        """Keep the arguments, texts escaped and bounded."""
+        super().__init__(*(escaped(one) if isinstance(one, str) else one for one in arguments))
+
+
 def escaped_lines(text: str, limit: int = LIMIT_CHARS) -> str:
     """Return text of several lines, such as a traceback, with each line escaped by itself."""
     return "\n".join(escaped(line, limit) for line in text.splitlines())

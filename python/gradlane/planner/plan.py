@@ -20,6 +20,7 @@ from gradlane.schemes.costs import PLAN_SCHEMES
 from gradlane.settings.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.settings.options import RING, ring_refusal
 from gradlane.settings.stragglers import WAIT
+from gradlane.untrusted import EscapedError
 from gradlane.whole_files import replace_text
 
 FORMAT = "gradlane-plan"
@@ -27,7 +28,7 @@ VERSION = 1
 _TENSORS_MOST = 1_000_000
 
 
-class PlanError(ValueError):
+class PlanError(EscapedError, ValueError):
     """A plan that makes no sense; the text names file, field and place."""
 
 
