@@ -334,11 +334,16 @@ fn callers_of_one_address_keep_no_rank_out() {
     let (listeners, addresses) = listeners("127.0.0.1", 2);
     let target = addresses[0].clone();
     let (stop, stopped) = mpsc::channel::<()>();
+    let (told, is_there) = mpsc::channel();
     // Takes every place that becomes free, and says nothing.
     let crowd = std::thread::spawn(move || {
         let mut held = std::collections::VecDeque::new();
         while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
             held.extend(call_from([127, 0, 0, 9], &target));
+            if held.len() == 200 {
+                // The test may have gone on long ago.
+                let _ = told.send(());
+            }
             if held.len() > 400 {
                 held.pop_front();
             }
@@ -356,8 +361,8 @@ fn callers_of_one_address_keep_no_rank_out() {
     let (last, first) = (listeners.pop().expect("two"), listeners.pop().expect("two"));
     let (own, seen) = (joining.remove(0), addresses.clone());
     let begun = std::thread::spawn(move || join(vec![first], &seen, vec![own]).remove(0));
-    // The crowd is there first.
-    std::thread::sleep(Duration::from_millis(300));
+    // The crowd is there first, three times as many as there are places.
+    is_there.recv_timeout(PATIENCE).expect("the crowd");
     let late = join(vec![last], &addresses, joining).remove(0);
     let channels = vec![begun.join().expect("a thread"), late];
     let channels: Vec<Channel> = channels.into_iter().map(|it| it.expect("a channel")).collect();
