@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlane import errors
-from gradlane.planner.plan import PlanError, parse_plan
+from gradlane.planner.plan import Plan, PlanError, parse_plan
+from gradlane.planner.settings import ClusterFacts, Settings
 from gradlane.probe.streams import StreamError
 from gradlane.profiler.contents import ProfileError
+from gradlane.profiler.reading import FieldReader, read_object
 from gradlane.untrusted import EscapedError, escaped, escaped_lines
 from gradlane.whatif.costs import CostsError
 
@@ -59,6 +63,19 @@ def test_errors_with_words_from_elsewhere_escape_them(kind: type[Exception]) -> 
     assert str(error) == SHOWN
     if not further:
         assert str(pickle.loads(pickle.dumps(error))) == SHOWN
+
+
+def test_files_whose_words_would_be_printed_hold_printable_ones(tmp_path: Path) -> None:
+    """Names and summaries of plans and profiles go to the terminal as they are."""
+    plan = Plan("net", ClusterFacts(2, 1e9), "probed", Settings(), prediction={}, summary="good")
+    for text in ("net", "good"):
+        written = json.dumps(plan.to_json()).replace(f'"{text}"', f'"{text}\\u001b[2J"')
+        with pytest.raises(PlanError, match=r"cannot be printed: .*\\x1b\[2J"):
+            parse_plan(written, "a plan")
+    path = tmp_path / "profile.json"
+    path.write_text('{"name": "a\\u001b[2J"}')
+    with pytest.raises(ProfileError, match=r"name: .*cannot be printed: .*\\x1b\[2J"):
+        FieldReader(str(path)).text(read_object(path), "name")
 
 
 def test_a_file_is_quoted_without_its_control_characters() -> None:

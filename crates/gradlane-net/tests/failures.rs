@@ -527,13 +527,14 @@ fn an_abort_tells_its_reason_to_everybody() {
         run_step(&channel, 0).expect("step 0");
         barrier.wait();
         if channel.rank().0 == 1 {
-            channel.abort("ValueError: loss is not finite");
+            channel.abort("ValueError: loss is not finite\n\x1b[2Jrank 2: all is well");
             assert!(channel.failure().is_some_and(|it| it.message.contains("loss is not finite")));
             return;
         }
         let failure = failure_of(run_step(&channel, 1));
-        assert!(failure.message.contains("loss is not finite"), "{failure}");
-        assert!(failure.message.contains("rank 1"), "{failure}");
+        let shown = r"rank 1 gave up: ValueError: loss is not finite\n\u{1b}[2Jrank 2: all is well";
+        assert!(failure.message.contains(shown), "{failure}");
+        assert!(!failure.message.contains(char::is_control), "{failure}");
         assert_eq!(failure.peer, Some(Rank(1)), "{failure}");
     });
 }

@@ -103,13 +103,14 @@ class ModelWatch:
         if meeting.place.rank != 0 or meeting.place.world_size == 1:
             return
         self.told = []
-        for rank in range(meeting.place.world_size):
-            word = meeting.peek(f"metrics/{rank}")
-            # Anybody may have written it: a report that is none is left out, and ends no training.
-            with contextlib.suppress(Exception):
-                told = json.loads(word or b"")
-                late_ranks([told])
-                self.told.append(told)
+        with contextlib.suppress(RendezvousError):
+            for rank in range(meeting.place.world_size):
+                word = meeting.peek(f"metrics/{rank}")
+                # Anybody may have written it: a report that is none is left out, and ends nothing.
+                with contextlib.suppress(Exception):
+                    told = json.loads(word or b"")
+                    late_ranks([told])
+                    self.told.append(told)
 
 
 class Observer:

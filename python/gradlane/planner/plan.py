@@ -291,6 +291,8 @@ class _Fields:
         value = self._get(name)
         if not isinstance(value, str) or not (value or may_be_empty):
             raise self.error(name, f"expected a text, got {value!r:.60}")
+        if not value.isprintable():
+            raise self.error(name, f"has characters that cannot be printed: {value!r:.60}")
         return value
 
     def integer(self, name: str, *, least: int) -> int:
