@@ -58,7 +58,9 @@ def gradlane_errors() -> list[type[Exception]]:
 def test_errors_with_words_from_elsewhere_escape_them(kind: type[Exception]) -> None:
     """The words of another rank, of the store or of a file reach a terminal through these."""
     assert issubclass(kind, EscapedError)
-    further = {errors.PeerLost: [1], errors.ArrayRefused: ["dtype"]}.get(kind, [])
+    further: list[object] = []
+    if kind in (errors.PeerLost, errors.ArrayRefused):
+        further = [1]
     error = kind(HOSTILE, *further)
     assert str(error) == SHOWN
     if not further:

@@ -206,14 +206,14 @@ class Node:
                 f"{CONNECT_TIMEOUT_S:g} s"
             )
         for key, _ in ready:
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket)
-            if connection is self._listener:
+            speaker = key.fileobj
+            assert isinstance(speaker, socket.socket)
+            if speaker is self._listener:
                 caller, _ = self._listener.accept()
                 caller.setblocking(False)
                 callers[caller] = b""
-            elif connection in callers:
-                self._read(connection, callers, expected)
+            elif speaker in callers:
+                self._read(speaker, callers, expected)
         if len(callers) > _CALLERS_MAX:
             # A rank speaks at once: the first caller that has not is none.
             first = next(iter(callers))
