@@ -60,6 +60,7 @@ class Node:
         self._secret = secret
         self._window_s = window_s
         self._listener = _listen(hosts, ports)
+        self._listener.setblocking(False)
         self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._sending: list[socket.socket] = []
@@ -209,9 +210,11 @@ class Node:
             speaker = key.fileobj
             assert isinstance(speaker, socket.socket)
             if speaker is self._listener:
-                caller, _ = self._listener.accept()
-                caller.setblocking(False)
-                callers[caller] = b""
+                # The caller may be gone by now.
+                with contextlib.suppress(BlockingIOError):
+                    caller, _ = self._listener.accept()
+                    caller.setblocking(False)
+                    callers[caller] = b""
             elif speaker in callers:
                 self._read(speaker, callers, expected)
         if len(callers) > _CALLERS_MAX:
