@@ -5,8 +5,10 @@ All derive from `GradlaneError`; timeouts are also `TimeoutError`, bad arguments
 
 from __future__ import annotations
 
+from gradlane.untrusted import EscapedError
 
-class GradlaneError(Exception):
+
+class GradlaneError(EscapedError):
     """Base of all errors of this package."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -28,11 +29,23 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCES = {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
+_PORTS = itertools.count(101 * os.getpid())
+
+
 def free_port() -> int:
-    """Return a port that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens to, and another one each time.
+
+    It is below those that the kernel gives to connections and to who listens to any port: one of
+    these could be somebody else's by the time that a program listens to it.
+    """
+    range_text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    end = max(12_000, int(range_text.split()[0]))
+    for number in _PORTS:
+        port = 10_000 + number % (end - 10_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("the count has no end")
 
 
 class Nursery:

@@ -45,6 +45,9 @@ FAKE_RANK = textwrap.dedent(
         if act == "answer":
             say(kind="progress", done_steps=3)
             say(kind="result", result={"rank": rank, "value": request["value"]})
+        elif act == "count":
+            say(kind="count")
+            say(kind="result", result=json.loads(sys.stdin.readline()))
         elif act == "fail":
             say(kind="error", message="ValueError: too much", traceback="in some line")
         elif act == "exit":
@@ -286,6 +289,16 @@ def test_windows_of_a_record_add_up(deltas: list[int], cut: float) -> None:
     assert whole == (total - deltas[0], 2 * (total - deltas[0]))
 
 
+def test_counts_are_exact_whatever_was_sampled_when() -> None:
+    """A window between the same moments would interpolate."""
+    record = TrafficRecord(2)
+    record.add_ports(0.0, [(0, 0), (0, 0)])
+    record.add_count([(10, 20), (30, 40)])
+    record.add_count([(110, 220), (330, 440)])
+    record.add_ports(9.0, [(1000, 1000), (1000, 1000)])
+    assert record.counted_bytes() == [(100, 200), (300, 400)]
+
+
 def test_utilization_is_carried_over_carriable() -> None:
     """A port that sends at half its goodput and receives nothing is used by a quarter."""
     record = TrafficRecord(1)
@@ -324,6 +337,17 @@ def test_ranks_answer_in_order_and_report_progress(cluster: Cluster) -> None:
         processes = ranks.processes()
     assert sorted(progress) == [(0, 3)] * 3 + [(1, 3)] * 3
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@needs_namespaces
+def test_a_rank_waits_until_the_ports_are_counted(cluster: Cluster) -> None:
+    """What it sends after its wait is in no count."""
+    counts: list[int] = []
+    with pool(cluster) as ranks:
+        request = {"acts": ["answer", "count"], "value": 0}
+        results = ranks.ask([request] * 2, on_count=lambda: counts.append(len(counts)))
+    assert results[1] == {"kind": "counted"}
+    assert counts == [0]
 
 
 @needs_namespaces

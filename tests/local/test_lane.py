@@ -170,7 +170,8 @@ def test_a_collective_that_never_ends_holds_up_no_end() -> None:
     for lane in node.lanes:
         lane.let_go()
     node.stop()
-    assert time.monotonic() - begun_s < 4
+    # A million rounds take longer.
+    assert time.monotonic() - begun_s < 60
     assert not any(lane._thread.is_alive() for lane in node.lanes)
     assert all(group.has_ended for group in node.groups)
     # What a collective may still write is kept as long as the lane is.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
-from gradlane.observability import prometheus
+from gradlane.observability.endpoint import Endpoint
 from gradlane.observability.metrics import Metrics, metrics_of
 from gradlane.observability.prometheus import (
     CONTENT_TYPE,
-    Endpoint,
     exposition,
     parse_address,
+    serve,
     wanted_address,
 )
 from tests.observability.test_metrics import NO_STEPS, reading, wait
@@ -82,7 +81,7 @@ class Complete:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    one = Endpoint("127.0.0.1", 0, Complete.metrics)
+    one = serve("127.0.0.1", 0, Complete.metrics)
     yield one
     one.close()
 
@@ -96,17 +95,6 @@ def test_the_endpoint_answers(endpoint: Endpoint) -> None:
         urllib.request.urlopen(f"{address}/other", timeout=10)
 
 
-def test_who_calls_and_asks_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "ASK_WITHIN_S", 0.05)
-    one = Endpoint("127.0.0.1", 0, Complete.metrics)
-    try:
-        with socket.create_connection(("127.0.0.1", one.port), timeout=10) as caller:
-            caller.sendall(b"GET /metr")
-            assert caller.recv(1) == b""
-    finally:
-        one.close()
-
-
 def test_counters_of_petabytes_are_numbers_still() -> None:
     found = Complete.metrics()
     found["peers"][1]["tx_bytes"] = (1 << 63) + 1
@@ -116,8 +104,16 @@ def test_counters_of_petabytes_are_numbers_still() -> None:
 
 
 def test_a_port_that_is_taken_is_named(endpoint: Endpoint) -> None:
-    with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{endpoint.port}.*prometheus_port"):
-        Endpoint("127.0.0.1", endpoint.port, Complete.metrics)
+    with pytest.raises(ValueError, match=rf"127\.0\.0\.1', port {endpoint.port}.*prometheus_port"):
+        serve("127.0.0.1", endpoint.port, Complete.metrics)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 65536), ("no.such.host.invalid", 0), ("a" * 70, 0), ("\0", 0)]
+)
+def test_an_address_that_cannot_be_had_is_named(host: str, port: int) -> None:
+    with pytest.raises(ValueError, match=rf"port {port} .*prometheus_port"):
+        serve(host, port, Complete.metrics)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +121,49 @@ def test_a_port_that_is_taken_is_named(endpoint: Endpoint) -> None:
     [
         (None, {}, None),
         (None, {"GRADLANE_PROMETHEUS": ""}, None),
-        (9400, {}, ("", 9400)),
-        (9400, {"LOCAL_RANK": "3", "GRADLANE_PROMETHEUS": "1"}, ("", 9403)),
-        (0, {"LOCAL_RANK": "3"}, ("", 0)),
-        (None, {"GRADLANE_PROMETHEUS": "9100", "SLURM_LOCALID": "1"}, ("", 9101)),
+        (9400, {}, ("127.0.0.1", 9400)),
+        (9400, {"LOCAL_RANK": "3", "GRADLANE_PROMETHEUS": "1"}, ("127.0.0.1", 9403)),
+        (0, {"LOCAL_RANK": "3"}, ("127.0.0.1", 0)),
+        ("9400", {"LOCAL_RANK": "1"}, ("127.0.0.1", 9401)),
+        ("0.0.0.0:9400", {"LOCAL_RANK": "1"}, ("0.0.0.0", 9401)),
+        (None, {"GRADLANE_PROMETHEUS": "9100", "SLURM_LOCALID": "1"}, ("127.0.0.1", 9101)),
         (None, {"GRADLANE_PROMETHEUS": "10.0.0.1:9100"}, ("10.0.0.1", 9100)),
+        (None, {"GRADLANE_PROMETHEUS": "localhost:0", "LOCAL_RANK": "2"}, ("localhost", 0)),
         (None, {"GRADLANE_PROMETHEUS": "[::1]:9100"}, ("::1", 9100)),
+        (None, {"GRADLANE_PROMETHEUS": "[::]:9100"}, ("::", 9100)),
     ],
 )
 def test_ranks_of_a_node_take_ports_from_the_one_given_on(
-    port: int | None, environment: dict[str, str], expected: tuple[str, int] | None
+    port: int | str | None, environment: dict[str, str], expected: tuple[str, int] | None
 ) -> None:
     assert wanted_address(port, environment) == expected
 
 
-@pytest.mark.parametrize("text", ["yes", "host:", ":70000", "1.2.3.4:port"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("yes", "host:", ":9400", "host:70000", "70000", "1.2.3.4:port", "-1", "+1", "1e3"),
+        *("::1:9400", "[::1]", "[]:9400", "[[::1]]:9400", "a b:1", "9400\n", "\u0662", "\u00b2"),
+    ],
+)
 def test_other_addresses_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="GRADLANE_PROMETHEUS"):
-        parse_address(text)
+    """`:9400` is every address to some and this machine to others, so it is neither."""
+    with pytest.raises(ValueError, match=r"prometheus_port is .*PORT.*HOST:PORT.*\[IPv6\]:PORT"):
+        parse_address(text, "prometheus_port")
+
+
+def test_an_address_that_is_refused_is_named_without_its_control_characters() -> None:
+    with pytest.raises(ValueError, match=r"^GRADLANE_PROMETHEUS is \\x1b\[2J; it") as caught:
+        wanted_address(None, {"GRADLANE_PROMETHEUS": "\x1b[2J"})
+    assert str(caught.value).isprintable()
+
+
+def test_a_port_is_one_of_this_machine_unless_said_otherwise() -> None:
+    """What `prometheus_port=0` opens is loopback's, and `0.0.0.0` has to be written down."""
+    wanted = wanted_address(0, {})
+    assert wanted is not None
+    one = serve(*wanted, Complete.metrics)
+    try:
+        assert one.address[0] == "127.0.0.1"
+    finally:
+        one.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from gradlane.observability.metrics import Metrics, StepTimes, metrics_of
+from gradlane.observability.observer import ModelWatch
 from gradlane.observability.summary import late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog
-from gradlane.ranks.environment import is_wanted
+from gradlane.ranks.environment import Place, is_wanted
+from gradlane.ranks.rendezvous import Meeting
 from tests.observability.test_metrics import late, reading, wait
 
 STEPS: StepTimes = {
@@ -44,6 +48,23 @@ def test_the_line_names_layer_and_rank() -> None:
 
 def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
     assert "no rank stands out" in summary_line(metrics(), late_ranks(words(45, 55)))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(b"", b"\xff\x1b[2J", b"[" * 100_000, b"null", b"[1]", b'{"stragglers": 3}'),
+        *(b'{"stragglers": [{}]}', b'{"stragglers": [{"last_count": "\\u001b", "late_s": 1}]}'),
+    ],
+)
+def test_a_report_that_is_none_is_left_out(word: bytes) -> None:
+    """A store holds whatever anybody writes into it, and no word there ends a training."""
+    meeting = Meeting(HashStore(), Place(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
+    meeting.put("metrics/1", word)
+    meeting.put("metrics/2", json.dumps(words(10, 80)[0]))
+    watch = ModelWatch(1, lambda watch, step: None)
+    watch.hear(meeting)
+    assert watch.told == words(10, 80)
 
 
 def test_alone_nobody_is_waited_for() -> None:

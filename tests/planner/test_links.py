@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from gradlane.probe import streams
 from gradlane.probe.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
-from gradlane.probe.streams import Node
+from gradlane.probe.streams import Node, StreamError
 from tests.adapter.nursery import free_port
 from tests.adapter.pool import FirstRanks
 from tests.ranks.test_launchers import run_all
@@ -74,6 +77,43 @@ def test_a_stranger_counts_for_nothing() -> None:
         one.connect([], [], [1])
         assert list(one._receiving) == [1]
         assert stranger.recv(1) == b""
+
+
+def test_silent_strangers_keep_no_rank_out() -> None:
+    """Each was waited for alone, for two seconds, and a byte now and then renewed them."""
+    with (
+        contextlib.ExitStack() as stack,
+        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+    ):
+        calls = [socket.create_connection((one.host, one.port)) for _ in range(100)]
+        for stranger in calls:
+            stack.enter_context(stranger)
+        for stranger in calls[::2]:
+            stranger.sendall(b"x")
+        other.connect([f"{one.host}:{one.port}", ""], [0], [])
+        one.connect([], [], [1])
+        assert list(one._receiving) == [1]
+
+
+def test_a_rank_that_does_not_come_is_missed_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
+    with Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
+        over = threading.Event()
+
+        def crowd() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    socket.create_connection((one.host, one.port)).close()
+
+        thread = threading.Thread(target=crowd)
+        thread.start()
+        try:
+            with pytest.raises(StreamError, match="rank 1 did not connect"):
+                one.connect([], [], [2, 1])
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_figures_of_a_report() -> None:

@@ -17,7 +17,7 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::time::Duration;
 use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
-use gradlane_wire::FrameKind;
+use gradlane_wire::{escaped, FrameKind};
 
 /// Says in an abort frame that no rank in particular is to blame.
 const NOBODY: u32 = u32::MAX;
@@ -239,6 +239,8 @@ impl Engine {
         if self.lifecycle.has_ended() || self.lifecycle.closed {
             return;
         }
+        // Parts of it come from other ranks and their programs, and it is printed on all.
+        let reason = &escaped(reason.as_bytes(), REASON_BYTES_MAX);
         let failure = Failure {
             peer: culprit,
             reason: reason.to_string(),

@@ -1,7 +1,8 @@
 //! The thread that answers callers, from before the ranks are connected until the channel ends.
 //!
 //! A caller gets five seconds in a short-lived thread of its own; strangers, mismatches and second
-//! joiners are refused with the reason while training goes on.
+//! joiners are refused with the reason while training goes on. Where many call at once, places are
+//! shared between the networks that they call from, so that one cannot keep another out.
 
 use crate::descriptors::Tracked;
 use crate::handshake::{self, HandshakeError, Identity};
@@ -12,7 +13,7 @@ use crate::syscall::EpollEvents;
 use gradlane_units::Rank;
 use gradlane_wire::{Reject, RejectReason};
 use std::io;
-use std::net::{TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -21,8 +22,12 @@ use std::time::{Duration, Instant};
 
 /// Time for the handshake of one caller.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Callers answered at once; more are turned away.
+/// Callers heard at once.
 const CALLERS_MAX: usize = 64;
+/// A caller that has been heard for so long gives way to another one.
+const GIVE_WAY_AFTER: Duration = Duration::from_secs(1);
+/// Threads of callers, those that gave way and are about to end included.
+const CALLER_THREADS_MAX: usize = 2 * CALLERS_MAX;
 
 /// Connections as they come to be.
 #[derive(Debug, Default)]
@@ -32,7 +37,7 @@ pub(crate) struct Arrivals {
     /// Ranks that are connected or about to be.
     pub(crate) taken: Vec<bool>,
     /// Errors that end the attempt to connect, and the last reason of each attempt that goes on.
-    pub(crate) fatal: Option<(Rank, HandshakeError)>,
+    pub(crate) fatal: Option<(Rank, Reject)>,
     pub(crate) last_errors: Vec<Option<String>>,
 }
 
@@ -43,8 +48,68 @@ pub(crate) struct Lobby {
     pub(crate) arrivals: Mutex<Arrivals>,
     pub(crate) changed: Condvar,
     pub(crate) cancelled: AtomicBool,
-    callers: AtomicUsize,
+    /// Threads that hear a caller.
+    threads: AtomicUsize,
+    callers: Mutex<Callers>,
     poller: Poller,
+}
+
+/// Those that are heard, in the order of their calls.
+#[derive(Default)]
+struct Callers {
+    last_number: u64,
+    heard: Vec<Caller>,
+}
+
+struct Caller {
+    number: u64,
+    network: IpAddr,
+    since: Instant,
+    stream: Arc<Tracked<TcpStream>>,
+}
+
+impl Callers {
+    /// Takes up a caller, in place of another one where there are many; `None` turns it away.
+    fn admit(&mut self, stream: TcpStream, from: IpAddr) -> Option<(Caller, Option<Caller>)> {
+        let (network, since) = (network_of(from), Instant::now());
+        let mut hung_up = None;
+        if self.heard.len() >= CALLERS_MAX {
+            let heard: Vec<_> = self.heard.iter().map(|it| (it.network, it.since)).collect();
+            hung_up = Some(self.heard.remove(gives_way(&heard, network, since)?));
+        }
+        self.last_number += 1;
+        let stream = Arc::new(Tracked::new(stream));
+        let number = self.last_number;
+        let caller = || Caller { number, network, since, stream: Arc::clone(&stream) };
+        self.heard.push(caller());
+        Some((caller(), hung_up))
+    }
+
+    /// Strikes a caller off; whether it was heard until now.
+    fn leave(&mut self, number: u64) -> bool {
+        let position = self.heard.iter().position(|it| it.number == number);
+        position.map(|it| self.heard.remove(it)).is_some()
+    }
+}
+
+/// Which caller gives way to one from `network`, of those that are heard, the longest first: the
+/// first of the network that has most, if that has at least two more; else one that is slow.
+fn gives_way(heard: &[(IpAddr, Instant)], network: IpAddr, now: Instant) -> Option<usize> {
+    let count = |of: IpAddr| heard.iter().filter(|it| it.0 == of).count();
+    let most = heard.iter().map(|it| it.0).max_by_key(|&it| count(it))?;
+    if count(most) > count(network) + 1 {
+        return heard.iter().position(|it| it.0 == most);
+    }
+    heard.iter().position(|it| now.saturating_duration_since(it.1) >= GIVE_WAY_AFTER)
+}
+
+/// Whose places are counted together: an IPv4 address, or the half of an IPv6 address that a host
+/// cannot choose.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+    }
 }
 
 impl Lobby {
@@ -63,7 +128,8 @@ impl Lobby {
             arrivals: Mutex::new(arrivals),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
-            callers: AtomicUsize::new(0),
+            threads: AtomicUsize::new(0),
+            callers: Mutex::default(),
             poller: Poller::new()?,
         })
     }
@@ -93,26 +159,30 @@ impl Lobby {
         Ok(Reservation { lobby: Arc::clone(self), rank: caller, kept: false })
     }
 
-    fn answer(self: &Arc<Lobby>, stream: TcpStream, address: &str) {
-        let stream = Tracked::new(stream);
-        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+    fn answer(self: &Arc<Lobby>, caller: Caller, address: &str) {
+        let stream = caller.stream;
+        let deadline = caller.since + HANDSHAKE_TIMEOUT;
         let result = (|| {
             stream.get().set_nonblocking(false).map_err(HandshakeError::System)?;
-            let reserve = |caller| self.reserve(caller);
+            let reserve = |rank| self.reserve(rank);
             handshake::answer(stream.get(), &self.identity, deadline, &self.cancelled, reserve)
         })();
-        match result {
-            Ok((rank, mut reservation)) => {
+        let was_heard = lock(&self.callers).leave(caller.number);
+        match (result, Arc::into_inner(stream)) {
+            // Who gave way was refused by then.
+            _ if !was_heard => {}
+            (Ok((rank, mut reservation)), Some(stream)) => {
                 reservation.kept = true;
                 self.deposit(rank, stream);
             }
-            Err(HandshakeError::Cancelled) => {}
-            Err(HandshakeError::RefusedByPeer(reject)) => {
-                let reason = format!("it refused this rank: {}", reject.text);
-                self.metrics.refuse(self.identity.rank, address, &reason);
-            }
-            Err(error) => self.metrics.refuse(self.identity.rank, address, &error.to_string()),
+            (Ok(_), None) => unreachable!("nobody else holds the stream of a caller that has left"),
+            (Err(HandshakeError::Cancelled), _) => {}
+            (Err(error), _) => self.refuse(address, &error.to_string()),
         }
+    }
+
+    fn refuse(&self, address: &str, reason: &str) {
+        self.metrics.refuse(self.identity.rank, address, reason);
     }
 }
 
@@ -177,7 +247,7 @@ fn stand_at_the_door(lobby: &Arc<Lobby>, listener: &Tracked<TcpListener>) {
         }
         loop {
             match listener.get().accept() {
-                Ok((stream, address)) => receive_caller(lobby, stream, &address.to_string()),
+                Ok((stream, address)) => receive_caller(lobby, stream, address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
                     // The caller is gone already, or descriptors have run out for a while.
@@ -188,30 +258,40 @@ fn stand_at_the_door(lobby: &Arc<Lobby>, listener: &Tracked<TcpListener>) {
         }
     }
     // Handshakes see the flag within a tenth of a second.
-    while lobby.callers.load(Ordering::SeqCst) > 0 {
+    while lobby.threads.load(Ordering::SeqCst) > 0 {
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-fn receive_caller(lobby: &Arc<Lobby>, stream: TcpStream, address: &str) {
-    if lobby.callers.fetch_add(1, Ordering::SeqCst) >= CALLERS_MAX {
-        lobby.callers.fetch_sub(1, Ordering::SeqCst);
-        lobby.metrics.refuse(lobby.identity.rank, address, "too many callers at once");
+fn receive_caller(lobby: &Arc<Lobby>, stream: TcpStream, from: SocketAddr) {
+    let address = from.to_string();
+    let has_room = lobby.threads.load(Ordering::SeqCst) < CALLER_THREADS_MAX;
+    let admitted = if has_room { lock(&lobby.callers).admit(stream, from.ip()) } else { None };
+    let Some((caller, hung_up)) = admitted else {
+        lobby.refuse(&address, "too many callers at once");
         return;
+    };
+    if let Some(hung_up) = hung_up {
+        // Its thread ends by that.
+        let _ = hung_up.stream.get().shutdown(Shutdown::Both);
+        lobby.refuse(&hung_up.network.to_string(), "it gave way to another caller");
     }
+    let number = caller.number;
+    lobby.threads.fetch_add(1, Ordering::SeqCst);
     let spawned = std::thread::Builder::new()
         .name("gradlane-hello".to_owned())
         .stack_size(256 << 10)
         .spawn({
-            let (lobby, address) = (Arc::clone(lobby), address.to_owned());
+            let (lobby, address) = (Arc::clone(lobby), address.clone());
             move || {
-                let _leave = Leave(&lobby.callers);
-                lobby.answer(stream, &address);
+                let _leave = Leave(&lobby.threads);
+                lobby.answer(caller, &address);
             }
         });
     if let Err(error) = spawned {
-        lobby.callers.fetch_sub(1, Ordering::SeqCst);
-        lobby.metrics.refuse(lobby.identity.rank, address, &format!("no thread for it: {error}"));
+        lobby.threads.fetch_sub(1, Ordering::SeqCst);
+        lock(&lobby.callers).leave(number);
+        lobby.refuse(&address, &format!("no thread for it: {error}"));
     }
 }
 
@@ -221,5 +301,41 @@ struct Leave<'a>(&'a AtomicUsize);
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn callers_of_an_ipv6_host_are_counted_together() {
+        let network = |text: &str| network_of(text.parse().expect("an address")).to_string();
+        assert_eq!(network("10.0.0.1"), "10.0.0.1");
+        assert_eq!(network("::ffff:10.0.0.1"), "10.0.0.1");
+        assert_eq!(network("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::");
+    }
+
+    #[test]
+    fn places_are_shared_between_networks() {
+        let address = |last: u8| IpAddr::from([10, 0, 0, last]);
+        let now = Instant::now();
+        let heard = |counts: &[(u8, usize)], age: Duration| -> Vec<(IpAddr, Instant)> {
+            let callers = counts.iter().flat_map(|&(last, count)| vec![address(last); count]);
+            callers.map(|it| (it, now - age)).collect()
+        };
+        let young = Duration::from_millis(10);
+        // Who has all places gives way to anybody else, and not to itself.
+        let one = heard(&[(1, 64)], young);
+        assert_eq!(gives_way(&one, address(2), now), Some(0));
+        assert_eq!(gives_way(&one, address(1), now), None);
+        let shared = heard(&[(2, 10), (1, 54)], young);
+        assert_eq!(gives_way(&shared, address(2), now), Some(10));
+        assert_eq!(gives_way(&shared, address(3), now), Some(10));
+        // A start of eight ranks on each of eight hosts pushes nobody out again and again.
+        let fair = heard(&[(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)], young);
+        assert_eq!(gives_way(&fair, address(8), now), None);
+        // Slow callers give way also to their own address.
+        assert_eq!(gives_way(&heard(&[(1, 64)], GIVE_WAY_AFTER), address(1), now), Some(0));
     }
 }

@@ -3,10 +3,14 @@
 //! The caller proves first, so that a stranger learns nothing but that gradlane listens. The proofs
 //! are HMAC-SHA256 over both hellos, apart for each direction, compared in constant time. Both
 //! sides read exactly the bytes of the handshake: the next byte is the first frame's.
+//!
+//! A refusal carries a keyed hash as well, over the caller's hello and the refuser's job, so that a
+//! caller knows whether a rank of its job refuses it or anybody at that address.
 
 use gradlane_units::Rank;
 use gradlane_wire::{
-    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES, WIRE_VERSION,
+    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
+    REJECT_SIGNED_BYTES, WIRE_VERSION,
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
@@ -17,6 +21,7 @@ use std::time::{Duration, Instant};
 
 const CALLER_LABEL: &[u8] = b"gradlane caller v1";
 const ANSWERER_LABEL: &[u8] = b"gradlane answerer v1";
+const REJECT_LABEL: &[u8] = b"gradlane reject v1";
 /// Longest wait in one system call, so that a cancelled handshake ends soon.
 const SLICE: Duration = Duration::from_millis(100);
 
@@ -38,9 +43,12 @@ pub(crate) enum HandshakeError {
     /// We refuse the other side.
     #[error("{}", .0.text)]
     Refused(Reject),
-    /// The other side refuses us.
-    #[error("{}", .0.text)]
+    /// A rank of this job, with its secret, refuses us.
+    #[error("it refused this rank: {}", .0.text)]
     RefusedByPeer(Reject),
+    /// Anybody refuses us.
+    #[error("it refused this rank, without proof that it knows the job and its secret: {}", .0.text)]
+    RefusedByStranger(Reject),
     #[error("no handshake in time")]
     TimedOut,
     #[error("closed the connection during the handshake")]
@@ -80,6 +88,13 @@ impl Identity {
         for part in [label, caller, answerer] {
             mac.update(part);
         }
+        mac
+    }
+
+    /// The keyed hash of a refusal of a caller.
+    fn refusal_proof(&self, caller: &[u8], reject: &[u8; REJECT_BYTES]) -> Hmac<Sha256> {
+        let mut mac = self.proof(REJECT_LABEL, caller, &reject[..REJECT_SIGNED_BYTES]);
+        mac.update(&self.job_digest);
         mac
     }
 
@@ -126,6 +141,7 @@ impl Identity {
 
 /// A blocking stream with one deadline for everything.
 struct Timed<'a> {
+    identity: &'a Identity,
     stream: &'a TcpStream,
     deadline: Instant,
     cancelled: &'a AtomicBool,
@@ -171,10 +187,11 @@ impl Timed<'_> {
     }
 
     /// Reads `bytes`, or the refusal that comes in their place. `begins` says whether the first
-    /// four bytes are those of the expected message.
+    /// four bytes are those of the expected message; `caller` is the hello of the side that called.
     fn read_or_reject(
         &mut self,
         bytes: &mut [u8],
+        caller: &[u8],
         begins: impl FnOnce(&[u8]) -> bool,
     ) -> Result<(), HandshakeError> {
         let (start, rest) = bytes.split_at_mut(4);
@@ -188,13 +205,22 @@ impl Timed<'_> {
         let mut reject = [0; REJECT_BYTES];
         reject[..4].copy_from_slice(start);
         self.read(&mut reject[4..])?;
-        Err(Reject::decode(&reject).map_or(HandshakeError::Stranger, HandshakeError::RefusedByPeer))
+        let proof = self.identity.refusal_proof(caller, &reject);
+        let is_proven = proof.verify_slice(&reject[REJECT_SIGNED_BYTES..]).is_ok();
+        Err(match Reject::decode(&reject) {
+            None => HandshakeError::Stranger,
+            Some(reject) if is_proven => HandshakeError::RefusedByPeer(reject),
+            Some(reject) => HandshakeError::RefusedByStranger(reject),
+        })
     }
 
     /// Tells the other side why it is refused, if it still listens.
-    fn refuse(&mut self, reject: Reject) -> HandshakeError {
+    fn refuse(&mut self, caller: &[u8], reject: Reject) -> HandshakeError {
+        let mut bytes = reject.encode();
+        let proof = self.identity.refusal_proof(caller, &bytes).finalize().into_bytes();
+        bytes[REJECT_SIGNED_BYTES..].copy_from_slice(&proof);
         // The refusal stands whether or not its text arrives.
-        let _ = self.write(&reject.encode());
+        let _ = self.write(&bytes);
         HandshakeError::Refused(reject)
     }
 }
@@ -218,18 +244,18 @@ pub(crate) fn call(
     deadline: Instant,
     cancelled: &AtomicBool,
 ) -> Result<(), HandshakeError> {
-    let mut timed = Timed { stream, deadline, cancelled };
+    let mut timed = Timed { identity, stream, deadline, cancelled };
     let own = identity.hello()?.encode();
     timed.write(&own)?;
     let mut theirs = [0; HELLO_BYTES];
-    timed.read_or_reject(&mut theirs, |start| *start == own[..4])?;
+    timed.read_or_reject(&mut theirs, &own, |start| *start == own[..4])?;
     let hello = Hello::decode(&theirs).ok_or(HandshakeError::Stranger)?;
     if let Some(reject) = identity.objection(&hello) {
-        return Err(timed.refuse(reject));
+        return Err(timed.refuse(&own, reject));
     }
     if hello.rank != expected {
         let text = format!("{} answers where {expected} was expected", hello.rank);
-        return Err(timed.refuse(Reject { reason: RejectReason::RankTaken, text }));
+        return Err(timed.refuse(&own, Reject { reason: RejectReason::RankTaken, text }));
     }
     let proof = identity.proof(CALLER_LABEL, &own, &theirs).finalize().into_bytes();
     timed.write(&proof)?;
@@ -237,12 +263,12 @@ pub(crate) fn call(
     let mut answered = [0; MAC_BYTES];
     // Whether a proof or a refusal comes is seen from its start; the proof itself is compared
     // whole and in constant time.
-    timed.read_or_reject(&mut answered, |start| *start == answer[..4] || !Reject::begins(start))?;
+    timed.read_or_reject(&mut answered, &own, |start| {
+        *start == answer[..4] || !Reject::begins(start)
+    })?;
     identity.proof(ANSWERER_LABEL, &own, &theirs).verify_slice(&answered).map_err(|_| {
-        timed.refuse(Reject {
-            reason: RejectReason::Secret,
-            text: format!("{expected} does not know the secret of {}", identity.rank),
-        })
+        let text = format!("{expected} does not know the secret of {}", identity.rank);
+        timed.refuse(&own, Reject { reason: RejectReason::Secret, text })
     })
 }
 
@@ -255,24 +281,26 @@ pub(crate) fn answer<R>(
     cancelled: &AtomicBool,
     reserve: impl FnOnce(Rank) -> Result<R, Reject>,
 ) -> Result<(Rank, R), HandshakeError> {
-    let mut timed = Timed { stream, deadline, cancelled };
+    let mut timed = Timed { identity, stream, deadline, cancelled };
     let own = identity.hello()?.encode();
     let mut theirs = [0; HELLO_BYTES];
-    timed.read_or_reject(&mut theirs, |start| *start == own[..4])?;
+    timed.read_or_reject(&mut theirs, &[], |start| *start == own[..4])?;
     let hello = Hello::decode(&theirs).ok_or(HandshakeError::Stranger)?;
     if let Some(reject) = identity.objection(&hello) {
-        return Err(timed.refuse(reject));
+        return Err(timed.refuse(&theirs, reject));
     }
     timed.write(&own)?;
     let mut proof = [0; MAC_BYTES];
     let expected = identity.proof(CALLER_LABEL, &theirs, &own);
     let start = expected.clone().finalize().into_bytes();
-    timed.read_or_reject(&mut proof, |found| *found == start[..4] || !Reject::begins(found))?;
+    timed.read_or_reject(&mut proof, &theirs, |found| {
+        *found == start[..4] || !Reject::begins(found)
+    })?;
     if expected.verify_slice(&proof).is_err() {
         let text = format!("another secret than that of {}", identity.rank);
-        return Err(timed.refuse(Reject { reason: RejectReason::Secret, text }));
+        return Err(timed.refuse(&theirs, Reject { reason: RejectReason::Secret, text }));
     }
-    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(reject))?;
+    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(&theirs, reject))?;
     let proof = identity.proof(ANSWERER_LABEL, &theirs, &own).finalize().into_bytes();
     timed.write(&proof)?;
     Ok((hello.rank, reservation))

@@ -1,7 +1,8 @@
 //! Connections between all ranks: each rank calls every lower rank and answers every higher one.
 //!
-//! Peers may start late: calls are repeated until the time is up. A refusal ends the attempt at
-//! once, with the text of the rank that refused.
+//! Peers may start late: calls are repeated until the time is up. A refusal by a rank of this job,
+//! which proves that it knows the secret, ends the attempt at once, with its text. Whatever else
+//! answers at a rank's address ends nothing: it is called again, and named when the time is up.
 
 use crate::descriptors::Tracked;
 use crate::doorman::{Doorman, Lobby};
@@ -12,6 +13,7 @@ use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::ready::lock;
 use gradlane_units::Rank;
+use gradlane_wire::escaped;
 use socket2::SockRef;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -25,6 +27,8 @@ const CONNECT_ATTEMPT: Duration = Duration::from_secs(3);
 /// Pause between attempts: short at first, since ranks start at nearly the same time.
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_LAST: Duration = Duration::from_millis(500);
+/// Longest address that is printed.
+const ADDRESS_BYTES_MAX: usize = 200;
 /// How often the caller's interrupt function is asked.
 pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
 
@@ -107,12 +111,8 @@ fn wait_for_all(
     let mut arrivals = lock(&lobby.arrivals);
     loop {
         if let Some((peer, error)) = arrivals.fatal.take() {
-            let message = match &error {
-                HandshakeError::RefusedByPeer(reject) => {
-                    format!("{peer} ({}) refused {own}: {}", peers[peer.index()], reject.text)
-                }
-                _ => format!("{own} refused {peer} ({}): {error}", peers[peer.index()]),
-            };
+            let address = &peers[peer.index()];
+            let message = format!("{peer} ({address}) refused {own}: {}", error.text);
             return Err(ChannelError::Refused { message, peer });
         }
         let missing: Vec<Rank> = (0..options.world_size)
@@ -154,6 +154,7 @@ fn wait_for_all(
 /// A thread of its own for each lower rank.
 fn call_until_connected(lobby: &Arc<Lobby>, rank: Rank, address: &str, deadline: Instant) {
     let mut pause = PAUSE_FIRST;
+    let mut is_said = false;
     while !lobby.cancelled.load(Ordering::SeqCst) && Instant::now() < deadline {
         match call_once(lobby, rank, address, deadline) {
             Ok(stream) => {
@@ -161,13 +162,30 @@ fn call_until_connected(lobby: &Arc<Lobby>, rank: Rank, address: &str, deadline:
                 return;
             }
             Err(HandshakeError::Cancelled) => return,
-            Err(error @ (HandshakeError::RefusedByPeer(_) | HandshakeError::Refused(_))) => {
-                lock(&lobby.arrivals).fatal.get_or_insert((rank, error));
+            Err(HandshakeError::RefusedByPeer(reject)) => {
+                lock(&lobby.arrivals).fatal.get_or_insert((rank, reject));
                 lobby.changed.notify_all();
                 return;
             }
             Err(error) => {
-                lock(&lobby.arrivals).last_errors[rank.index()] = Some(error.to_string());
+                use HandshakeError::{Refused, RefusedByStranger, Stranger};
+                let is_foreign = matches!(error, Stranger | Refused(_) | RefusedByStranger(_));
+                let text = match error {
+                    HandshakeError::Refused(reject) => {
+                        format!("the process there was refused: {}", reject.text)
+                    }
+                    error => error.to_string(),
+                };
+                if is_foreign && !std::mem::replace(&mut is_said, true) {
+                    // Where it is a mistake, such as another secret, nobody wants to wait to hear.
+                    eprintln!(
+                        "gradlane: {} calls {rank} at {}: {text}; it calls again until the time to \
+                         connect is up",
+                        lobby.identity.rank,
+                        escaped(address.as_bytes(), ADDRESS_BYTES_MAX)
+                    );
+                }
+                lock(&lobby.arrivals).last_errors[rank.index()] = Some(text);
             }
         }
         std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));

@@ -5,9 +5,11 @@ mod support;
 
 use gradlane_net::{Channel, ChannelError, ChannelFailure, ChannelOptions, Listener};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
-use gradlane_wire::{Hello, Reject, RejectReason, HELLO_BYTES, REJECT_BYTES};
+use gradlane_wire::{
+    Hello, Reject, RejectReason, HELLO_BYTES, REJECT_BYTES, REJECT_SIGNED_BYTES, WIRE_VERSION,
+};
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 use std::sync::{mpsc, Barrier};
 use std::time::Duration;
@@ -54,14 +56,31 @@ fn refused_for(change: impl Fn(&mut Joining), reason: &str) {
     assert!(first.contains("rank 1"), "rank 0 misses rank 1 by name: {first}");
 }
 
+/// Without the secret of the job, or with another job's, a refusal is anybody's: each rank calls
+/// again until its time is up, and says then what it was told.
+fn never_joined_for(change: impl Fn(&mut Joining), reason: &str) {
+    let results = join_with(|joining| {
+        joining.options.connect_timeout_s = 1.0;
+        change(joining);
+    });
+    match &results[1] {
+        Err(ChannelError::TimedOut { message, peer, .. }) => {
+            assert!(message.contains(reason) && message.contains("without proof"), "{message}");
+            assert!(message.contains("rank 0 at") && *peer == Some(Rank(0)), "{message}");
+        }
+        other => panic!("expected a timeout for {reason}, got {:?}", other.as_ref().err()),
+    }
+    assert!(matches!(&results[0], Err(ChannelError::TimedOut { peer: Some(Rank(1)), .. })));
+}
+
 #[test]
 fn another_secret_is_refused() {
-    refused_for(|joining| joining.secret = b"guess".to_vec(), "secret");
+    never_joined_for(|joining| joining.secret = b"guess".to_vec(), "secret");
 }
 
 #[test]
 fn another_job_is_refused() {
-    refused_for(|joining| joining.options.job = "another".to_owned(), "job id");
+    never_joined_for(|joining| joining.options.job = "another".to_owned(), "job id");
 }
 
 #[test]
@@ -196,6 +215,166 @@ fn hello(version: u8, rank: u32, world_size: u32) -> [u8; HELLO_BYTES] {
     .encode()
 }
 
+/// Stands at an address and gives its first callers these bytes, once their hellos have come; later
+/// ones are put through to `target`.
+fn stranger_before(target: &str, answers: Vec<Vec<u8>>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    let target = target.to_owned();
+    std::thread::spawn(move || {
+        for answer in answers {
+            let (mut caller, _) = listener.accept().expect("a caller");
+            let mut hello = [0; HELLO_BYTES];
+            caller.read_exact(&mut hello).expect("a hello");
+            // A caller may have heard enough.
+            let _ = caller.write_all(&answer);
+        }
+        let (caller, _) = listener.accept().expect("a caller");
+        let called = TcpStream::connect(&target).expect("a connection");
+        for (from, to) in [(&caller, &called), (&called, &caller)] {
+            let mut from = from.try_clone().expect("a socket");
+            let mut to = to.try_clone().expect("a socket");
+            std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+        }
+    });
+    address
+}
+
+/// Two ranks connect and train although a stranger answers first at rank 0's address.
+fn connects_behind(answers: Vec<Vec<u8>>) {
+    let (listeners, mut addresses) = listeners("127.0.0.1", 2);
+    addresses[0] = stranger_before(&addresses[0], answers);
+    let plan = plan(model(), "p3", 1_000, 2);
+    each_rank(world_at(listeners, &addresses, &plan, |_| {}), |channel| {
+        run_step(&channel, 0).expect("a step");
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+    });
+}
+
+fn forged(reason: RejectReason, fill: u8) -> Vec<u8> {
+    let text = "\x1b[2J\x1b[31mrank 0: all is well\ngradlane: done".to_owned();
+    let mut bytes = Reject { reason, text }.encode();
+    bytes[REJECT_SIGNED_BYTES..].fill(fill);
+    bytes.to_vec()
+}
+
+#[test]
+fn a_strangers_refusal_ends_no_start() {
+    connects_behind(vec![
+        forged(RejectReason::Table, 0),
+        forged(RejectReason::RankTaken, 0xA5),
+        // A hello of ours, and a refusal after it.
+        [&hello(WIRE_VERSION, 0, 2)[..], &forged(RejectReason::Secret, 1)].concat(),
+    ]);
+}
+
+#[test]
+fn a_foreign_hello_ends_no_start() {
+    connects_behind(vec![
+        hello(WIRE_VERSION, 0, 2).to_vec(),
+        hello(9, 0, 2).to_vec(),
+        hello(WIRE_VERSION, 7, 9).to_vec(),
+    ]);
+}
+
+#[test]
+fn noise_of_a_stranger_ends_no_start() {
+    // A stranger that says nothing for as long as it likes is called until the time is up.
+    let mut state = 16_u64;
+    let mut draw = move || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state >> 33
+    };
+    let answers = (0..8).map(|turn| {
+        let mut bytes = match turn % 3 {
+            0 => hello(WIRE_VERSION, 0, 2).to_vec(),
+            1 => forged(RejectReason::Table, turn as u8),
+            _ => vec![0; 300],
+        };
+        for _ in 0..1 + draw() % 12 {
+            let at = draw() as usize % bytes.len();
+            bytes[at] = draw() as u8;
+        }
+        bytes.truncate(draw() as usize % (bytes.len() + 1));
+        bytes
+    });
+    connects_behind(answers.collect());
+}
+
+#[test]
+fn a_strangers_words_are_escaped_in_the_error() {
+    let (mut listeners, mut addresses) = listeners("127.0.0.1", 2);
+    addresses[0] = stranger_before("127.0.0.1:1", vec![forged(RejectReason::Table, 0); 1_000]);
+    let joining = Joining {
+        options: ChannelOptions { connect_timeout_s: 0.7, ..options(1, 2) },
+        plan: plan(model(), "p3", 1_000, 2),
+        secret: b"secret".to_vec(),
+    };
+    let result = join(vec![listeners.remove(1)], &addresses, vec![joining]).remove(0);
+    let Err(ChannelError::TimedOut { message, .. }) = result else {
+        panic!("expected a timeout, got {:?}", result.err());
+    };
+    let shown = r"\u{1b}[2J\u{1b}[31mrank 0: all is well\ngradlane: done";
+    assert!(message.contains(shown) && !message.contains(char::is_control), "{message:?}");
+    assert!(message.contains("rank 0 at") && message.contains("without proof"), "{message:?}");
+}
+
+/// A connection from an address of the loopback network.
+fn call_from(source: [u8; 4], target: &str) -> Option<TcpStream> {
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).ok()?;
+    socket.bind(&std::net::SocketAddr::from((source, 0)).into()).ok()?;
+    let target: std::net::SocketAddr = target.parse().ok()?;
+    socket.connect(&target.into()).ok()?;
+    Some(socket.into())
+}
+
+#[test]
+fn callers_of_one_address_keep_no_rank_out() {
+    let (listeners, addresses) = listeners("127.0.0.1", 2);
+    let target = addresses[0].clone();
+    let (stop, stopped) = mpsc::channel::<()>();
+    let (told, is_there) = mpsc::channel();
+    // Takes every place that becomes free, and says nothing.
+    let crowd = std::thread::spawn(move || {
+        let mut held = std::collections::VecDeque::new();
+        while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
+            held.extend(call_from([127, 0, 0, 9], &target));
+            if held.len() == 200 {
+                // The test may have gone on long ago.
+                let _ = told.send(());
+            }
+            if held.len() > 400 {
+                held.pop_front();
+            }
+        }
+    });
+    let plan = plan(model(), "p3", 1_000, 2);
+    let mut joining: Vec<Joining> = (0..2)
+        .map(|rank| Joining {
+            options: options(rank, 2),
+            plan: plan.clone(),
+            secret: b"secret".to_vec(),
+        })
+        .collect();
+    let mut listeners = listeners;
+    let (last, first) = (listeners.pop().expect("two"), listeners.pop().expect("two"));
+    let (own, seen) = (joining.remove(0), addresses.clone());
+    let begun = std::thread::spawn(move || join(vec![first], &seen, vec![own]).remove(0));
+    // The crowd is there first, three times as many as there are places.
+    is_there.recv_timeout(PATIENCE).expect("the crowd");
+    let late = join(vec![last], &addresses, joining).remove(0);
+    let channels = vec![begun.join().expect("a thread"), late];
+    let channels: Vec<Channel> = channels.into_iter().map(|it| it.expect("a channel")).collect();
+    assert!(channels[0].metrics().refused_connections > 0);
+    each_rank(channels, |channel| {
+        run_step(&channel, 0).expect("a step");
+        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+    });
+    stop.send(()).expect("the crowd");
+    crowd.join().expect("the crowd");
+}
+
 fn read_reject(stream: &mut TcpStream) -> Reject {
     let mut bytes = [0; REJECT_BYTES];
     stream.read_exact(&mut bytes).expect("a refusal");
@@ -257,7 +436,7 @@ fn a_rank_that_is_dropped_in_a_step_is_named_by_all_others() {
 fn a_connection_that_is_cut_is_an_error_at_once() {
     let (listeners, addresses) = listeners("127.0.0.1", 2);
     let (caught, caller) = mpsc::channel();
-    let front = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let front = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut seen = addresses.clone();
     seen[0] = front.local_addr().expect("an address").to_string();
     let target = addresses[0].clone();
@@ -348,13 +527,14 @@ fn an_abort_tells_its_reason_to_everybody() {
         run_step(&channel, 0).expect("step 0");
         barrier.wait();
         if channel.rank().0 == 1 {
-            channel.abort("ValueError: loss is not finite");
+            channel.abort("ValueError: loss is not finite\n\x1b[2Jrank 2: all is well");
             assert!(channel.failure().is_some_and(|it| it.message.contains("loss is not finite")));
             return;
         }
         let failure = failure_of(run_step(&channel, 1));
-        assert!(failure.message.contains("loss is not finite"), "{failure}");
-        assert!(failure.message.contains("rank 1"), "{failure}");
+        let shown = r"rank 1 gave up: ValueError: loss is not finite\n\u{1b}[2Jrank 2: all is well";
+        assert!(failure.message.contains(shown), "{failure}");
+        assert!(!failure.message.contains(char::is_control), "{failure}");
         assert_eq!(failure.peer, Some(Rank(1)), "{failure}");
     });
 }

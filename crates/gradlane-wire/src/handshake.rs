@@ -7,9 +7,11 @@
 //! Hello (128 bytes): magic `GLNH` (4), wire version (1), reserved zero (3), rank (4), world size
 //! (4), generation (4), reserved zero (4), job digest (32), tensor-table digest (32), nonce (32),
 //! reserved zero (8). Reject (256 bytes): magic `GLNR` (4), reason code (1), reserved (1), length of
-//! the text (2), text in UTF-8, zero padding.
+//! the text (2), text in UTF-8, zero padding up to byte 224, keyed hash (32): a refusal without the
+//! right one is anybody's.
 
 use crate::header::array;
+use crate::untrusted::escaped;
 use crate::WIRE_VERSION;
 use alloc::string::String;
 use gradlane_units::Rank;
@@ -18,6 +20,8 @@ use gradlane_units::Rank;
 pub const HELLO_BYTES: usize = 128;
 /// Size of a reject.
 pub const REJECT_BYTES: usize = 256;
+/// What the keyed hash at a reject's end covers.
+pub const REJECT_SIGNED_BYTES: usize = REJECT_BYTES - MAC_BYTES;
 /// Size of the proof that follows the hellos.
 pub const MAC_BYTES: usize = 32;
 /// Size of a nonce.
@@ -25,7 +29,7 @@ pub const NONCE_BYTES: usize = 32;
 
 const HELLO_MAGIC: [u8; 4] = *b"GLNH";
 const REJECT_MAGIC: [u8; 4] = *b"GLNR";
-const REJECT_TEXT_BYTES: usize = REJECT_BYTES - 8;
+const REJECT_TEXT_BYTES: usize = REJECT_SIGNED_BYTES - 8;
 
 /// First message of both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,12 +128,12 @@ impl RejectReason {
 pub struct Reject {
     /// The reason.
     pub reason: RejectReason,
-    /// The reason for a person; cut to 248 bytes on the wire.
+    /// The reason for a person; cut to 216 bytes on the wire, escaped when it comes from there.
     pub text: String,
 }
 
 impl Reject {
-    /// The 256 bytes of this refusal.
+    /// The 256 bytes of this refusal, the keyed hash left zero.
     #[must_use]
     pub fn encode(&self) -> [u8; REJECT_BYTES] {
         let mut bytes = [0_u8; REJECT_BYTES];
@@ -158,8 +162,8 @@ impl Reject {
         }
         let reason = RejectReason::ALL.into_iter().find(|&reason| reason as u8 == bytes[4])?;
         let length = usize::from(u16::from_le_bytes(array(bytes, 6)));
-        let text = bytes.get(8..8 + length)?;
-        Some(Reject { reason, text: String::from_utf8_lossy(text).into_owned() })
+        let text = bytes[..REJECT_SIGNED_BYTES].get(8..8 + length)?;
+        Some(Reject { reason, text: escaped(text, REJECT_TEXT_BYTES) })
     }
 }
 
@@ -185,15 +189,21 @@ mod tests {
             let reject = Reject { reason: RejectReason::Job, text };
             let back = Reject::decode(&reject.encode());
             let back = back.map(|it| it.text).unwrap_or_default();
-            prop_assert!(reject.text.starts_with(&back));
-            prop_assert!(back.len() == reject.text.len() || back.len() > REJECT_TEXT_BYTES - 4);
+            let whole = escaped(reject.text.as_bytes(), usize::MAX);
+            prop_assert!(whole.starts_with(&back));
+            prop_assert!(back.len() == whole.len() || back.len() > REJECT_TEXT_BYTES - 4);
         }
 
         #[test]
         fn hostile_reject_lengths_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), REJECT_BYTES)) {
             bytes[..4].copy_from_slice(&REJECT_MAGIC);
+            bytes[4] = bytes[4] % 7 + 1;
+            bytes[7] = 0;
             let bytes: [u8; REJECT_BYTES] = array(&bytes, 0);
-            let _ = Reject::decode(&bytes);
+            let length = usize::from(bytes[6]);
+            let text = Reject::decode(&bytes).map(|it| it.text);
+            prop_assert_eq!(text.is_some(), length <= REJECT_TEXT_BYTES);
+            prop_assert!(!text.unwrap_or_default().contains(char::is_control));
         }
     }
 

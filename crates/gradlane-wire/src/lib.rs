@@ -11,13 +11,16 @@ mod checksum;
 mod handshake;
 mod header;
 mod kind;
+mod untrusted;
 
 pub use checksum::{checksum, Checksum};
 pub use handshake::{
     Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
+    REJECT_SIGNED_BYTES,
 };
 pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
 pub use kind::{Codec, FrameFlags, FrameKind};
+pub use untrusted::escaped;
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.
 pub const WIRE_VERSION: u8 = 4;

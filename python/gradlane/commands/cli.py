@@ -27,6 +27,7 @@ from gradlane.commands.lab import lab
 from gradlane.commands.planning import add_planning
 from gradlane.commands.serve import serve
 from gradlane.lab.ending import Terminated, end_in_order
+from gradlane.untrusted import escaped_lines
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
@@ -207,10 +208,11 @@ def main() -> None:
     except Exception as failure:
         if debug:
             raise
-        typer.echo(f"gradlane: {failure}", err=True)
+        typer.echo(f"gradlane: {escaped_lines(str(failure))}", err=True)
         if isinstance(failure, RankError) and failure.details:
             typer.echo("what the rank said last:", err=True)
-            typer.echo("\n".join(failure.details.rstrip().splitlines()[-12:]), err=True)
+            last = "\n".join(failure.details.rstrip().splitlines()[-12:])
+            typer.echo(escaped_lines(last), err=True)
         if not isinstance(failure, (ValueError, LabError)):
             typer.echo(f"({type(failure).__name__}; --debug shows where)", err=True)
         sys.exit(2 if isinstance(failure, ValueError) else 1)

@@ -105,6 +105,22 @@ class TrafficRecord:
         self._ports = _Series()
         self._processors = _Series()
         self._processes = _Series()
+        self._counts: list[Sequence[tuple[int, int]]] = []
+
+    def add_count(self, port_bytes: Sequence[tuple[int, int]]) -> None:
+        """Append (received, transmitted) bytes of each node at a moment when nothing is sent."""
+        self._counts.append(port_bytes)
+
+    def counted_bytes(self) -> list[tuple[int, int]]:
+        """Return (received, transmitted) bytes of each node between the first and the last count.
+
+        Unlike those of a window, which interpolates between samples, these are exact.
+        """
+        first, last = self._counts[0], self._counts[-1]
+        return [
+            (after[0] - before[0], after[1] - before[1])
+            for before, after in zip(first, last, strict=True)
+        ]
 
     def add_ports(self, time_s: float, port_bytes: Sequence[tuple[int, int]]) -> None:
         """Append a sample: (received, transmitted) bytes for each node."""
@@ -265,9 +281,18 @@ class TrafficSampler:
             count += 1
             self._take(processors=count % 10 == 0)
 
+    def count(self) -> None:
+        """Count the ports now, exactly: nothing may be under way."""
+        self.record.add_count(self._read_ports())
+
+    def _read_ports(self) -> list[tuple[int, int]]:
+        return [read_port_bytes(descriptor) for descriptor in self._descriptors]
+
     def _take(self, *, processors: bool) -> None:
-        ports = [read_port_bytes(descriptor) for descriptor in self._descriptors]
-        now_s = time.monotonic()
+        # This thread may lose its processor meanwhile: the middle is half as wrong as either end.
+        before_s = time.monotonic()
+        ports = self._read_ports()
+        now_s = (before_s + time.monotonic()) / 2
         self.record.add_ports(now_s, ports)
         # A process that has ended is found missing by those who wait for it, not here.
         with contextlib.suppress(OSError):

@@ -35,8 +35,9 @@ def _read_requests(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
 class _Answers:
     """The answering side of the pipe."""
 
-    def __init__(self, pipe: IO[str]) -> None:
+    def __init__(self, pipe: IO[str], requests: queue.SimpleQueue[dict[str, Any]]) -> None:
         self._pipe = pipe
+        self._requests = requests
         self._lock = threading.Lock()
         self._progress_s = 0.0
 
@@ -45,6 +46,12 @@ class _Answers:
         with self._lock:
             self._pipe.write(json.dumps(answer) + "\n")
             self._pipe.flush()
+
+    def count_ports(self) -> None:
+        """Have the ports counted now: returns when they are."""
+        self.send({"kind": "count"})
+        reply = self._requests.get()
+        assert reply["kind"] == "counted", reply
 
     def report_step(self, done_steps: int) -> None:
         """Tell how far a run is, now and then."""
@@ -59,7 +66,8 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
     if kind == "trial":
         from gradlane.lab.trial import TrialRequest, run_trial
 
-        return run_trial(TrialRequest(**request), rank, answers.report_step)
+        trial = TrialRequest(**request)
+        return run_trial(trial, rank, answers.report_step, answers.count_ports)
     if kind == "serve":
         from gradlane.lab.serving import run_serving
         from gradlane.lab.trial import TrialRequest
@@ -81,15 +89,15 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
     rank = int(sys.argv[1])
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     # Standard output becomes standard error for all that prints; answers keep the real one.
-    answers = _Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    answers = _Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"), requests)
     os.dup2(2, 1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     answers.send({"kind": "ready", "torch": torch.__version__})
     while True:

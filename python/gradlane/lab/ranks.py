@@ -48,6 +48,11 @@ class _Member:
         self.answers: IO[bytes] = child.stdout
         os.set_blocking(self.answers.fileno(), False)
 
+    def write(self, request: Mapping[str, Any]) -> None:
+        """Send a request; raises `OSError` where the rank reads no more."""
+        self.requests.write(json.dumps(request).encode() + b"\n")
+        self.requests.flush()
+
     def read(self) -> list[dict[str, Any]]:
         """Return the answers that have arrived; the end of the pipe counts as an error."""
         chunk = os.read(self.answers.fileno(), 1 << 20)
@@ -174,30 +179,37 @@ class RankPool:
         return [member.child.pid for member in self._members]
 
     def ask(
-        self, requests: Sequence[Mapping[str, Any]], on_progress: Progress | None = None
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        on_progress: Progress | None = None,
+        on_count: Callable[[], None] = lambda: None,
     ) -> list[dict[str, Any]]:
         """Give each rank its request and return the ranks' results, in rank order.
 
         Args:
             requests: one a rank, JSON-serializable, each with a `kind`.
             on_progress: called as ranks report steps.
+            on_count: called when a rank says that nothing is under way; it waits for the return.
 
         Raises:
             RankError: a rank failed, died or stalled; all ranks are dead then.
         """
         for member, request in zip(self._members, requests, strict=True):
             try:
-                member.requests.write(json.dumps(request).encode() + b"\n")
-                member.requests.flush()
+                member.write(request)
             except OSError:
                 failure = RankError(member.rank, member.describe_end(), member.stderr_tail())
                 self.close()
                 raise failure from None
-        answers = self._collect("result", self._stall_timeout_s, on_progress)
+        answers = self._collect("result", self._stall_timeout_s, on_progress, on_count)
         return [answer["result"] for answer in answers]
 
     def _collect(
-        self, kind: str, stall_timeout_s: float, on_progress: Progress | None
+        self,
+        kind: str,
+        stall_timeout_s: float,
+        on_progress: Progress | None,
+        on_count: Callable[[], None] = lambda: None,
     ) -> list[dict[str, Any]]:
         """Return one answer of this kind from each rank."""
         finished: dict[int, dict[str, Any]] = {}
@@ -220,6 +232,11 @@ class RankPool:
                             steps[speaker.rank] = answer["done_steps"]
                             if on_progress is not None:
                                 on_progress(speaker.rank, answer["done_steps"])
+                        elif answer["kind"] == "count":
+                            on_count()
+                            # A rank that has died meanwhile says so at the end of its answers.
+                            with contextlib.suppress(OSError):
+                                speaker.write({"kind": "counted"})
                         elif answer["kind"] == kind:
                             finished[speaker.rank] = answer
         return [finished[rank] for rank in range(len(self._members))]

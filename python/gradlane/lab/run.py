@@ -247,7 +247,7 @@ class _Runner:
         ):
             served = {**request, "kind": "serve"} if serving else {"kind": "rest"}
             requests = [request] * options.workers + [served] * options.serving
-            everyone = self._pool.ask(requests, advance)
+            everyone = self._pool.ask(requests, advance, sampler.count)
         results = everyone[: options.workers]
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
@@ -304,9 +304,7 @@ class _Runner:
         batch_size = results[0]["batch_size"]
         nominal_window_s = (end_s - start_s) / dilation
         codec = str(results[0]["codec"])
-        # The first rank that sees a moment of silence sees that of all.
-        counted_s = [min(times) for times in _columns(results, "counted_s")]
-        ports = record.bytes_between(*counted_s)
+        ports = record.counted_bytes()
         counted_steps = results[0]["counted_steps"]
         tx_bytes = statistics.fmean(tx for _, tx in ports[: options.nodes - options.serving])
         return Row(

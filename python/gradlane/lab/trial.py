@@ -110,7 +110,10 @@ def digest_parameters(model: nn.Module) -> str:
 
 
 def run_trial(
-    request: TrialRequest, rank: int, report_step: Callable[[int], None]
+    request: TrialRequest,
+    rank: int,
+    report_step: Callable[[int], None],
+    count_ports: Callable[[], None],
 ) -> dict[str, Any]:
     """Run a trial together with all other ranks and return what this rank saw.
 
@@ -118,15 +121,16 @@ def run_trial(
         request: the same on every rank.
         rank: this rank.
         report_step: called with the number of finished steps.
+        count_ports: counts what the ports have carried so far; called on rank 0 before and after
+            the counted steps, while no rank has anything to send.
 
     Returns:
         JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` (of the
-        measured steps), `counted_s` (two times of that clock at which nobody has anything to send)
-        and `counted_steps` (those between), `losses` (one a step, warm-up included),
-        `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`, `metrics`,
-        `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`, `schemes` (a
-        tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of the counted
-        steps), `evaluation`.
+        measured steps), `counted_steps` (those between two counts of the ports), `losses` (one a
+        step, warm-up included), `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`,
+        `metrics`, `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
+        `schemes` (a tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of the
+        counted steps), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -137,7 +141,7 @@ def run_trial(
     torch.manual_seed(request.seed)
     store = open_store(request.addresses, request.store_port, rank)
     try:
-        return _run_connected(request, strategy, rank, store, report_step)
+        return _run_connected(request, strategy, rank, store, report_step, count_ports)
     finally:
         gc.collect()
         _return_free_memory()
@@ -161,6 +165,7 @@ def _run_connected(
     rank: int,
     store: Store,
     report_step: Callable[[int], None],
+    count_ports: Callable[[], None],
 ) -> dict[str, Any]:
     world_size = len(request.addresses)
     workload = build(
@@ -200,17 +205,22 @@ def _run_connected(
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    counted_s: list[float] = []
-    owner_start: dict[str, int] = {}
+    counts: list[dict[str, int]] = []
+
+    def count() -> None:
+        """Count while all ranks stand still: no sample of the ports shows what is under way."""
+        communication.settle()
+        place = f"count/{len(counts)}"
+        _meet(store, request.job, f"{place}/silent", world_size)
+        if rank == 0:
+            count_ports()
+        counts.append(communication.owner_counters())
+        _meet(store, request.job, f"{place}/done", world_size)
 
     def before_step(step: int) -> None:
         # One step is still sending when the next begins: counted is between moments of silence.
-        if not counted_s and step >= strategy.learning_steps:
-            communication.settle()
-            _meet(store, request.job, "silent", world_size)
-            owner_start.update(communication.owner_counters())
-            counted_s.append(time.monotonic())
-            _meet(store, request.job, "count", world_size)
+        if not counts and step >= strategy.learning_steps:
+            count()
 
     result = _train(request, workload, model, optimizer, before_step, report_step, communication)
     communication.settle()
@@ -233,11 +243,10 @@ def _run_connected(
             workload.timings, codecs, result["schemes"], strict=False
         )
     ]
-    _meet(store, request.job, "end", world_size)
-    result["counted_s"] = [*counted_s, time.monotonic()]
+    count()
+    first, last = counts
     result["owner"] = {
-        name: count - (0 if name == "owned_bytes" else owner_start[name])
-        for name, count in communication.owner_counters().items()
+        name: value - (0 if name == "owned_bytes" else first[name]) for name, value in last.items()
     }
     result["counted_steps"] = request.counted_steps
     del model, optimizer

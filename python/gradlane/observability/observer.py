@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from gradlane.core import Channel
 from gradlane.errors import RendezvousError, SessionClosed
+from gradlane.observability.endpoint import Endpoint
 from gradlane.observability.metrics import (
     Metrics,
     Reading,
@@ -24,12 +25,13 @@ from gradlane.observability.metrics import (
     metrics_of,
 )
 from gradlane.observability.pace import Pace
-from gradlane.observability.prometheus import Endpoint
+from gradlane.observability.prometheus import serve
 from gradlane.observability.summary import LateRank, late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog, ScalarWriter
 from gradlane.ranks.environment import Place
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.settings.options import Options
+from gradlane.untrusted import escaped
 
 
 class Trained(Protocol):
@@ -100,8 +102,15 @@ class ModelWatch:
         """Read what the other ranks have left, on rank 0, once they have said goodbye."""
         if meeting.place.rank != 0 or meeting.place.world_size == 1:
             return
-        words = [meeting.peek(f"metrics/{rank}") for rank in range(meeting.place.world_size)]
-        self.told = [json.loads(word) for word in words if word is not None]
+        self.told = []
+        with contextlib.suppress(RendezvousError):
+            for rank in range(meeting.place.world_size):
+                word = meeting.peek(f"metrics/{rank}")
+                # Anybody may have written it: a report that is none is left out, and ends nothing.
+                with contextlib.suppress(Exception):
+                    told = json.loads(word or b"")
+                    late_ranks([told])
+                    self.told.append(told)
 
 
 class Observer:
@@ -166,7 +175,7 @@ class Observer:
         Raises:
             ValueError: the address cannot be listened on.
         """
-        self._endpoint = Endpoint(host, port, self.metrics)
+        self._endpoint = serve(host, port, self.metrics)
 
     @property
     def prometheus_port(self) -> int | None:
@@ -185,7 +194,7 @@ class Observer:
             # The end may come in a signal handler, in the middle of another print.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 line = summary_line(metrics, self._late_ranks(metrics))
-                print(line, file=sys.stderr, flush=True)
+                print(escaped(line), file=sys.stderr, flush=True)
 
     def forget_in_child(self) -> None:
         """Report nothing in a forked child."""

@@ -1,26 +1,25 @@
-"""A session's numbers for Prometheus: the text format, and a small server for it.
+"""A session's numbers for Prometheus: the text format, and where it is answered.
 
-The text format 0.0.4 is a page of rules that have not changed in years, and the server is Python's
-own; so this asks for no package (see decision 21).
+The text format 0.0.4 is a page of rules that have not changed in years; so this asks for no package
+(see decision 21).
 """
 
 from __future__ import annotations
 
-import contextlib
-import socketserver
-import threading
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from gradlane.observability.endpoint import Endpoint
 from gradlane.observability.metrics import Metrics, waited_s
 from gradlane.ranks.environment import find_local_rank
+from gradlane.untrusted import escaped
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STOP_WITHIN_S = 0.1
-ASK_WITHIN_S = 10.0
-"""Who has called is heard for so long."""
+LOOPBACK = "127.0.0.1"
+_VARIABLE = "GRADLANE_PROMETHEUS"
+_ADDRESS = re.compile(r"(?:(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,11 @@ def exposition(metrics: Metrics) -> str:
     always = {"rank": metrics["rank"]}
     for family in _families(metrics):
         name = f"gradlane_{family.name}"
-        lines.append(f"# HELP {name} {_escaped(family.text, quotes=False)}")
+        lines.append(f"# HELP {name} {_label(family.text, quotes=False)}")
         lines.append(f"# TYPE {name} {family.kind}")
         for labels, value in family.samples:
             pairs = {**always, **labels}.items()
-            text = ",".join(f'{key}="{_escaped(str(one))}"' for key, one in pairs)
+            text = ",".join(f'{key}="{_label(str(one))}"' for key, one in pairs)
             lines.append(f"{name}{{{text}}} {float(value)!r}")
     return "\n".join(lines) + "\n"
 
@@ -117,116 +116,74 @@ def _families(metrics: Metrics) -> Iterable[_Family]:
     )
 
 
-def _escaped(text: str, *, quotes: bool = True) -> str:
+def _label(text: str, *, quotes: bool = True) -> str:
     text = text.replace("\\", r"\\").replace("\n", r"\n")
     return text.replace('"', r"\"") if quotes else text
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
+    """Answer Prometheus from now on.
 
-    def server_bind(self) -> None:
-        # As HTTPServer does, but without asking name servers who this machine is.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "gradlane", int(self.server_address[1])
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 for any that is free.
+        metrics: returns the numbers; called in another thread, once a second at most.
 
-
-class Endpoint:
-    """Answers `GET /metrics` in threads of its own."""
-
-    def __init__(self, host: str, port: int, metrics: Callable[[], Metrics]) -> None:
-        """Listen from now on.
-
-        Args:
-            host: address to listen on; empty for all.
-            port: port to listen on; 0 for any that is free.
-            metrics: returns the numbers; called in another thread for each question.
-
-        Raises:
-            ValueError: the address cannot be listened on; the message names it.
-        """
-
-        class Answer(BaseHTTPRequestHandler):
-            # Who calls and asks nothing, or is cut off, must not keep thread and socket for good.
-            timeout = ASK_WITHIN_S
-
-            def do_GET(self) -> None:
-                if self.path.partition("?")[0] not in ("/", "/metrics"):
-                    self.send_error(404, "the metrics are at /metrics")
-                    return
-                page = exposition(metrics()).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(page)))
-                self.end_headers()
-                # Whoever asked may be gone.
-                with contextlib.suppress(OSError):
-                    self.wfile.write(page)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """Say nothing: a question every few seconds is no news."""
-
-        try:
-            self._server = _Server((host, port), Answer)
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"the Prometheus endpoint cannot listen on {host or '*'}:{port} ({error}): give "
-                "another prometheus_port; ranks of one node take the ports from it on, by their "
-                "local rank"
-            ) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(_STOP_WITHIN_S,),
-            name="gradlane-prometheus",
-            daemon=True,
-        )
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def forget_in_child(self) -> None:
-        """Let go of the socket in a forked child, which has no thread to answer."""
-        self._server.socket.close()
+    Raises:
+        ValueError: the address cannot be listened on; the message names it.
+    """
+    try:
+        return Endpoint(host, port, lambda: exposition(metrics()).encode(), CONTENT_TYPE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"the Prometheus endpoint cannot listen on {host!r}, port {port} ({error}): give "
+            "another prometheus_port; ranks of one node take the ports from it on, by their "
+            "local rank"
+        ) from error
 
 
-def wanted_address(port: int | None, environment: Mapping[str, str]) -> tuple[str, int] | None:
+def wanted_address(
+    port: int | str | None, environment: Mapping[str, str]
+) -> tuple[str, int] | None:
     """Return where this rank is to answer: as the program says, else as `GRADLANE_PROMETHEUS` does.
 
     Ranks of one node take one port each, by their local rank.
 
     Args:
-        port: the program's, for all of this machine's addresses; or None.
+        port: the program's, as a number or as the variable has it; or None.
         environment: the variables.
 
     Returns:
-        Host (empty for all addresses) and port, or None for no endpoint.
+        Host and port, or None for no endpoint.
 
     Raises:
-        ValueError: the variable is neither a port nor `host:port`.
+        ValueError: what is given is neither a port nor `HOST:PORT`.
     """
-    text = environment.get("GRADLANE_PROMETHEUS")
-    if port is None and not text:
+    if isinstance(port, int):
+        host, first = LOOPBACK, port
+    elif port is not None:
+        host, first = parse_address(port, "prometheus_port")
+    elif text := environment.get(_VARIABLE):
+        host, first = parse_address(text, _VARIABLE)
+    else:
         return None
-    host, first = ("", port) if port is not None else parse_address(text or "")
     return host, first + find_local_rank(environment) if first else 0
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Read `PORT` or `HOST:PORT`, as `GRADLANE_PROMETHEUS` has it.
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Read `PORT`, which is one of the loopback interface, `HOST:PORT` or `[IPv6]:PORT`.
+
+    Args:
+        text: what was given.
+        name: of the option or variable, for the message.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"GRADLANE_PROMETHEUS is {text!r}; it must be PORT or HOST:PORT")
-    return host.strip("[]"), int(port)
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(
+            f"{name} is {escaped(text)}; it must be PORT (for callers on this machine), HOST:PORT "
+            "or [IPv6]:PORT; 0.0.0.0:PORT and [::]:PORT are all addresses of this machine"
+        )
+    return match["ipv6"] or match["host"] or LOOPBACK, int(match["port"])

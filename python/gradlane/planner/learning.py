@@ -29,6 +29,7 @@ from gradlane.profiler import Profile, ProfileError, Recorder
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.rates import format_rate
 from gradlane.settings.options import Options
+from gradlane.untrusted import escaped
 
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
@@ -169,7 +170,9 @@ class Learning:
             if isinstance(error, GradlaneError):
                 raise
             self._why_not = str(error)
-        reason = f"The settings stay as they are: {self._why_not or 'no step was recorded'}."
+        # The words of an error may be several lines; a plan's are printable, as they are printed.
+        why_not = escaped(self._why_not or "no step was recorded")
+        reason = f"The settings stay as they are: {why_not}."
         unknown: dict[str, Any] = {}
         facts = ClusterFacts(
             self._links.workers,

@@ -20,6 +20,7 @@ from gradlane.schemes.costs import PLAN_SCHEMES
 from gradlane.settings.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.settings.options import RING, ring_refusal
 from gradlane.settings.stragglers import WAIT
+from gradlane.untrusted import EscapedError
 from gradlane.whole_files import replace_text
 
 FORMAT = "gradlane-plan"
@@ -27,7 +28,7 @@ VERSION = 1
 _TENSORS_MOST = 1_000_000
 
 
-class PlanError(ValueError):
+class PlanError(EscapedError, ValueError):
     """A plan that makes no sense; the text names file, field and place."""
 
 
@@ -290,6 +291,8 @@ class _Fields:
         value = self._get(name)
         if not isinstance(value, str) or not (value or may_be_empty):
             raise self.error(name, f"expected a text, got {value!r:.60}")
+        if not value.isprintable():
+            raise self.error(name, f"has characters that cannot be printed: {value!r:.60}")
         return value
 
     def integer(self, name: str, *, least: int) -> int:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import select
+import selectors
 import socket
 import statistics
 import threading
@@ -17,16 +18,18 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from gradlane.probe.stream import part_rates, receive_until, send_until
+from gradlane.untrusted import EscapedError
 
 CONNECT_TIMEOUT_S = 10.0
 _TOKEN_BYTES = 32
+_CALLERS_MAX = 64
 _RAMP_SHARE = 0.25
 _LEAD_S = 0.02
 _ECHO_TIMEOUT_S = 5.0
 _PART_SHARE = 0.1
 
 
-class StreamError(Exception):
+class StreamError(EscapedError):
     """A connection could not be made or used; the text names the peer and its address."""
 
 
@@ -57,6 +60,7 @@ class Node:
         self._secret = secret
         self._window_s = window_s
         self._listener = _listen(hosts, ports)
+        self._listener.setblocking(False)
         self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._sending: list[socket.socket] = []
@@ -92,11 +96,13 @@ class Node:
         for rank in sends:
             self._sending.append(self._call(rank, peers[rank], deadline_s))
         expected = {_token(self._secret, rank, self._rank): rank for rank in receives}
-        while expected:
-            connection = self._accept(deadline_s, sorted(expected.values()))
-            caller = self._identify(connection, expected)
-            if caller is not None:
-                self._receiving[caller] = connection
+        callers: dict[socket.socket, bytes] = {}
+        try:
+            while expected:
+                self._hear(callers, expected, deadline_s)
+        finally:
+            for caller in callers:
+                caller.close()
 
     def stream(self) -> dict[int, float]:
         """Send and receive at full rate; returns payload bits a second by sending rank.
@@ -177,32 +183,69 @@ class Node:
             raise StreamError(f"rank {rank} at {address} cannot be reached ({error})") from error
         return connection
 
-    def _accept(self, deadline_s: float, missing: Sequence[int]) -> socket.socket:
-        self._listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            raise StreamError(
-                f"rank {missing[0]} did not connect to {self.host}:{self.port} in "
-                f"{CONNECT_TIMEOUT_S:g} s"
-            ) from None
-        return connection
+    def _hear(
+        self, callers: dict[socket.socket, bytes], expected: dict[bytes, int], deadline_s: float
+    ) -> None:
+        """Hear all callers at once, as long as there is something to hear and one is missing.
 
-    def _identify(self, connection: socket.socket, expected: dict[bytes, int]) -> int | None:
-        connection.settimeout(2.0)
-        said = b""
-        with contextlib.suppress(OSError):
-            while len(said) < _TOKEN_BYTES:
-                part = connection.recv(_TOKEN_BYTES - len(said))
-                if not part:
-                    break
-                said += part
+        Args:
+            callers: what each has said so far, the first caller first.
+            expected: ranks that are missing, by what they will say.
+            deadline_s: one for all of them, on the clock of `time.monotonic`.
+
+        Raises:
+            StreamError: a rank did not come in time.
+        """
+        with selectors.DefaultSelector() as selector:
+            for connection in (self._listener, *callers):
+                selector.register(connection, selectors.EVENT_READ)
+            left_s = deadline_s - time.monotonic()
+            ready = selector.select(max(0.0, left_s))
+        if not ready or left_s <= 0:
+            raise StreamError(
+                f"rank {min(expected.values())} did not connect to {self.host}:{self.port} in "
+                f"{CONNECT_TIMEOUT_S:g} s"
+            )
+        for key, _ in ready:
+            speaker = key.fileobj
+            assert isinstance(speaker, socket.socket)
+            if speaker is self._listener:
+                # The caller may be gone by now.
+                with contextlib.suppress(BlockingIOError):
+                    caller, _ = self._listener.accept()
+                    caller.setblocking(False)
+                    callers[caller] = b""
+            elif speaker in callers:
+                self._read(speaker, callers, expected)
+        if len(callers) > _CALLERS_MAX:
+            # A rank speaks at once: the first caller that has not is none.
+            first = next(iter(callers))
+            del callers[first]
+            first.close()
+
+    def _read(
+        self,
+        connection: socket.socket,
+        callers: dict[socket.socket, bytes],
+        expected: dict[bytes, int],
+    ) -> None:
+        """Read on; keep a rank that has said who it is, and hang up on whoever is none."""
+        said = callers.pop(connection)
+        try:
+            part = connection.recv(_TOKEN_BYTES - len(said))
+        except OSError:
+            part = b""
+        said += part
+        if part and len(said) < _TOKEN_BYTES:
+            callers[connection] = said
+            return
         for token, rank in expected.items():
             if hmac.compare_digest(token, said):
                 del expected[token]
-                return rank
+                connection.setblocking(True)
+                self._receiving[rank] = connection
+                return
         connection.close()
-        return None
 
     def _close_all(self) -> None:
         for connection in (*self._sending, *self._receiving.values()):

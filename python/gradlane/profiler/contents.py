@@ -21,13 +21,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from gradlane.untrusted import EscapedError
+
 FORMAT = "gradlane-profile"
 VERSION = 1
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
 """Element types and their bytes."""
 
 
-class ProfileError(ValueError):
+class ProfileError(EscapedError, ValueError):
     """A profile that makes no sense; the text names file, field and place."""
 
 

@@ -105,6 +105,8 @@ class FieldReader:
         value = self._get(source, field)
         if not isinstance(value, str) or not value:
             raise self.error(field, f"expected a text, got {shown(value)}")
+        if not value.isprintable():
+            raise self.error(field, f"has characters that cannot be printed: {shown(value)}")
         return value
 
     def entries(self, source: Mapping[str, Any], field: str) -> list[Any]:

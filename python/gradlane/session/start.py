@@ -55,7 +55,7 @@ def init(
     check_every: int | None = Options.check_every,
     trace: bool = Options.trace,
     trace_path: str | Path | None = None,
-    prometheus_port: int | None = None,
+    prometheus_port: int | str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = Options.checkpoint_every,
     checkpoint_keep: int = Options.checkpoint_keep,
@@ -145,8 +145,9 @@ def init(
         trace_path: record a timeline, and write it when the session ends; else `GRADLANE_TRACE`.
             Each rank writes a file of its own, `trace.rank0.json` for `trace.json`, which
             `gradlane trace merge` joins; see `docs/timelines.md`.
-        prometheus_port: answer Prometheus at this port, plus the local rank; 0: any; else
-            `GRADLANE_PROMETHEUS`, a port or `host:port`; else do not. See `docs/observability.md`.
+        prometheus_port: answer Prometheus at this port of the loopback interface, plus the local
+            rank; 0: any; or at `host:port`, such as `"0.0.0.0:9400"`; else at
+            `GRADLANE_PROMETHEUS`, as either; else do not. See `docs/observability.md`.
         checkpoint: folder to write checkpoints to, shared by all ranks; None: write none. See
             `docs/checkpoints.md`.
         checkpoint_every: training steps from one checkpoint to the next.

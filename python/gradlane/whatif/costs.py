@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradlane.untrusted import EscapedError
+
 FORMAT = "gradlane-costs"
 VERSION = 1
 HOST_CONSTANTS = (
@@ -41,7 +43,7 @@ measure it, for the lab's accelerators sleep: who knows better than the profile 
 INTEGER_CONSTANTS = ("send_buffer_floor_bytes",)
 
 
-class CostsError(ValueError):
+class CostsError(EscapedError, ValueError):
     """A costs file that makes no sense; the text names file, constant and place."""
 
 

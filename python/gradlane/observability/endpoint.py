@@ -1,0 +1,207 @@
+"""A page over HTTP for a few callers at a time, answered by one thread.
+
+Whatever callers do costs the program a bounded part of that thread, `CALLERS_MAX` descriptors, and
+a new page once in `PAGE_AGE_S` at most. Nothing that a caller says is repeated, printed or logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+CALLERS_MAX = 8
+"""Connections at a time. The oldest is closed for one more, so that slow ones keep nobody out."""
+REQUEST_TIMEOUT_S = 5.0
+"""Seconds from a call to the last byte of its answer."""
+REQUEST_BYTES_MAX = 8192
+PAGE_AGE_S = 1.0
+"""Seconds that a page is answered with before another one is made."""
+_TURN_S = 0.01
+"""Least seconds from one turn of the loop to the next; each accepts one caller and reads once."""
+_READ_BYTES = 4096
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class _Caller:
+    """One connection: a request comes in, an answer goes out, the rest is read and dropped."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self.connection = connection
+        self.deadline_s = deadline_s
+        self.request = b""
+        self.answer: memoryview | None = None
+
+    @property
+    def waits_for(self) -> int:
+        return select.POLLOUT if self.answer else select.POLLIN
+
+
+class Endpoint:
+    """Answers `GET /metrics` and `GET /` with a page."""
+
+    def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
+        """Listen from now on.
+
+        Args:
+            host: address or name to listen on; `0.0.0.0` and `::` are all.
+            port: port to listen on; 0 for any that is free.
+            page: makes the page; called in another thread, once in `PAGE_AGE_S` at most.
+            content_type: of the page.
+
+        Raises:
+            OSError: the address cannot be listened on.
+            ValueError: the host is no name, or the port is out of range.
+        """
+        self._page = page
+        self._content_type = content_type
+        self._made: tuple[float, bytes] = (-math.inf, b"")
+        self._callers: list[_Caller] = []
+        self._closing = threading.Event()
+        self._listener = _listen(host, port)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._run, name="gradlane-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self.address[1]
+
+    def close(self) -> None:
+        """Stop answering, and hang up on all callers."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            # Wakes the thread up, which sleeps until somebody calls.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._let_go()
+
+    def forget_in_child(self) -> None:
+        """Let go of all sockets in a forked child, which has no thread to answer."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._listener.close()
+        for caller in self._callers:
+            caller.connection.close()
+        self._callers.clear()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            ready = self._wait()
+            now_s = time.monotonic()
+            for caller in tuple(self._callers):
+                is_ready = caller.connection.fileno() in ready
+                if now_s >= caller.deadline_s or (is_ready and not self._serve(caller)):
+                    self._hang_up(caller)
+            if self._listener.fileno() in ready:
+                self._accept(now_s)
+            self._closing.wait(_TURN_S)
+
+    def _wait(self) -> set[int]:
+        """Wait for a caller or a deadline, and return the descriptors that are ready."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        for caller in self._callers:
+            poll.register(caller.connection, caller.waits_for)
+        deadline_s = min((one.deadline_s for one in self._callers), default=None)
+        if deadline_s is None:
+            return {descriptor for descriptor, _ in poll.poll()}
+        wait_ms = max(0.0, 1000 * (deadline_s - time.monotonic()))
+        return {descriptor for descriptor, _ in poll.poll(wait_ms)}
+
+    def _accept(self, now_s: float) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # The caller is gone, or descriptors have run out for a while.
+            return
+        connection.setblocking(False)
+        if len(self._callers) == CALLERS_MAX:
+            self._hang_up(self._callers[0])
+        self._callers.append(_Caller(connection, now_s + REQUEST_TIMEOUT_S))
+
+    def _hang_up(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        caller.connection.close()
+
+    def _serve(self, caller: _Caller) -> bool:
+        """Read or write once; return whether the caller is still to be heard."""
+        try:
+            if caller.answer:
+                sent = caller.connection.send(caller.answer)
+                caller.answer = caller.answer[sent:]
+                if not caller.answer:
+                    # Closing with unread bytes would take the answer back.
+                    caller.connection.shutdown(socket.SHUT_WR)
+                return True
+            chunk = caller.connection.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        if caller.answer is None:
+            caller.request += chunk
+            is_whole = b"\r\n\r\n" in caller.request or b"\n\n" in caller.request
+            if is_whole or len(caller.request) > REQUEST_BYTES_MAX:
+                caller.answer = memoryview(self._answer(caller.request))
+        return bool(chunk)
+
+    def _answer(self, request: bytes) -> bytes:
+        if len(request) > REQUEST_BYTES_MAX:
+            return _response("431 Request Header Fields Too Large")
+        words = request.split(b"\n", 1)[0].split()
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response("400 Bad Request")
+        method, target, _ = words
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", ["Allow: GET, HEAD"])
+        if target.partition(b"?")[0] not in (b"/", b"/metrics"):
+            return _response("404 Not Found", body=b"the metrics are at /metrics\n")
+        try:
+            page = self._fresh_page()
+        except Exception:
+            # The session ends, say. A report ends no training, and strangers need no reason.
+            return _response("503 Service Unavailable")
+        headers = [f"Content-Type: {self._content_type}"]
+        return _response("200 OK", headers, page, is_head=method == b"HEAD")
+
+    def _fresh_page(self) -> bytes:
+        made_s, page = self._made
+        if time.monotonic() - made_s >= PAGE_AGE_S:
+            page = self._page()
+            self._made = time.monotonic(), page
+        return page
+
+
+def _response(
+    status: str, headers: list[str] | None = None, body: bytes = b"", *, is_head: bool = False
+) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status}",
+        *(headers or []),
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        "\r\n",
+    ]
+    return "\r\n".join(lines).encode() + (b"" if is_head else body)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on the first address of a host that can be listened on, without blocking."""
+    if not 0 <= port <= 65535:
+        raise ValueError("there are ports 0 to 65535")
+    flags = socket.AI_PASSIVE
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    family, _, _, _, (literal, _, *zone) = found[0]
+    # `::` takes callers over IPv4 as well, where the system can.
+    both = host == "::" and socket.has_dualstack_ipv6()
+    address = (literal, port, *zone)
+    listener = socket.create_server(address, family=family, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
