@@ -21,6 +21,7 @@ from gradlane.ranks.environment import Place, find_local_size
 from gradlane.ranks.rendezvous import Meeting, node_name
 from gradlane.settings.options import Options
 from tests.adapter.fake_core import FakeCore
+from tests.ranks.stores import bounded
 
 ROWS = st.lists(
     st.tuples(st.integers(1, 300_000), st.sampled_from(sorted(ELEMENT_BYTES))), min_size=1
@@ -74,7 +75,8 @@ def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> lis
     """Let every rank find its layout, one after the other."""
     store = HashStore()
     meetings = [
-        Meeting(store, Place(rank, len(words), "job", 0), 0, 1.0) for rank in range(len(words))
+        Meeting(bounded(store), Place(rank, len(words), "job", 0), 0, 1.0)
+        for rank in range(len(words))
     ]
     for rank, (local_rank, size) in enumerate(words):
         meetings[rank].put(f"local/{rank}", json.dumps([local_rank, size, machines[rank]]))

@@ -100,8 +100,9 @@ class ModelWatch:
         """Read what the other ranks have left, on rank 0, once they have said goodbye."""
         if meeting.place.rank != 0 or meeting.place.world_size == 1:
             return
-        words = [meeting.peek(f"metrics/{rank}") for rank in range(meeting.place.world_size)]
-        self.told = [json.loads(word) for word in words if word is not None]
+        with contextlib.suppress(RendezvousError):
+            words = [meeting.peek(f"metrics/{rank}") for rank in range(meeting.place.world_size)]
+            self.told = [json.loads(word) for word in words if word is not None]
 
 
 class Observer:
