@@ -214,6 +214,20 @@ class ChannelType(Protocol):
         """Connect to all ranks; blocks until they are there."""
 
 
+class Pulse(Protocol):
+    """A count in memory that goes on while this process runs."""
+
+    def stop(self) -> None:
+        """Count no more from now on."""
+
+
+class PulseType(Protocol):
+    """How a pulse is made."""
+
+    def __call__(self, pointer: int, interval_s: float) -> Pulse:
+        """Begin to count in 8 bytes, once an interval."""
+
+
 class PlanBuilder(Protocol):
     """How a plan is made."""
 
@@ -243,6 +257,10 @@ class CoreModule(Protocol):
     @property
     def Channel(self) -> ChannelType:  # noqa: N802
         """The class of channels."""
+
+    @property
+    def Pulse(self) -> PulseType:  # noqa: N802
+        """The class of signs of life."""
 
     @property
     def ChannelError(self) -> type[Exception]:  # noqa: N802

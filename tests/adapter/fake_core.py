@@ -466,6 +466,7 @@ class FakeCore:
     """Stands in for the module `gradlane._core`; shared by the threads of one test."""
 
     Listener: Any = FakeListener
+    Pulse: Any = None
     ChannelError = ChannelError
     ChannelTimeout = ChannelTimeout
 

@@ -20,4 +20,4 @@ pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
 pub use kind::{Codec, FrameFlags, FrameKind};
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.
-pub const WIRE_VERSION: u8 = 4;
+pub const WIRE_VERSION: u8 = 5;

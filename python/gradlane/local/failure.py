@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
 
 from gradlane.core import CoreModule
+from gradlane.ranks.patience import Patience
 
+SIGNS_PER_TIMEOUT = 8
+"""Signs of life that a rank gives its node in a silence timeout."""
 _MARK = "world rank"
 _RANK = re.compile(r"\brank (\d+)")
 _MARKED = re.compile(rf"\b{_MARK} (\d+)")
@@ -54,6 +57,38 @@ class Failure:
         """Return it as the core raises it."""
         kind = core.ChannelTimeout if self.timed_out else core.ChannelError
         return kind(self.message, self.last_complete_step, self.rank)
+
+
+class Silence:
+    """Watches the signs of life of the other ranks of a node."""
+
+    def __init__(self, timeout_s: float, peers: Iterable[int], pulse: Callable[[int], int]) -> None:
+        """Begin to watch.
+
+        Args:
+            timeout_s: seconds that a rank may be silent.
+            peers: local ranks.
+            pulse: returns a number that changes as long as the process of a local rank runs.
+        """
+        self.timeout_s = timeout_s
+        self.interval_s = timeout_s / SIGNS_PER_TIMEOUT
+        self._pulse = pulse
+        self._last = {peer: (pulse(peer), Patience(timeout_s)) for peer in peers}
+
+    def silent(self, without: Container[int]) -> int | None:
+        """Return a local rank that was silent for too long; to be called once an interval.
+
+        Args:
+            without: local ranks that have left.
+        """
+        for peer, (last, patience) in self._last.items():
+            now = self._pulse(peer)
+            if now != last:
+                patience.renew()
+                self._last[peer] = (now, patience)
+            elif patience.is_over(self.interval_s) and peer not in without:
+                return peer
+        return None
 
 
 def marked(reason: str) -> str:

@@ -52,12 +52,20 @@ class _Worker:
     def __init__(self) -> None:
         self.has_hung = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_make_calls, args=(self._calls,), name="gradlane-store", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def __del__(self) -> None:
         self._calls.put(None)
+
+    def end(self) -> None:
+        """Make the calls that are queued and no more; wait for that unless one hangs."""
+        self._calls.put(None)
+        if not self.has_hung:
+            self._thread.join(_SETTLE_S)
+        self.has_hung = True
 
     def start(self, act: Callable[[], Any]) -> _Call:
         """Queue a call."""
@@ -192,6 +200,15 @@ class BoundedStore:
         )
         return there.decode()
 
+    def count(self, key: str) -> int:
+        """Add one to a number that begins at 0; return it.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, None)
+        return number
+
     def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
         """Wait until all of some keys are there, or a limit is over.
 
@@ -213,6 +230,10 @@ class BoundedStore:
     def settle(self) -> None:
         """Wait until the calls that nobody waits for are done, for a short time at most."""
         self._worker.finish(self._worker.start(lambda: None), _SETTLE_S, None)
+
+    def close(self) -> None:
+        """Let the store go; later calls fail."""
+        self._worker.end()
 
     def _ask(self, act: Callable[[Any], Any], limit_s: float | None, look: Look | None) -> Any:
         limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)

@@ -328,14 +328,19 @@ class Meeting:
         Raises:
             RendezvousError: it is not opened on a rank.
         """
-        self.put(f"opened/{self.place.rank}", "")
+        keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
+        self._store.set(keys[self.place.rank], "")
         before, self.look = self.look, look
         # Connecting may take a rank as long as waiting for its address did.
         extra_s = 1.0 + self._timeout_s / 4
         try:
-            self.get_all({rank: f"opened/{rank}" for rank in range(self.place.ranks)}, extra_s)
+            self.get_all(keys, extra_s)
         finally:
             self.look = before
+        # Ranks that share a node may leave before all others have read: the last reader cleans up.
+        if self._store.count("opened") == self.place.ranks:
+            for key in ("opened", *keys.values()):
+                self._store.forget(key)
 
     def _heard(self, word: str) -> RendezvousError:
         """Return the error of a reason, once rank 0 knows that the others have read it, too."""

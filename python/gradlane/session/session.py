@@ -216,6 +216,7 @@ class Session(
         if parts and all(part.has_parted for part in parts):
             for meeting in (one for one in self._meetings if not one.has_left):
                 meeting.leave()
+        self._store.close()
         self._write_reports()
         if errors:
             raise errors[0]
