@@ -343,6 +343,12 @@ class Channel:
         It counts as no wait of the program.
         """
 
+    def all_connected(self) -> None:
+        """Say that all other ranks have connected to all.
+
+        Until then a rank may be silent for the connect timeout longer, before its first byte.
+        """
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor; rank 0 only.
 

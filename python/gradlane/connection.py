@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.errors import RendezvousError
+from gradlane.local.channel import NodeChannel
 from gradlane.local.layout import agree_on_layout
 from gradlane.local.opening import open_node_channel
 from gradlane.local.rules import OFF
@@ -100,6 +101,20 @@ def open_channel(
 
     meeting.connected(around.options.progress_timeout_s, look)
     return channel
+
+
+def ranks_in_errors(around: Surroundings, channel: Channel, first: int) -> list[int]:
+    """Return the ranks of the world by their numbers in a channel's errors.
+
+    Args:
+        around: what the session gives.
+        channel: as `open_channel` has returned it.
+        first: as `open_channel` was given it.
+    """
+    turn = 0 if isinstance(channel, NodeChannel) else first
+    world_size = around.place.world_size
+    own = [(turn + index) % world_size for index in range(world_size)]
+    return [*own, *range(world_size, around.place.ranks)]
 
 
 def _open(

@@ -119,6 +119,9 @@ class Channel(Protocol):
     def next_ready(self, step: int) -> list[tuple[int, bool]]:
         """Wait for something that `take_ready` has not returned, and return it likewise."""
 
+    def all_connected(self) -> None:
+        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
 

@@ -114,15 +114,18 @@ def test_failures_name_ranks_of_the_whole_world() -> None:
     core = FakeCore()
     lost = core.ChannelError("rank 1 was lost; waiting for rank 1", 3, 1)
     heard = from_between_nodes(core, lost, lambda node: node * 4)
-    assert heard == Failure("node 1 was lost; waiting for node 1", 3, 4)
+    assert heard == Failure("rank 4 was lost; waiting for rank 4", 3, 4)
+    late = core.ChannelTimeout("no progress for 5 s: waiting for rank 1", 3, 1)
+    heard = from_between_nodes(core, late, lambda node: node * 4)
+    assert heard == Failure("no progress for 5 s: waiting for node 1", 3, 4, timed_out=True)
     told = core.ChannelError(f"rank 1 gave up: {marked('rank 6 was lost')}", 3, 1)
     heard = from_between_nodes(core, told, lambda node: node * 4)
     assert heard == Failure("node 1 gave up: rank 6 was lost", 3, 6)
     assert Failure.from_bytes(heard.to_bytes()) == heard
     # A rank that hears of it by way of another node hears who it was, not who told it.
     first = from_between_nodes(core, core.ChannelError("rank 0 was lost", 3, 0), lambda node: node)
-    assert first == Failure("node 0 was lost", 3, 0)
+    assert first == Failure("rank 0 was lost", 3, 0)
     told = core.ChannelError(f"rank 1 gave up: {marked(first.words())}", 3, 1)
     heard = from_between_nodes(core, told, lambda node: node * 2 + 1)
-    assert heard == Failure("node 1 gave up: node 0 was lost (rank 0)", 3, 0)
+    assert heard == Failure("node 1 gave up: rank 0 was lost", 3, 0)
     assert heard.words() == heard.message

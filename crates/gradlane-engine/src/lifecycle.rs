@@ -143,7 +143,8 @@ impl Engine {
     pub fn suspect(&mut self, peer: Rank) -> bool {
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
         others.remove(peer);
-        for rank in self.lifecycle.lost.iter().chain(self.lifecycle.departed.keys().copied()) {
+        // Those that have said goodbye are still there until everybody has.
+        for rank in self.lifecycle.lost.iter() {
             others.remove(rank);
         }
         if others.is_empty() || self.lifecycle.has_ended() || self.lifecycle.closed {

@@ -114,6 +114,7 @@ class NodeChannel(RankCalls, ChannelReports):
                 parts,
                 self,
                 source if node == self._layout.node else None,
+                node,
             )
         )
         self._listening = threading.Thread(
@@ -274,6 +275,11 @@ class NodeChannel(RankCalls, ChannelReports):
         )
 
     # ---- order
+
+    def all_connected(self) -> None:
+        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+        if self._carriage is not None:
+            self._carriage.channel.all_connected()
 
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""

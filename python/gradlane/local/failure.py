@@ -1,7 +1,8 @@
 """Failures as they pass between a node's ranks, and between ranks and nodes.
 
-The channel between nodes numbers its ranks by nodes, and says `rank 1` for node 1. What is told
-through it in words names ranks of the whole world: such words are marked on the way.
+The channel between nodes numbers its ranks by nodes, and says `rank 1` for the rank that speaks for
+node 1. What is told through it in words names ranks of the whole world: such words are marked on
+the way.
 """
 
 from __future__ import annotations
@@ -110,6 +111,13 @@ def from_between_nodes(
     last = error.args[1] if len(error.args) > 1 else None
     node = error.args[2] if len(error.args) > 2 else None
     told = _MARKED.search(message)
-    message = _MARKED.sub(r"rank \1", _NODE.sub(r"node \1", message))
+    timed_out = isinstance(error, core.ChannelTimeout)
+
+    def named(found: re.Match[str]) -> str:
+        node = int(found.group(1))
+        # Any rank of a node may have told it, or keep the node from taking part.
+        return f"node {node}" if told or timed_out else f"rank {rank_of_node(node)}"
+
+    message = _MARKED.sub(r"rank \1", _NODE.sub(named, message))
     rank = int(told.group(1)) if told else None if node is None else rank_of_node(node)
-    return Failure(message, last, rank, isinstance(error, core.ChannelTimeout))
+    return Failure(message, last, rank, timed_out)

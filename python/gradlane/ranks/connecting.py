@@ -94,3 +94,4 @@ def wait_until_all_are_connected(core: CoreModule, channel: Channel, meeting: Me
         with contextlib.suppress(core.ChannelError):
             channel.abort(str(error))
         raise
+    channel.all_connected()

@@ -308,8 +308,9 @@ class Meeting:
             # A rank that is alive and misses this one says so at about the same time.
             self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
             is_alive = self._store.read(f"unconnected/{missing}") is not None
-        except StoreLost:
-            return self.give_up(reason, [missing])
+        except StoreLost as error:
+            # Its host is what all ranks miss, whatever else this one does.
+            return error
         if not is_alive:
             return self.give_up(reason, [missing])
         first, second = sorted((own, missing))

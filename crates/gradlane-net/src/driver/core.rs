@@ -84,6 +84,8 @@ pub(crate) struct Core {
     pub(super) options: ChannelOptions,
     pub(super) uptime: Uptime,
     pub(super) now: Time,
+    /// Since when all other ranks are known to be connected with all.
+    pub(super) connected_at: Option<Time>,
     pub(super) commands: Vec<Command>,
     /// By I/O thread: its peers whose outbox has something, the most urgent first.
     pub(super) chosen: Vec<Vec<Rank>>,

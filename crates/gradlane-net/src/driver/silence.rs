@@ -35,6 +35,7 @@ impl IoThread<'_> {
             }
             if !link.heard_goodbye || serves {
                 let last = core.peers[index].as_ref().and_then(|peer| peer.last_received);
+                let last = last.or(core.connected_at);
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
                     if last.is_some() { Duration::ZERO } else { core.options.connect_timeout() };
