@@ -68,7 +68,7 @@ def frozen(limit_s: float = 1.0) -> BoundedStore:
     """Return a store that answers nothing."""
     store = FrozenStore()
     store.frozen.set()
-    return BoundedStore.around(store, 1, "at host:5, which rank 0 keeps,", limit_s)  # type: ignore[arg-type]
+    return BoundedStore.around(store, 1, "at host:5, which rank 0 keeps", limit_s)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -174,11 +174,11 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
         if next(looks, 0) == 0:
             raise PeerLost("rank 0 was lost: it closed the connection", 0)
 
-    store = BoundedStore.around(Gone(), 1, "at host:5, which rank 0 keeps,", 1.0)  # type: ignore[arg-type]
+    store = BoundedStore.around(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
     with pytest.raises(StoreLost) as told:
         store.read("word")
     assert str(told.value).endswith("(Connection reset by peer)")
-    assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps," in str(told.value)
+    assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
     with pytest.raises(PeerLost, match="it closed"):
         store.read("word", look=lost)
 

@@ -243,7 +243,7 @@ class BoundedStore:
         if call is None or not worker.finish(call, limit_s, look):
             worker.has_hung = True
             raise StoreLost(
-                f"rank {self._rank}: the rendezvous store {self._where} does not answer (waited "
+                f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
                 "look there, and restart from the last checkpoint"
             )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradlane.core import Channel, CoreModule, Listener
 from gradlane.errors import RendezvousError
+from gradlane.ranks.bounded_store import StoreLost
 from gradlane.ranks.rendezvous import Meeting
 
+_SAME_LOSS_S = 1.0
 _RANK = re.compile(r"\brank (\d+)")
 
 
@@ -91,6 +94,9 @@ def wait_until_all_are_connected(core: CoreModule, channel: Channel, meeting: Me
     try:
         meeting.wait_until_opened(look)
     except RendezvousError as error:
+        if isinstance(error, StoreLost):
+            # All ranks lose it at about the same time: none may hear of it as this one's loss.
+            time.sleep(_SAME_LOSS_S)
         with contextlib.suppress(core.ChannelError):
             channel.abort(str(error))
         raise

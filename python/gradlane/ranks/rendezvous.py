@@ -76,7 +76,7 @@ def open_store(
     host, port = find_store_address(environment)
     at = addresses.endpoint(host, port)
     is_keeper = place.rank == 0 and not by_agent
-    bounded = BoundedStore(place.rank, f"at {at}, {keeper},", answer_limit_s)
+    bounded = BoundedStore(place.rank, f"at {at}, {keeper}", answer_limit_s)
     try:
         opened = bounded.connect(
             lambda: TCPStore(
@@ -133,7 +133,7 @@ def bounded_store(
         keeper: the process that the store ends with, for errors.
     """
     at = addresses.endpoint(*store_address(store, environment))
-    return BoundedStore.around(store, place.rank, f"at {at}, {keeper},", answer_limit_s)
+    return BoundedStore.around(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
 
 
 def _listener_at(host: str, port: int) -> str:
@@ -202,6 +202,13 @@ class Meeting:
         """Whether the channel that the ranks met for is open on all of them."""
         self.has_left = False
         """Whether nothing more is said here."""
+        self.has_refused = False
+        """Whether this rank has told the others in `agree` that it cannot take part."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the others may wait here for this rank, and hear of it in no other way."""
+        return not (self.is_connected or self.has_left or self.has_refused)
 
     def put(self, key: str, value: bytes | str) -> None:
         """Write a key.
@@ -389,6 +396,7 @@ class Meeting:
 
     def refuse(self, reason: str) -> None:
         """Tell all ranks in `agree` that this rank cannot take part."""
+        self.has_refused = True
         verdict = f"rank {self.place.rank} cannot take part: {reason}"
         if self.place.rank == 0:
             self.put("table", json.dumps({"refused": True}))

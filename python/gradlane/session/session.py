@@ -237,7 +237,7 @@ class Session(
         for part in self._parts():
             part.abort(reason)
         last = self._meetings[-1] if self._meetings else None
-        if last is not None and not self._parts() and not (last.is_connected or last.has_left):
+        if last is not None and not self._parts() and last.is_open:
             # The others wait for this rank there, and have no channel to hear of it through.
             last.give_up(f"rank {self.rank} gave up: {reason}")
         self._standstill.close()
