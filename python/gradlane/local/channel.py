@@ -409,6 +409,9 @@ class NodeChannel(RankCalls, ChannelReports):
                 self.fail(self._carriage.translated(error))
 
     def _look_for_silence(self) -> None:
+        """Notice ranks that say nothing, here or on other nodes, also between two steps."""
+        if self._carriage is not None and self._carriage.carried and not self._closing:
+            self._carriage.channel.is_ready(0, 0)
         silent = self._silence.silent(self._left)
         if silent is not None:
             rank = self._layout.rank_of(self._layout.node, silent)
