@@ -37,6 +37,24 @@ class Listener:
     def close(self) -> None:
         """Stop listening. A listener that a channel has taken stops with the channel."""
 
+class Pulse:
+    """Counts up in memory, on a thread that needs no GIL, until it is stopped or collected."""
+
+    def __init__(self, pointer: int, interval_s: float) -> None:
+        """Begin to count.
+
+        Args:
+            pointer: address of 8 bytes, a multiple of 8; the memory must stay until `stop`.
+            interval_s: seconds from one count to the next.
+
+        Raises:
+            OSError: there is no thread for it.
+            ValueError: an argument makes no sense.
+        """
+
+    def stop(self) -> None:
+        """Count no more from now on; nothing happens in a forked child."""
+
 def plan_json(
     tensors_json: str,
     strategy: str,
@@ -323,6 +341,12 @@ class Channel:
         """Wait for something that was not taken, and return it as `take_ready` does.
 
         It counts as no wait of the program.
+        """
+
+    def all_connected(self) -> None:
+        """Say that all other ranks have connected to all.
+
+        Until then a rank may be silent for the connect timeout longer, before its first byte.
         """
 
     def switch_priorities(self, priorities: list[int]) -> None:

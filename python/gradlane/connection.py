@@ -13,11 +13,13 @@ from torch import Tensor
 
 from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.errors import RendezvousError
+from gradlane.local.channel import NodeChannel
 from gradlane.local.layout import agree_on_layout
 from gradlane.local.opening import open_node_channel
 from gradlane.local.rules import OFF
 from gradlane.observability.observer import ModelWatch, Observer
 from gradlane.ranks import addresses
+from gradlane.ranks.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.ranks.environment import Place
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.ranks.serving import Invitation, Invitations
@@ -87,6 +89,42 @@ def open_channel(
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
+    channel = _open(around, meeting, rows, update, first, gradients)
+    if around.place.ranks > 1:
+        wait_until_all_are_connected(around.core, channel, meeting)
+
+    def look() -> None:
+        try:
+            channel.is_ready(0, 0)
+        except around.core.ChannelError as error:
+            raise translate_error(around.core, error, "waiting for other ranks") from error
+
+    meeting.connected(around.options.progress_timeout_s, look)
+    return channel
+
+
+def ranks_in_errors(around: Surroundings, channel: Channel, first: int) -> list[int]:
+    """Return the ranks of the world by their numbers in a channel's errors.
+
+    Args:
+        around: what the session gives.
+        channel: as `open_channel` has returned it.
+        first: as `open_channel` was given it.
+    """
+    turn = 0 if isinstance(channel, NodeChannel) else first
+    world_size = around.place.world_size
+    own = [(turn + index) % world_size for index in range(world_size)]
+    return [*own, *range(world_size, around.place.ranks)]
+
+
+def _open(
+    around: Surroundings,
+    meeting: Meeting,
+    rows: Sequence[Mapping[str, Any]],
+    update: str,
+    first: int,
+    gradients: Sequence[Tensor],
+) -> Channel:
     options, place = around.options, around.place
     # Who sends factors knows which tensors have any, and says so in their rows.
     schemes = {name: one for name, one in around.schemes.items() if one not in FACTOR_SCHEMES}
@@ -158,14 +196,7 @@ def _connect(
             )
         )
     listener, host = listen(around)
-    try:
-        peers = meeting.exchange_addresses(host, listener.port, everyone)
-        return around.core.Channel(listener, json.dumps(settings), plan, peers, secret)
-    except around.core.ChannelError as error:
-        raise RendezvousError(f"rank {place.rank} could not connect: {error.args[0]}") from error
-    except BaseException:
-        listener.close()
-        raise
+    return connect_channel(around.core, meeting, listener, host, settings, plan, secret, everyone)
 
 
 def _channel_options(
@@ -223,6 +254,7 @@ def say_goodbye(
         return False
     except around.core.ChannelError as error:
         raise translate_error(around.core, error, "closing the session") from error
+    meeting.parted()
     watch.hear(meeting)
     return True
 

@@ -119,6 +119,9 @@ class Channel(Protocol):
     def next_ready(self, step: int) -> list[tuple[int, bool]]:
         """Wait for something that `take_ready` has not returned, and return it likewise."""
 
+    def all_connected(self) -> None:
+        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
 
@@ -214,6 +217,20 @@ class ChannelType(Protocol):
         """Connect to all ranks; blocks until they are there."""
 
 
+class Pulse(Protocol):
+    """A count in memory that goes on while this process runs."""
+
+    def stop(self) -> None:
+        """Count no more from now on."""
+
+
+class PulseType(Protocol):
+    """How a pulse is made."""
+
+    def __call__(self, pointer: int, interval_s: float) -> Pulse:
+        """Begin to count in 8 bytes, once an interval."""
+
+
 class PlanBuilder(Protocol):
     """How a plan is made."""
 
@@ -243,6 +260,10 @@ class CoreModule(Protocol):
     @property
     def Channel(self) -> ChannelType:  # noqa: N802
         """The class of channels."""
+
+    @property
+    def Pulse(self) -> PulseType:  # noqa: N802
+        """The class of signs of life."""
 
     @property
     def ChannelError(self) -> type[Exception]:  # noqa: N802

@@ -69,7 +69,7 @@ class PeerLost(SessionFailed, ConnectionError):  # noqa: N818
     """Another rank died, fell silent, gave up or broke the protocol.
 
     Attributes:
-        rank: the rank at fault.
+        rank: the rank at fault; this one, where the others have given it up and it goes on.
         last_complete_step: the last training step that is whole on this rank, or None.
     """
 

@@ -1,8 +1,8 @@
 """A training program, one rank of it, that comes to the end that it is told to.
 
-Environment as torchrun sets it, and `ADVERTISE`, the address of this rank's node where that is not
-the loopback. With an ending that it does not know it trains for ever. Prints `step N`
-lines; what gradlane raises goes to stderr as any uncaught exception does.
+Environment as torchrun sets it, `ADVERTISE`, the address of this rank's node where that is not the
+loopback, and `CONNECT_TIMEOUT_S`. With an ending that it does not know it trains for ever. Prints
+`step N` lines; what gradlane raises goes to stderr as any uncaught exception does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def main(ending: str) -> None:
     """Train for ever; the last rank, or rank 0, ends in step 4 in the given way."""
     torch.set_num_threads(1)
     address = os.environ.get("ADVERTISE", "127.0.0.1")
-    session = gradlane.init(silence_timeout_s=3.0, connect_timeout_s=60.0, advertise=address)
+    limit_s = float(os.environ.get("CONNECT_TIMEOUT_S", "60"))
+    session = gradlane.init(silence_timeout_s=3.0, connect_timeout_s=limit_s, advertise=address)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     session.prepare(model, optimizer)

@@ -429,6 +429,9 @@ class FakeChannel:
             self._wait_for(found)
             return taken
 
+    def all_connected(self) -> None:
+        self._check()
+
     def switch_priorities(self, priorities: list[int]) -> None:
         assert self.rank == 0
         assert len(priorities) == len(self.world.plan["tensors"])
@@ -466,6 +469,7 @@ class FakeCore:
     """Stands in for the module `gradlane._core`; shared by the threads of one test."""
 
     Listener: Any = FakeListener
+    Pulse: Any = None
     ChannelError = ChannelError
     ChannelTimeout = ChannelTimeout
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -267,6 +268,8 @@ def lost(
                 if rank == victim and step == 4 and how != "kill in step":
                     if how == "kill":
                         os._exit(0)
+                    if how == "stop":
+                        os.kill(os.getpid(), signal.SIGSTOP)
                     session.abort("the test says so")
                     return []
                 begun_s = time.monotonic()

@@ -123,6 +123,11 @@ def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, how: str, local: 
     check_that_all_hear(victim, how, local=local, local_sums="collective")
 
 
+@pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "shared")])
+def test_a_rank_that_stands_still_is_named_by_its_node(victim: int, local: str) -> None:
+    check_that_all_hear(victim, "stop", local=local, local_sums="collective", silence_timeout_s=2.0)
+
+
 def test_nothing_of_a_group_outlives_its_session(pool: RankPool) -> None:
     for found in pool.run(f"{HERE}:opened_again", times=3, local="leader", local_sums="collective"):
         assert found[-1] == found[-2]

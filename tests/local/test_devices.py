@@ -14,6 +14,7 @@ from gradlane.local.rules import check_sums
 from gradlane.ranks.environment import Place
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.settings.options import Options
+from tests.ranks.stores import bounded
 
 
 def word(device: str, accelerator: str = "", backends: tuple[str, ...] = ("gloo", "nccl")) -> Any:
@@ -55,7 +56,7 @@ def test_unasked_it_changes_no_bit() -> None:
 def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
     store = HashStore()
     layout = Layout(1, 2, 0, 0, 1)
-    meetings = [Meeting(store, Place(rank, 2, "job", 0), 0, 1.0) for rank in range(2)]
+    meetings = [Meeting(bounded(store), Place(rank, 2, "job", 0), 0, 1.0) for rank in range(2)]
     cpu = '{"devices": ["cpu"], "accelerator": "", "backends": ["gloo"]}'
     meetings[1].put("local/device/1", cpu)
     return agree_on_sums(options, meetings[0], layout, gradients)

@@ -142,6 +142,11 @@ def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, local: str) -> No
     check_that_all_hear(victim, "kill", local=local)
 
 
+@pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "leader"), (1, "shared")])
+def test_a_rank_that_stands_still_is_named_by_its_node(victim: int, local: str) -> None:
+    check_that_all_hear(victim, "stop", local=local, silence_timeout_s=2.0)
+
+
 def test_a_plan_that_is_found_knows_the_nodes_and_may_add_up_on_them(pool: RankPool) -> None:
     ranks = pool.run(f"{HERE}:planned")
     assert [rank["nodes_of"] for rank in ranks] == [[LOCAL_SIZE], [], [], []]

@@ -21,6 +21,7 @@ from gradlane.ranks.environment import Place, find_local_size
 from gradlane.ranks.rendezvous import Meeting, node_name
 from gradlane.settings.options import Options
 from tests.adapter.fake_core import FakeCore
+from tests.ranks.stores import bounded
 
 ROWS = st.lists(
     st.tuples(st.integers(1, 300_000), st.sampled_from(sorted(ELEMENT_BYTES))), min_size=1
@@ -74,7 +75,8 @@ def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> lis
     """Let every rank find its layout, one after the other."""
     store = HashStore()
     meetings = [
-        Meeting(store, Place(rank, len(words), "job", 0), 0, 1.0) for rank in range(len(words))
+        Meeting(bounded(store), Place(rank, len(words), "job", 0), 0, 1.0)
+        for rank in range(len(words))
     ]
     for rank, (local_rank, size) in enumerate(words):
         meetings[rank].put(f"local/{rank}", json.dumps([local_rank, size, machines[rank]]))
@@ -112,15 +114,18 @@ def test_failures_name_ranks_of_the_whole_world() -> None:
     core = FakeCore()
     lost = core.ChannelError("rank 1 was lost; waiting for rank 1", 3, 1)
     heard = from_between_nodes(core, lost, lambda node: node * 4)
-    assert heard == Failure("node 1 was lost; waiting for node 1", 3, 4)
+    assert heard == Failure("rank 4 was lost; waiting for rank 4", 3, 4)
+    late = core.ChannelTimeout("no progress for 5 s: waiting for rank 1", 3, 1)
+    heard = from_between_nodes(core, late, lambda node: node * 4)
+    assert heard == Failure("no progress for 5 s: waiting for node 1", 3, 4, timed_out=True)
     told = core.ChannelError(f"rank 1 gave up: {marked('rank 6 was lost')}", 3, 1)
     heard = from_between_nodes(core, told, lambda node: node * 4)
     assert heard == Failure("node 1 gave up: rank 6 was lost", 3, 6)
     assert Failure.from_bytes(heard.to_bytes()) == heard
     # A rank that hears of it by way of another node hears who it was, not who told it.
     first = from_between_nodes(core, core.ChannelError("rank 0 was lost", 3, 0), lambda node: node)
-    assert first == Failure("node 0 was lost", 3, 0)
+    assert first == Failure("rank 0 was lost", 3, 0)
     told = core.ChannelError(f"rank 1 gave up: {marked(first.words())}", 3, 1)
     heard = from_between_nodes(core, told, lambda node: node * 2 + 1)
-    assert heard == Failure("node 1 gave up: node 0 was lost (rank 0)", 3, 0)
+    assert heard == Failure("node 1 gave up: rank 0 was lost", 3, 0)
     assert heard.words() == heard.message

@@ -33,6 +33,9 @@ impl Engine {
             FrameKind::Abort => (header.length <= ABORT_TEXT_BYTES_MAX)
                 .then_some(())
                 .ok_or_else(|| format!("an abort with a reason of {} bytes", header.length)),
+            FrameKind::Suspect => (header.length == 4)
+                .then_some(())
+                .ok_or_else(|| format!("a suspicion of {} bytes", header.length)),
             FrameKind::PlanSwitch => self.check_switch_length(header),
             FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors => {
                 self.check_choosing(from, header)

@@ -40,6 +40,7 @@ impl Engine {
                 | FrameKind::Heartbeat
                 | FrameKind::Goodbye
                 | FrameKind::Abort
+                | FrameKind::Suspect
                 | FrameKind::StepBegun
                 | FrameKind::StepGiven
                 | FrameKind::Contributors => Ok(Landing::Control),
@@ -106,6 +107,7 @@ impl Engine {
                 self.peer_aborted(from, payload);
                 Ok(())
             }
+            FrameKind::Suspect => self.peer_suspects(from, payload),
             _ => Ok(()),
         };
         self.say_goodbye_when_done();

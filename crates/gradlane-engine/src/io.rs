@@ -312,6 +312,16 @@ pub enum Event {
         /// First step in which it is in force.
         step: Step,
     },
+    /// A peer has heard nothing of another one for too long: where the driver hears both, it blames
+    /// their link ([`Engine::blame_link`]).
+    ///
+    /// [`Engine::blame_link`]: crate::Engine::blame_link
+    Suspected {
+        /// The peer.
+        by: Rank,
+        /// The one that it does not hear.
+        suspect: Rank,
+    },
     /// The driver may free or reuse this buffer.
     BufferFree(BufferRef),
     /// Everything was sent, every peer has said goodbye: connections may be closed.

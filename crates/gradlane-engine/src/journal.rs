@@ -43,6 +43,8 @@ pub enum Input {
     Encoded(WorkId, u64),
     Now(Time),
     PeerLost(Rank, String),
+    Suspect(Rank),
+    BlameLink(Rank, Rank),
     RejectPeer(Rank, String),
     UpdatesReady,
     UpdatesPaused,
@@ -171,6 +173,8 @@ fn note(engine: &mut Engine, input: &Input) {
         Input::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
         Input::Now(now) => engine.handle_time(*now),
         Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
+        Input::Suspect(peer) => drop(engine.suspect(*peer)),
+        Input::BlameLink(one, other) => engine.blame_link(*one, *other),
         Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
         Input::UpdatesReady => engine.updates_ready(),
         Input::UpdatesPaused => engine.updates_paused(),
@@ -297,6 +301,10 @@ impl JournaledEngine {
         handle_time(now: Time), Input::Now(now), |&()| Decision::Done;
         handle_peer_lost(peer: Rank, reason: &str),
             Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
+        suspect(peer: Rank) -> bool,
+            Input::Suspect(peer), |_: &bool| Decision::Done;
+        blame_link(one: Rank, other: Rank),
+            Input::BlameLink(one, other), |&()| Decision::Done;
         reject_peer(peer: Rank, reason: &str),
             Input::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
         updates_ready(), Input::UpdatesReady, |&()| Decision::Done;

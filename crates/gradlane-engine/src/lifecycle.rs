@@ -4,6 +4,7 @@
 
 use crate::engine::Engine;
 use crate::error::{Failure, Outstanding, UsageError};
+use crate::inbound::Checked;
 use crate::io::Event;
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
@@ -21,6 +22,8 @@ use gradlane_wire::{escaped, FrameKind};
 
 /// Says in an abort frame that no rank in particular is to blame.
 const NOBODY: u32 = u32::MAX;
+/// Says in an abort frame that the link between two ranks is to blame, which the reason names.
+const A_LINK: u32 = u32::MAX - 1;
 /// Longest reason that is sent to the others.
 const REASON_BYTES_MAX: usize = 2048;
 
@@ -135,6 +138,46 @@ impl Engine {
         self.fail(Some(peer), &reason, false);
     }
 
+    /// Nothing was heard of a peer for too long: asks the other ranks whether they hear it. Returns
+    /// whether there is anybody to ask.
+    pub fn suspect(&mut self, peer: Rank) -> bool {
+        let mut others = RankSet::all_but(self.plan.world_size, self.rank());
+        others.remove(peer);
+        // Those that have said goodbye are still there until everybody has.
+        for rank in self.lifecycle.lost.iter() {
+            others.remove(rank);
+        }
+        if others.is_empty() || self.lifecycle.has_ended() || self.lifecycle.closed {
+            return false;
+        }
+        let header = self.control_header(FrameKind::Suspect);
+        let body = Body::Inline(peer.0.to_le_bytes().to_vec());
+        self.scheduler.push_shared(others, self.keys.control(), Message { header, body });
+        true
+    }
+
+    pub(crate) fn peer_suspects(&mut self, peer: Rank, payload: &[u8]) -> Checked<()> {
+        let suspect = <[u8; 4]>::try_from(payload).map_or(NOBODY, u32::from_le_bytes);
+        if suspect >= self.plan.world_size || suspect == peer.0 {
+            return Err(format!("a suspicion of rank {suspect}"));
+        }
+        if suspect != self.rank().0 && !self.lifecycle.has_ended() {
+            self.events.push_back(Event::Suspected { by: peer, suspect: Rank(suspect) });
+        }
+        Ok(())
+    }
+
+    /// A peer hears nothing of another one, and this rank hears both: the session fails on all ranks
+    /// with the same words.
+    pub fn blame_link(&mut self, one: Rank, other: Rank) {
+        let (first, second) = (one.min(other), one.max(other));
+        let reason = format!(
+            "the link between {first} and {second} is cut: one hears nothing of the other, and \
+             another rank hears both; check the network between their hosts"
+        );
+        self.fail_as(A_LINK, None, &reason, false);
+    }
+
     /// Gives up and tells the other ranks why.
     pub fn abort(&mut self, reason: &str) {
         let blamed = None;
@@ -223,9 +266,12 @@ impl Engine {
     pub(crate) fn peer_aborted(&mut self, peer: Rank, payload: &[u8]) {
         let (blamed, text) = payload.split_at(payload.len().min(4));
         let blamed = <[u8; 4]>::try_from(blamed).map_or(NOBODY, u32::from_le_bytes);
-        let known = blamed < self.plan.world_size && blamed != self.rank().0;
-        let culprit = if known { Rank(blamed) } else { peer };
+        // A rank that was given up, and goes on, is told so as well.
+        let culprit = if blamed < self.plan.world_size { Rank(blamed) } else { peer };
         let text = String::from_utf8_lossy(text).into_owned();
+        if blamed == A_LINK {
+            return self.fail_as(A_LINK, None, &text, false);
+        }
         let reason = if blamed == NOBODY || culprit == peer {
             format!("{peer} gave up: {text}")
         } else {
@@ -236,6 +282,11 @@ impl Engine {
 
     /// Ends the session once: drops what is queued, tells the other ranks, reports.
     fn fail(&mut self, culprit: Option<Rank>, reason: &str, timed_out: bool) {
+        self.fail_as(culprit.map_or(NOBODY, |rank| rank.0), culprit, reason, timed_out);
+    }
+
+    /// As `fail`, with the blame as the other ranks are told it.
+    fn fail_as(&mut self, blamed: u32, culprit: Option<Rank>, reason: &str, timed_out: bool) {
         if self.lifecycle.has_ended() || self.lifecycle.closed {
             return;
         }
@@ -258,7 +309,7 @@ impl Engine {
         for rank in self.lifecycle.lost.iter().chain(departed) {
             others.remove(rank);
         }
-        let mut payload = culprit.map_or(NOBODY, |rank| rank.0).to_le_bytes().to_vec();
+        let mut payload = blamed.to_le_bytes().to_vec();
         let mut end = reason.len().min(REASON_BYTES_MAX);
         while !reason.is_char_boundary(end) {
             end -= 1;

@@ -381,6 +381,29 @@ fn an_abort_reaches_everyone_with_its_reason() {
 }
 
 #[test]
+fn a_cut_link_is_blamed_alike_by_those_who_hear_both_ends() {
+    let plan = plan(&[100], "p3", 50, 3);
+    let mut cluster = Cluster::new(&plan, 64, 64, 3);
+    cluster.step_zero();
+    cluster.begin(Step(1));
+    assert!(cluster.nodes[1].engine.suspect(Rank(2)));
+    cluster.run();
+    assert_eq!(cluster.nodes[0].suspicions, [(Rank(1), Rank(2))]);
+    assert!(cluster.nodes[2].suspicions.is_empty());
+    cluster.nodes[0].engine.blame_link(Rank(2), Rank(1));
+    cluster.run();
+    let said = |node: &common::Node| {
+        let failure = node.failure.as_ref().expect("a failure");
+        assert_eq!(failure.peer, None);
+        failure.reason.clone()
+    };
+    let first = said(&cluster.nodes[0]);
+    assert!(first.starts_with("the link between rank 1 and rank 2 is cut"), "{first}");
+    assert!(cluster.nodes.iter().all(|node| said(node) == first));
+    assert!(!cluster.nodes[1].engine.suspect(Rank(2)), "the session has ended");
+}
+
+#[test]
 fn a_rank_that_left_early_is_named() {
     let plan = plan(&[100], "p3", 50, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 3);

@@ -318,6 +318,12 @@ impl Channel {
         Ok(())
     }
 
+    /// All other ranks are known to have connected to all: from now on one that says nothing is
+    /// silent. Before, it has the connect timeout for that.
+    pub fn all_connected(&self) {
+        self.shared.command(Command::AllConnected);
+    }
+
     /// On rank 0: another priority for every tensor, in force on all ranks two steps later.
     ///
     /// # Errors

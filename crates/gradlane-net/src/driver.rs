@@ -118,6 +118,7 @@ impl Driver {
             uptime: Uptime::new(options.silence_timeout()),
             options,
             now: Time::ZERO,
+            connected_at: None,
             commands: Vec::new(),
             chosen: vec![Vec::new(); threads],
             ending: None,

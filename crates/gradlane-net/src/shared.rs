@@ -37,6 +37,7 @@ pub(crate) enum Command {
     StepEnd(Step),
     Needed(Vec<TensorId>, Step),
     SwitchPriorities(Vec<Priority>),
+    AllConnected,
     /// Somebody wants to know how much waits.
     ReportDepths,
     Finish,

@@ -484,8 +484,9 @@ fn a_corrupted_payload_fails_the_session_and_is_not_released() {
             let failure = failure_of((0..50).try_for_each(|step| {
                 run_step(&channel, step).map(|tensors| check_means(2, step, &specs, &tensors))
             }));
-            // Rank 0 has received what rank 1 has sent through the proxy, and tells it so.
-            assert_eq!(failure.peer, Some(Rank(1 - channel.rank().0)), "{failure}");
+            // Rank 0 has received what rank 1 has sent through the proxy, and tells it so: both name
+            // rank 1.
+            assert_eq!(failure.peer, Some(Rank(1)), "{failure}");
             assert!(failure.message.contains("rank 1 sent"), "{failure}");
             let known = failure.message.contains("corrupted payload")
                 || failure.message.contains("header checksum");
@@ -516,6 +517,35 @@ fn a_silent_peer_is_lost_after_the_timeout() {
         assert_eq!(failure.peer, Some(Rank(1 - channel.rank().0)), "{failure}");
         assert!(failure.message.contains("silent for"), "{failure}");
         assert!(start.elapsed() >= Duration::from_millis(500), "{:?}", start.elapsed());
+    });
+}
+
+/// Neither end of a cut link may be taken for dead: somebody hears both.
+#[test]
+fn a_cut_link_is_named_alike_on_every_rank() {
+    const RANKS: u32 = 4;
+    let (listeners, mut seen) = listeners("127.0.0.1", RANKS);
+    // Of all ranks, only the next one calls this one through the proxy.
+    let cut = RANKS - 2;
+    let proxy = Proxy::start(&seen[cut as usize]);
+    seen[cut as usize] = proxy.address;
+    let channels = world_at(listeners, &seen, &plan(model(), "p3", 1_000, RANKS), |options| {
+        options.silence_timeout_s = 1.0;
+    });
+    let stalled = proxy.stalled;
+    let barrier = Barrier::new(RANKS as usize);
+    each_rank(channels, move |channel| {
+        for step in 0..3 {
+            run_step(&channel, step).expect("a step");
+        }
+        barrier.wait();
+        stalled.store(true, Ordering::SeqCst);
+        let failure = failure_of((3..).try_for_each(|step| run_step(&channel, step).map(drop)));
+        assert!(
+            failure.message.starts_with("the link between rank 2 and rank 3 is cut"),
+            "{failure}"
+        );
+        assert_eq!(failure.peer, None, "{failure}");
     });
 }
 

@@ -362,6 +362,11 @@ impl Channel {
         Ok(ready.into_iter().map(|(tensor, absent)| (tensor.0, absent)).collect())
     }
 
+    /// All other ranks have connected to all: one that says nothing is silent from now on.
+    fn all_connected(&self) {
+        self.channel.all_connected();
+    }
+
     /// On rank 0: another priority for every tensor, in force two steps later.
     fn switch_priorities(&self, priorities: Vec<i32>) -> PyResult<()> {
         let priorities = priorities.into_iter().map(Priority).collect();

@@ -11,6 +11,7 @@ mod codec;
 mod errors;
 mod listener;
 mod plan;
+mod pulse;
 mod simulate;
 
 /// The compiled core of gradlane.
@@ -30,6 +31,8 @@ mod _core {
     use crate::listener::Listener;
     #[pymodule_export]
     use crate::plan::{codec_json, plan_json};
+    #[pymodule_export]
+    use crate::pulse::Pulse;
     #[pymodule_export]
     use crate::simulate::simulate;
 }

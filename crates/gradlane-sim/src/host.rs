@@ -193,6 +193,7 @@ impl Run {
             Event::PlanSwitched { .. }
             | Event::Late { .. }
             | Event::BufferFree(_)
+            | Event::Suspected { .. }
             | Event::Closed => {}
         }
     }

@@ -45,6 +45,8 @@ wire_enum! {
         Goodbye = 8,
         /// The sender gives up. Payload: the reason in UTF-8.
         Abort = 9,
+        /// The sender has heard nothing of a rank for too long. Payload: its number as `u32`.
+        Suspect = 10,
         /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
         /// contributions in it.
         RingReduce = 16,
@@ -81,6 +83,7 @@ impl FrameKind {
             FrameKind::Heartbeat => "heartbeat",
             FrameKind::Goodbye => "goodbye",
             FrameKind::Abort => "abort",
+            FrameKind::Suspect => "suspect",
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingGather => "ring-gather",
             FrameKind::Block => "block",

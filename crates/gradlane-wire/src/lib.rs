@@ -23,4 +23,4 @@ pub use kind::{Codec, FrameFlags, FrameKind};
 pub use untrusted::escaped;
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.
-pub const WIRE_VERSION: u8 = 4;
+pub const WIRE_VERSION: u8 = 5;

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlane.carrier import spread_from_host
-from gradlane.connection import Surroundings, open_channel
+from gradlane.connection import Surroundings, open_channel, ranks_in_errors
 from gradlane.core import translate_error
 from gradlane.errors import UsageError
+from gradlane.ranks.connecting import in_world_ranks
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.ranks.table import Entry, state_entry
 from gradlane.serialization.pieces import pack, unpack
@@ -75,8 +76,10 @@ def hand_over(
     try:
         spread_from_host(channel, everything, is_source)
     except around.core.ChannelError as error:
+        text, rank = in_world_ranks(error, ranks_in_errors(around, channel, source))
+        named = type(error)(text, *error.args[1:2], rank)
         raise translate_error(
-            around.core, error, f"receiving the state of rank {source}"
+            around.core, named, f"receiving the state of rank {source}"
         ) from error
     finally:
         with contextlib.suppress(around.core.ChannelError):

@@ -33,7 +33,8 @@ from gradlane.adapter.state_checks import (
     states_by_parameter,
 )
 from gradlane.core import Channel
-from gradlane.errors import RanksDiffer, RendezvousError, SessionFailed
+from gradlane.errors import PeerLost, RanksDiffer, RendezvousError, SessionFailed
+from gradlane.ranks.bounded_store import StoreLost
 from gradlane.ranks.rendezvous import Meeting
 from gradlane.ranks.table import Entry, in_layout
 
@@ -352,6 +353,8 @@ class ServerState:
         for rank in range(place.world_size):
             try:
                 theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
+            except (StoreLost, PeerLost):
+                raise
             except (RendezvousError, SessionFailed) as error:
                 text = (
                     f'optimizer.{call}() with update="server" is a collective call, which rank '

@@ -26,7 +26,7 @@ from torch import nn
 
 import gradlane
 from gradlane import core as core_module
-from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder
+from gradlane.core import Channel, CoreModule, ListenerType, PlanBuilder, PulseType
 from gradlane.lab.awake import awake_processes
 from gradlane.lab.counters import read_port_bytes, spinning_s
 from gradlane.lab.namespaces import INTERFACE
@@ -56,6 +56,10 @@ class _KeepingCore:
     @property
     def Listener(self) -> ListenerType:  # noqa: N802
         return self._core.Listener
+
+    @property
+    def Pulse(self) -> PulseType:  # noqa: N802
+        return self._core.Pulse
 
     @property
     def ChannelError(self) -> type[Exception]:  # noqa: N802

@@ -84,6 +84,7 @@ class Carriage:
         parts: Sequence[Part],
         side: Side,
         source: int | None,
+        first_node: int,
     ) -> None:
         """Start the threads.
 
@@ -94,6 +95,7 @@ class Carriage:
             parts: all parts.
             side: hears of means and failures.
             source: local rank whose values step 0 spreads, if it is one of this node.
+            first_node: the node that is the channel's first, the others follow in their order.
         """
         self.channel = channel
         self._core = core
@@ -104,6 +106,7 @@ class Carriage:
         self._index = {part.number: index for index, part in enumerate(self.carried)}
         self._side = side
         self._source = source
+        self._first_node = first_node
         self._gathered = [_Gathered() for _ in self.carried]
         self._said: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -161,9 +164,11 @@ class Carriage:
 
     def translated(self, error: Exception) -> Failure:
         """Return a failure of the channel between nodes in ranks of the whole world."""
-        return from_between_nodes(
-            self._core, error, lambda node: self._layout.rank_of(node, self._own)
-        )
+
+        def rank_of_node(node: int) -> int:
+            return self._layout.rank_of((self._first_node + node) % self._layout.nodes, self._own)
+
+        return from_between_nodes(self._core, error, rank_of_node)
 
     # ---- the threads
 

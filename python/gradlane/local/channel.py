@@ -7,7 +7,7 @@ the same bytes, so all have the same bits. Where gradients are added up by colle
 another way to the carrier and back; values of step 0 and whatever is not a gradient do not.
 
 A rank that ends without a goodbye fails the channel at once, on its node and through the carriers
-on all others.
+on all others; one whose process stands still, after the silence timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradlane.core import Channel, CoreModule
 from gradlane.local.arrivals import Arrivals
 from gradlane.local.carriage import Carriage, Contribution, NodeMean
 from gradlane.local.devices import ON_HOST, Sums
-from gradlane.local.failure import Failure
+from gradlane.local.failure import Failure, Silence
 from gradlane.local.lane import CollectiveLane
 from gradlane.local.link import (
     BYE,
@@ -60,6 +60,7 @@ class NodeChannel(RankCalls, ChannelReports):
         *,
         source_rank: int,
         progress_timeout_s: float,
+        silence_timeout_s: float,
         lane: CollectiveLane | None = None,
         sums: Sums = ON_HOST,
     ) -> None:
@@ -73,6 +74,7 @@ class NodeChannel(RankCalls, ChannelReports):
             between: the channel to the other nodes, if this rank carries.
             source_rank: the rank whose values step 0 spreads.
             progress_timeout_s: how long to wait for ranks that are alive but do not take part.
+            silence_timeout_s: how long the process of a rank of this node may stand still.
             lane: adds gradients up where they are, or None.
             sums: where they are added up, for reports.
         """
@@ -90,6 +92,7 @@ class NodeChannel(RankCalls, ChannelReports):
             self._of_tensor[part.tensor].append(part)
         self._names = [str(row["name"]) for row in rows]
         self._timeout_s = progress_timeout_s
+        self._silence = Silence(silence_timeout_s, link.peers, link.pulse)
         self._is_source = source_rank == self._layout.rank_of(self._layout.node, self._own)
         self._changed = threading.Condition()
         self._copying = threading.Lock()
@@ -111,6 +114,7 @@ class NodeChannel(RankCalls, ChannelReports):
                 parts,
                 self,
                 source if node == self._layout.node else None,
+                node,
             )
         )
         self._listening = threading.Thread(
@@ -272,6 +276,11 @@ class NodeChannel(RankCalls, ChannelReports):
 
     # ---- order
 
+    def all_connected(self) -> None:
+        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+        if self._carriage is not None:
+            self._carriage.channel.all_connected()
+
     def switch_priorities(self, priorities: list[int]) -> None:
         """Announce another order of urgency, one number a tensor (rank 0)."""
         packed = array.array("i", priorities).tobytes()
@@ -352,6 +361,10 @@ class NodeChannel(RankCalls, ChannelReports):
             self._lane.let_go()
         for peer in self._link.peers:
             self._link.tell(peer, FAILED, failure.to_bytes(), waits=False)
+        node, local_rank = divmod(failure.rank or 0, self._layout.local_size)
+        if failure.rank is not None and node == self._layout.node and local_rank != self._own:
+            # A rank that stands still reads nothing, and threads may wait for room in its socket.
+            self._link.hang_up(local_rank)
         if self._carriage is not None:
             self._carriage.let_go()
             self._carriage.abort(told or failure.words())
@@ -385,12 +398,28 @@ class NodeChannel(RankCalls, ChannelReports):
 
     def _listen(self) -> None:
         """Hear the other ranks of this node until the end."""
-        for message in self._link.messages():
+        for message in self._link.messages(self._silence.interval_s):
             try:
-                self._hear(message)
+                if message is None:
+                    self._look_for_silence()
+                else:
+                    self._hear(message)
             except self._core.ChannelError as error:
                 assert self._carriage is not None
                 self.fail(self._carriage.translated(error))
+
+    def _look_for_silence(self) -> None:
+        """Notice ranks that say nothing, here or on other nodes, also between two steps."""
+        if self._carriage is not None and self._carriage.carried and not self._closing:
+            self._carriage.channel.is_ready(0, 0)
+        silent = self._silence.silent(self._left)
+        if silent is not None:
+            rank = self._layout.rank_of(self._layout.node, silent)
+            text = (
+                f"rank {rank} was lost: silent for {self._silence.timeout_s:g} s, so its process "
+                "on this node stands still (longer pauses of it: silence_timeout_s)"
+            )
+            self.fail(Failure(text, self._arrivals.last_complete, rank))
 
     def _hear(self, message: Message) -> None:
         if message.kind == GIVE and self._carriage is not None:

@@ -2,7 +2,8 @@
 
 Every rank has one piece of anonymous shared memory, which the others map. Nothing of it has a name
 in the file system, so nothing is left behind after any kind of end. Between two ranks there is one
-Unix socket; its end is the end of the rank, also of one that was killed.
+Unix socket; its end is the end of the rank, also of one that was killed. At the end of its memory a
+rank's process counts up while it runs, so that the others notice one that stands still.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradlane.core import CoreModule
 from gradlane.errors import RendezvousError
 from gradlane.local.layout import Layout
 from gradlane.ranks.rendezvous import Meeting
@@ -36,6 +38,7 @@ LANE_KINDS = (READY, MEAN, ADD, TAKE)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
 _PATH_BYTES_MAX = 100
+_PULSE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,30 @@ class Message:
 class LocalLink:
     """This rank's connections to the other ranks of its node."""
 
-    def __init__(self, layout: Layout, nbytes: int, sockets: dict[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        nbytes: int,
+        sockets: dict[int, socket.socket],
+        core: CoreModule,
+        interval_s: float,
+    ) -> None:
         """Make this rank's memory, exchange it with all others and map theirs.
 
         Args:
             layout: where this rank is.
             nbytes: of every rank's memory.
             sockets: connected to each other rank of the node, by local rank.
+            core: counts signs of life.
+            interval_s: seconds from one sign of life to the next.
         """
         self.layout = layout
         self.peers = sorted(sockets)
         self._sockets = sockets
         self._maps: list[mmap.mmap] = []
         self._addresses: dict[int, int] = {}
-        nbytes = max(nbytes, mmap.PAGESIZE)
+        self._pulse_offset = -(-nbytes // _PULSE_BYTES) * _PULSE_BYTES
+        nbytes = max(self._pulse_offset + _PULSE_BYTES, mmap.PAGESIZE)
         own = os.memfd_create("gradlane")
         try:
             os.ftruncate(own, nbytes)
@@ -98,6 +111,11 @@ class LocalLink:
             self._selector.register(sockets[peer], selectors.EVENT_READ, peer)
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._pulse = core.Pulse(self.address(layout.local_rank, self._pulse_offset), interval_s)
+
+    def pulse(self, peer: int) -> int:
+        """Return a number that changes as long as a rank's process runs."""
+        return ctypes.c_uint64.from_address(self.address(peer, self._pulse_offset)).value
 
     def address(self, local_rank: int, offset: int) -> int:
         """Return where an offset in a rank's memory is in this process."""
@@ -123,10 +141,19 @@ class LocalLink:
         with contextlib.suppress(OSError):
             self._sockets[peer].send(_HEADER.pack(kind, 0, 0, 0, 0) + text, flags)
 
-    def messages(self) -> Iterator[Message]:
-        """Yield what the others say until `close`; a rank that ends says `ENDED` once."""
+    def messages(self, every_s: float) -> Iterator[Message | None]:
+        """Yield what the others say until `close`; a rank that ends says `ENDED` once.
+
+        Args:
+            every_s: seconds after which None comes in between.
+        """
+        due_s = time.monotonic() + every_s
         while True:
-            for key, _ in self._selector.select():
+            events = self._selector.select(max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + every_s
+                yield None
+            for key, _ in events:
                 peer = key.data
                 if peer is None:
                     return
@@ -145,8 +172,14 @@ class LocalLink:
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
 
+    def hang_up(self, peer: int) -> None:
+        """Say nothing more to a rank; a thread that waits for room there waits no longer."""
+        with contextlib.suppress(OSError):
+            self._sockets[peer].shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the sockets; memory stays as long as this object."""
+        self._pulse.stop()
         for one in (*self._sockets.values(), self._wake, self._woken):
             one.close()
         self._selector.close()
@@ -157,7 +190,14 @@ class LocalLink:
         self._addresses[local_rank] = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def connect(layout: Layout, meeting: Meeting, nbytes: int, timeout_s: float) -> LocalLink:
+def connect(
+    layout: Layout,
+    meeting: Meeting,
+    nbytes: int,
+    timeout_s: float,
+    core: CoreModule,
+    interval_s: float,
+) -> LocalLink:
     """Connect the ranks of this node, each with each.
 
     Args:
@@ -165,6 +205,8 @@ def connect(layout: Layout, meeting: Meeting, nbytes: int, timeout_s: float) -> 
         meeting: where ranks leave the paths of their sockets.
         nbytes: of every rank's shared memory.
         timeout_s: how long to wait for a rank.
+        core: counts signs of life.
+        interval_s: seconds from one sign of life to the next.
 
     Raises:
         RendezvousError: a rank did not come.
@@ -188,14 +230,19 @@ def connect(layout: Layout, meeting: Meeting, nbytes: int, timeout_s: float) -> 
             caller, _ = listener.accept()
             caller.settimeout(timeout_s)
             sockets[int.from_bytes(caller.recv(4), "little")] = caller
-        link = LocalLink(layout, nbytes, sockets)
+        link = LocalLink(layout, nbytes, sockets, core, interval_s)
     except (OSError, RendezvousError) as error:
         for one in sockets.values():
             one.close()
         if isinstance(error, RendezvousError):
             raise
-        raise RendezvousError(
-            f"rank {meeting.place.rank} could not connect to the other ranks of its node: {error}"
+        local = set(range(layout.local_size)).difference(sockets, [layout.local_rank])
+        missing = sorted(layout.rank_of(layout.node, one) for one in local)
+        named = f" (without rank {', '.join(map(str, missing))})" if missing else ""
+        raise meeting.give_up(
+            f"rank {meeting.place.rank} could not connect to the other ranks of its node{named} in "
+            f"{timeout_s:g} s: {error}",
+            missing,
         ) from error
     finally:
         listener.close()

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradlane.core import Channel
 from gradlane.local.channel import NodeChannel
 from gradlane.local.devices import agree_on_sums
+from gradlane.local.failure import SIGNS_PER_TIMEOUT
 from gradlane.local.group import NodeGroup, meet_on_node
 from gradlane.local.lane import CollectiveLane
 from gradlane.local.layout import Layout
@@ -54,7 +55,14 @@ def open_node_channel(
     _check_rows(rows)
     sums = agree_on_sums(around.options, meeting, layout, gradients)
     parts = cut(rows, layout.carriers)
-    link = connect(layout, meeting, memory_bytes(parts), around.options.connect_timeout_s)
+    link = connect(
+        layout,
+        meeting,
+        memory_bytes(parts),
+        around.options.connect_timeout_s,
+        around.core,
+        around.options.silence_timeout_s / SIGNS_PER_TIMEOUT,
+    )
     lane = between = None
     try:
         if sums.backend:
@@ -77,6 +85,7 @@ def open_node_channel(
         between,
         source_rank=first,
         progress_timeout_s=around.options.progress_timeout_s,
+        silence_timeout_s=around.options.silence_timeout_s,
         lane=lane,
         sums=sums,
     )

@@ -23,7 +23,7 @@ class Patience:
             limit_s: how long, in seconds.
             clock: seconds of a clock that only goes forward.
         """
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._clock = clock
         self._looked_s = clock()
         self._waited_s = 0.0
@@ -32,6 +32,11 @@ class Patience:
         """Begin anew: something has moved."""
         self._looked_s = self._clock()
         self._waited_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit, as of the last look; not negative."""
+        return max(0.0, self.limit_s - self._waited_s)
 
     def is_over(self, asked_s: float = 0.0) -> bool:
         """Whether the limit is passed; to be called after each pause.
@@ -42,4 +47,4 @@ class Patience:
         now_s = self._clock()
         self._waited_s += min(now_s - self._looked_s, asked_s + _TURN_MAX_S)
         self._looked_s = now_s
-        return self._waited_s > self._limit_s
+        return self._waited_s > self.limit_s

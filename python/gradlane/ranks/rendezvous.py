@@ -1,7 +1,9 @@
 """How ranks find each other and agree before the first byte of training: through the c10d store.
 
 Everything is a key under `gradlane/{job}/{start}/{channel}`, so restarts and models never meet in
-one key. A rank that waits for a key names the rank that has not written it.
+one key. A rank that waits for a key names the rank that has not written it. Until the ranks are
+connected, the first one that cannot go on leaves its reason there, which all others raise as well:
+rank 0 stays for a moment so that they can read it, since the store may end with its process.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradlane.errors import GradlaneError, ProgressTimeout, RanksDiffer, RendezvousError
 from gradlane.ranks import addresses
+from gradlane.ranks.bounded_store import BoundedStore, StoreLost
 from gradlane.ranks.environment import Place, find_store_address
 from gradlane.ranks.patience import Patience
 from gradlane.ranks.starts import Start
+from gradlane.settings.options import Options
 
 _PRIVATE = b"private"
 """In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
@@ -31,12 +35,26 @@ _LAST_WORDS = ("ending/", "metrics/")
 """Keys that rank 0 reads when all ranks have said goodbye."""
 _OF_CHECKPOINTS = "checkpoint/"
 """Keys that are read while the last checkpoint is still written, and removed by who reads them."""
+_REASON = "reason"
+"""The key of why the ranks of a meeting are not connected: the first reason that any rank gave."""
+_PROBE_S = 0.5
+_REPORT_S = 2.0
+"""How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
+to read it."""
 
 
-def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -> Store:
+def open_store(
+    place: Place, environment: Mapping[str, str], timeout_s: float, answer_limit_s: float
+) -> BoundedStore:
     """Return torch.distributed's default store, or else open the one that torchrun would use.
 
     Rank 0 hosts it, unless torchrun's agent does.
+
+    Args:
+        place: this rank's.
+        environment: the launcher's variables.
+        timeout_s: seconds that connecting may take.
+        answer_limit_s: seconds that each answer may take afterwards.
 
     Raises:
         ValueError: the environment names no host.
@@ -44,29 +62,93 @@ def open_store(place: Place, environment: Mapping[str, str], timeout_s: float) -
     """
     import torch.distributed as dist
 
+    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    keeper = (
+        "which the launcher's agent on rank 0's host keeps" if by_agent else "which rank 0 keeps"
+    )
     if dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d
 
-        return distributed_c10d._get_default_store()
+        store = distributed_c10d._get_default_store()
+        return bounded_store(store, place, environment, answer_limit_s, keeper)
     if place.ranks == 1:
-        return HashStore()
+        return bounded_store(HashStore(), place, environment, answer_limit_s)
     host, port = find_store_address(environment)
-    hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    at = addresses.endpoint(host, port)
+    is_keeper = place.rank == 0 and not by_agent
+    bounded = BoundedStore(place.rank, f"at {at}, {keeper}", answer_limit_s)
     try:
-        return TCPStore(
-            host,
-            port,
-            place.ranks,
-            is_master=place.rank == 0 and not hosted_by_agent,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
+        opened = bounded.connect(
+            lambda: TCPStore(
+                host,
+                port,
+                place.ranks,
+                is_master=is_keeper,
+                timeout=datetime.timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            ),
+            timeout_s,
         )
     except (RuntimeError, TimeoutError) as error:
+        if is_keeper:
+            raise RendezvousError(
+                f"rank 0 cannot open the rendezvous store at {at}: {_first_line(error)}; "
+                "MASTER_ADDR must be an address of rank 0's host, and MASTER_PORT a free port there"
+            ) from error
+        opened, reason = None, _first_line(error)
+    else:
+        reason = f"no answer in {timeout_s:g} s"
+    if opened is None:
         raise RendezvousError(
-            f"rank {place.rank} cannot reach the rendezvous store at {host}:{port}: {error}; "
-            "check MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
-        ) from error
+            f"rank {place.rank} cannot reach the rendezvous store at {at}, {keeper}: {reason}; "
+            f"{_listener_at(host, port)}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is "
+            "running"
+        )
+    return bounded
+
+
+def answer_limit_s(options: Options) -> float:
+    """Return how many seconds the store may take for an answer.
+
+    A little longer than a rank may be silent: the channel names the rank whose host is gone.
+    """
+    return 1.25 * options.silence_timeout_s + 1.0
+
+
+def bounded_store(
+    store: Store,
+    place: Place,
+    environment: Mapping[str, str],
+    answer_limit_s: float,
+    keeper: str = "which rank 0 or its launcher keeps",
+) -> BoundedStore:
+    """Return a store that is open with calls that end.
+
+    Args:
+        store: of any kind.
+        place: this rank's.
+        environment: the launcher's variables.
+        answer_limit_s: seconds that each answer may take.
+        keeper: the process that the store ends with, for errors.
+    """
+    at = addresses.endpoint(*store_address(store, environment))
+    return BoundedStore.around(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
+
+
+def _listener_at(host: str, port: int) -> str:
+    """Say in one clause whether a process listens at an address."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except OSError as error:
+        return f"a connection there fails, too ({error})"
+    return "a process that listens there takes connections and does not answer as a store does"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -88,11 +170,12 @@ class Meeting:
 
     def __init__(
         self,
-        store: Store,
+        store: BoundedStore,
         place: Place,
         channel: int | str,
         timeout_s: float,
         start: Start | None = None,
+        look: Callable[[], object] | None = None,
     ) -> None:
         """Take part in a meeting.
 
@@ -102,6 +185,7 @@ class Meeting:
             channel: number of the channel, the same on every rank; or another name.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
             start: as all ranks agreed; None: the launcher's count.
+            look: called while waiting; raises when the session has failed.
         """
         start = start or Start(str(place.restart), place.restart)
         self.place = place
@@ -109,23 +193,30 @@ class Meeting:
         self.channel = channel
         self.name = f"{place.job}/{start.name}/{channel}"
         self.generation = start.generation
-        self._store = PrefixStore(f"gradlane/{self.name}", store)
+        self._store = store.under(f"gradlane/{self.name}")
         self._timeout_s = timeout_s
         self._written: set[str] = set()
-        self._look: Callable[[], object] | None = None
+        self.look = look
+        """Called while waiting; raises when the session has failed."""
+        self.is_connected = False
+        """Whether the channel that the ranks met for is open on all of them."""
         self.has_left = False
         """Whether nothing more is said here."""
+        self.has_refused = False
+        """Whether this rank has told the others in `agree` that it cannot take part."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the others may wait here for this rank, and hear of it in no other way."""
+        return not (self.is_connected or self.has_left or self.has_refused)
 
     def put(self, key: str, value: bytes | str) -> None:
         """Write a key.
 
         Raises:
-            RendezvousError: the store is gone.
+            RendezvousError: the store is gone or does not answer.
         """
-        try:
-            self._store.set(key, cast(str, value))
-        except RuntimeError as error:
-            raise self._lost_store(error) from error
+        self._store.set(key, value, look=self.look)
         self._written.add(key)
 
     def connected(self, timeout_s: float, look: Callable[[], object]) -> None:
@@ -136,62 +227,147 @@ class Meeting:
             look: called while waiting; raises when the session has failed.
         """
         self._timeout_s = timeout_s
-        self._look = look
+        self.look = look
+        self.is_connected = True
+
+    def parted(self) -> None:
+        """Note that the channel was closed in good order."""
+        self.look = None
 
     def get(self, key: str, rank: int) -> bytes:
         """Read a key that a rank writes, waiting for it.
 
         Raises:
-            RendezvousError: the key did not appear in time, or the store is gone.
+            RendezvousError: the key did not appear in time, another rank gave up, or the store is
+                gone or does not answer.
             ProgressTimeout: it did not appear in time, and the rank is connected.
             SessionFailed: the session has failed meanwhile.
         """
+        return self.get_all({rank: key})[0]
+
+    def get_all(self, keys: Mapping[int, str], extra_s: float = 0.0) -> list[bytes]:
+        """Read a key of each of some ranks, waiting for all; as `get`, with one limit for all.
+
+        Args:
+            keys: by rank.
+            extra_s: seconds that are waited beyond the meeting's limit.
+        """
+        # Rank 0 waits for the others as well, and its reason is better than one that blames it.
+        if self.place.rank > 0 and 0 in keys and not self.is_connected:
+            extra_s += 1.0 + self._timeout_s / 4
+        patience = Patience(self._timeout_s + extra_s)
+        return [self._get(key, rank, patience) for rank, key in keys.items()]
+
+    def _get(self, key: str, rank: int, patience: Patience) -> bytes:
         # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
-        patience = Patience(self._timeout_s)
         pause_s = 0.001
+        keys = (key,) if self.is_connected else (key, _REASON)
         while True:
-            try:
-                if self._store.check([key]):
-                    return bytes(self._store.get(key))
-            except RuntimeError as error:
-                raise self._lost_store(error) from error
+            found = self._store.first_of(*keys, limit_s=patience.left_s, look=self.look)
+            if found is not None and found[0] == key:
+                return found[1]
+            if found is not None:
+                raise self._heard(found[1].decode())
             if patience.is_over(pause_s):
-                raise self._too_late(key, rank)
-            if self._look is not None:
-                self._look()
+                raise self._too_late(key, rank, patience.limit_s)
+            if self.look is not None:
+                self.look()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
-    def _too_late(self, key: str, rank: int) -> GradlaneError:
+    def _too_late(self, key: str, rank: int, waited_s: float) -> GradlaneError:
         waited = (
-            f"rank {self.place.rank} waited {self._timeout_s:g} s for rank {rank} "
-            f"({key} of {self.name})"
+            f"rank {self.place.rank} waited {waited_s:g} s for rank {rank} ({key} of {self.name})"
         )
-        if self._look is None:
+        if not self.is_connected:
             calls = "gradlane.init and prepare as often as the others"
             if rank >= self.place.world_size > 0:
                 calls = "session.serve(), or runs it `gradlane serve`"
-            return RendezvousError(f"{waited}; is it running, and does it call {calls}?")
+            return self.give_up(f"{waited}; is it running, and does it call {calls}?", [rank])
         return ProgressTimeout(
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
             "for longer than that, give all ranks a larger progress_timeout_s"
         )
 
-    def peek(self, key: str) -> bytes | None:
-        """Read a key that should be there, without waiting; None if it or the store is not."""
-        try:
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
-        except RuntimeError:
-            return None
+    def give_up(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
+        """Tell all ranks why they will not be connected; return the error that all of them raise.
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the store answers."""
+        Args:
+            reason: the sentence; where another rank was first, all raise that one's.
+            missing: ranks that nobody hears anything of.
+        """
+        word = json.dumps({"reason": reason, "missing": sorted(missing)})
+        # A store that is gone cannot tell anybody anything.
+        with contextlib.suppress(StoreLost):
+            word = self._store.claim(_REASON, word, limit_s=_REPORT_S)
+        return self._heard(word)
+
+    def give_up_on(self, missing: int, reason: str) -> RendezvousError:
+        """Give up since a rank cannot be connected to: name it, or the link to it.
+
+        Args:
+            missing: the rank.
+            reason: the sentence, for a rank that says nothing itself.
+        """
+        own = self.place.rank
         try:
-            self._store.check(["anything"])
-        except RuntimeError:
-            return False
-        return True
+            self.put(f"unconnected/{own}", "")
+            # A rank that is alive and misses this one says so at about the same time.
+            self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
+            is_alive = self._store.read(f"unconnected/{missing}") is not None
+        except StoreLost as error:
+            # Its host is what all ranks miss, whatever else this one does.
+            return error
+        if not is_alive:
+            return self.give_up(reason, [missing])
+        first, second = sorted((own, missing))
+        return self.give_up(
+            f"the link between rank {first} and rank {second} is cut: both run and reach the "
+            f"rendezvous store, and could not connect to each other ({reason}); check routes and "
+            "firewalls between their hosts, or give interface= or advertise="
+        )
+
+    def wait_until_opened(self, look: Callable[[], object]) -> None:
+        """Say that the channel is open here, and wait until it is on all ranks.
+
+        Args:
+            look: called while waiting; raises when the channel has failed.
+
+        Raises:
+            RendezvousError: it is not opened on a rank.
+        """
+        keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
+        self._store.set(keys[self.place.rank], "")
+        before, self.look = self.look, look
+        # Connecting may take a rank as long as waiting for its address did.
+        extra_s = 1.0 + self._timeout_s / 4
+        try:
+            self.get_all(keys, extra_s)
+        finally:
+            self.look = before
+        # Ranks that share a node may leave before all others have read: the last reader cleans up.
+        if self._store.count("opened") == self.place.ranks:
+            for key in ("opened", *keys.values()):
+                self._store.forget(key)
+
+    def _heard(self, word: str) -> RendezvousError:
+        """Return the error of a reason, once rank 0 knows that the others have read it, too."""
+        told = json.loads(word)
+        with contextlib.suppress(StoreLost):
+            self._store.set(f"heard/{self.place.rank}", "")
+            if self.place.rank == 0:
+                others = set(range(1, self.place.ranks)).difference(told["missing"])
+                self._store.wait_for({f"heard/{rank}" for rank in others}, _REPORT_S)
+        return RendezvousError(told["reason"])
+
+    def peek(self, key: str) -> bytes | None:
+        """Read a key that should be there, without waiting for it; None if it is not.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+            SessionFailed: the session has failed.
+        """
+        return self._store.read(key, look=self.look)
 
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and learn what every other rank found.
@@ -206,7 +382,7 @@ class Meeting:
         rank, world_size = self.place.rank, self.place.world_size
         if rank == 0:
             self.put("table", json.dumps(table))
-            verdicts = [self.get(f"verdict/{other}", other) for other in range(1, world_size)]
+            verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
             differences = [verdict.decode() for verdict in verdicts if verdict]
             self.put("verdict", differences[0] if differences else "ok")
         else:
@@ -220,6 +396,7 @@ class Meeting:
 
     def refuse(self, reason: str) -> None:
         """Tell all ranks in `agree` that this rank cannot take part."""
+        self.has_refused = True
         verdict = f"rank {self.place.rank} cannot take part: {reason}"
         if self.place.rank == 0:
             self.put("table", json.dumps({"refused": True}))
@@ -244,10 +421,12 @@ class Meeting:
         if own:
             return own.encode()
         if published == _PRIVATE:
-            raise RanksDiffer(
+            reason = (
                 f"rank 0 has a secret of its own and rank {self.place.rank} has none: "
                 "set GRADLANE_SECRET, or secret=, on every rank"
             )
+            self.give_up(reason)
+            raise RanksDiffer(reason)
         return published
 
     def exchange_addresses(
@@ -268,12 +447,13 @@ class Meeting:
         own = {"host": host, "port": port, "node": node}
         self.put(f"address/{self.place.rank}", json.dumps(own))
         peers = []
-        for rank in range(self.place.world_size) if ranks is None else ranks:
-            peer = json.loads(self.get(f"address/{rank}", rank))
+        everyone = range(self.place.world_size) if ranks is None else ranks
+        told = self.get_all({rank: f"address/{rank}" for rank in everyone})
+        for rank, peer in zip(everyone, map(json.loads, told), strict=True):
             if "refused" in peer:
                 raise RanksDiffer(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
-                raise RendezvousError(
+                raise self.give_up(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "
                     f"{self.place.rank} on {node} cannot reach: give interface= or advertise=, "
                     "or set GRADLANE_INTERFACE"
@@ -281,16 +461,16 @@ class Meeting:
             try:
                 peers.append(addresses.endpoint(addresses.resolve(peer["host"]), peer["port"]))
             except OSError as error:
-                raise RendezvousError(
-                    f"the address {peer['host']!r} of rank {rank} is unknown here: {error}"
+                raise self.give_up(
+                    f"the address {peer['host']!r} of rank {rank} is unknown on rank "
+                    f"{self.place.rank}: {error}"
                 ) from error
         return peers
 
     def drop(self, key: str) -> None:
         """Remove a key that nobody reads any more, where the store can."""
         self._written.discard(key)
-        with contextlib.suppress(RuntimeError):
-            self._store.delete_key(key)
+        self._store.forget(key)
 
     def leave(self) -> None:
         """Remove the keys of this meeting, once every rank has said goodbye.
@@ -306,12 +486,8 @@ class Meeting:
             for word in _LAST_WORDS:
                 for other in range(1, world_size):
                     self.drop(f"{word}{other}")
+        self._store.settle()
         self.has_left = True
-
-    def _lost_store(self, error: Exception) -> RendezvousError:
-        return RendezvousError(
-            f"rank {self.place.rank} lost the rendezvous store during {self.name}: {error}"
-        )
 
 
 def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:

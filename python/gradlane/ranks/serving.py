@@ -9,7 +9,6 @@ same plan is checked in the core's handshake, as between ranks that train.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import threading
 import time
@@ -17,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 import gradlane
 from gradlane.core import Channel, CoreModule, Listener, translate_error
 from gradlane.errors import GradlaneError, PeerLost, RanksDiffer, RendezvousError
+from gradlane.ranks.bounded_store import BoundedStore, StoreLost
+from gradlane.ranks.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.ranks.environment import Place
 from gradlane.ranks.patience import Patience
 from gradlane.ranks.rendezvous import Meeting
@@ -39,7 +38,7 @@ _sessions: dict[tuple[str, int, int], int] = {}
 class Office:
     """The place in the store where a session's invitations are left; on every rank alike."""
 
-    def __init__(self, store: Store, place: Place, timeout_s: float) -> None:
+    def __init__(self, store: BoundedStore, place: Place, timeout_s: float) -> None:
         """Count the session; nobody is waited for yet.
 
         Args:
@@ -52,17 +51,22 @@ class Office:
         _sessions[key] = self._number + 1
         self._store = store
         self._timeout_s = timeout_s
+        self._meeting: Meeting | None = None
         self.place = place
 
-    @functools.cached_property
+    @property
     def meeting(self) -> Meeting:
         """The place itself; the first time all ranks of the job come together.
 
         Raises:
             RendezvousError: they do not, or the store is gone.
         """
-        start = start_of(self._store, self.place, self._timeout_s)
-        return Meeting(self._store, self.place, f"serving/{self._number}", self._timeout_s, start)
+        if self._meeting is None:
+            start, number = start_of(self._store, self.place, self._timeout_s), self._number
+            self._meeting = Meeting(
+                self._store, self.place, f"serving/{number}", self._timeout_s, start
+            )
+        return self._meeting
 
 
 def decline(meeting: Meeting, why: str) -> None:
@@ -244,7 +248,7 @@ class Server:
         self,
         core: CoreModule,
         office: Office,
-        store: Store,
+        store: BoundedStore,
         secret: str | None,
         listen: Callable[[Place], tuple[Listener, str]],
         *,
@@ -292,11 +296,15 @@ class Server:
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
         place = self._place()
+        self._office.meeting.look = self._raise_failure
         patience = Patience(self._patience_s)
         try:
             while True:
                 self._raise_failure()
-                word = self._office.meeting.peek(f"channel/{len(self._channels)}")
+                word = None
+                # Channels that are open tell whose loss it is; `_has_ended` looks at the rest.
+                with contextlib.suppress(StoreLost):
+                    word = self._office.meeting.peek(f"channel/{len(self._channels)}")
                 if word is not None:
                     self._channels.append(self._serve(Invitation(**json.loads(word)), place))
                     on_channel(self._channels[-1].served())
@@ -377,31 +385,24 @@ class Server:
         settings["work_depth"] = max(2, 2 * self._work_threads)
         settings["io_threads"] = self._io_threads
         settings["trace"] = False
-        try:
-            peers = meeting.exchange_addresses(host, listener.port, invitation.ranks)
-            channel = self._core.Channel(listener, json.dumps(settings), plan, peers, secret)
-        except self._core.ChannelError as error:
-            raise RendezvousError(
-                f"rank {place.rank} could not connect: {error.args[0]}"
-            ) from error
-        except BaseException:
-            listener.close()
-            raise
+        channel = connect_channel(
+            self._core, meeting, listener, host, settings, plan, secret, invitation.ranks
+        )
+        wait_until_all_are_connected(self._core, channel, meeting)
         return _Serving(self._core, channel, plan, place.rank)
 
     def _has_ended(self) -> bool:
         """Whether rank 0 has said that there is no more to serve, or is gone after its goodbye."""
         if self._given_up is not None:
             return True
-        word = self._office.meeting.peek("end")
+        try:
+            word = self._office.meeting.peek("end")
+        except StoreLost:
+            if not self._channels:
+                raise
+            return True
         if word is None:
-            gone = not self._office.meeting.is_alive
-            if gone and not self._channels:
-                raise RendezvousError(
-                    f"rank {self._office.place.rank} lost the rendezvous store before any of the "
-                    "ranks that train opened a channel"
-                )
-            return gone
+            return False
         end = json.loads(word)
         if end["reason"]:
             raise PeerLost(f"rank 0 gave up: {end['reason']}", 0)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
+from gradlane.errors import RendezvousError
+from gradlane.ranks.bounded_store import BoundedStore
 from gradlane.ranks.environment import Place
 
 _TICK_S = 0.5
@@ -49,7 +49,7 @@ class _Wait:
 class Standstill:
     """The watch of one session."""
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(self, store: BoundedStore, place: Place) -> None:
         """Watch nothing yet; the thread starts with the second model.
 
         Args:
@@ -67,9 +67,7 @@ class Standstill:
 
     def belong_to(self, start: str) -> None:
         """Look for the other ranks' words among those of this start alone, before any model."""
-        self._store = PrefixStore(
-            f"gradlane/{self._place.job}/{start}/standstill", self._whole_store
-        )
+        self._store = self._whole_store.under(f"gradlane/{self._place.job}/{start}/standstill")
 
     def add(self, name: str, model: Watched, give_up: Callable[[str], None]) -> None:
         """Watch a model.
@@ -118,12 +116,12 @@ class Standstill:
                 continue
             count += 1
             # A store that is gone ends the session in other ways.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RendezvousError):
                 word = json.dumps(self._word(wait, count))
                 if self._wait is not wait:
                     # The wait has ended while the word was written: it may be half of the next.
                     continue
-                self._store.set(str(self._place.rank), word)
+                self._store.set(str(self._place.rank), word, look=self._raise_if_closing)
                 readings = [*readings[-2:], self._read()]
             circle = _circle(readings, self._place.rank)
             if circle and wait is self._wait:
@@ -143,9 +141,16 @@ class Standstill:
         }
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        ranks = [str(rank) for rank in range(self._place.world_size)]
-        there = [rank for rank in ranks if self._store.check([rank])]
-        return {int(rank): json.loads(self._store.get(rank)) for rank in there}
+        said = {
+            rank: self._store.read(str(rank), look=self._raise_if_closing)
+            for rank in range(self._place.world_size)
+        }
+        return {rank: json.loads(word) for rank, word in said.items() if word is not None}
+
+    def _raise_if_closing(self) -> None:
+        """Leave a store that does not answer: whoever closes waits for the thread."""
+        if self._closing.is_set():
+            raise RendezvousError("the session ends")
 
     def _give_up(self, circle: dict[int, dict[str, Any]]) -> None:
         order = list(self._models)

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch._C._distributed_c10d import Store
-
 from gradlane.connection import Surroundings, listen
 from gradlane.errors import UsageError
+from gradlane.ranks.bounded_store import BoundedStore
 from gradlane.ranks.serving import Office, Served, Server
 
 _TOLD_EVERY_S = 0.5
@@ -20,7 +19,7 @@ class SessionServing:
     """Calls for ranks that own slices and train nothing."""
 
     _around: Surroundings
-    _store: Store
+    _store: BoundedStore
     _server: Server | None
     _ended: str | None
 

@@ -25,18 +25,17 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from gradlane.adapter.join import Join
 from gradlane.adapter.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.arrays.exchange import ArrayExchange
 from gradlane.arrays.surface import SessionArrays
 from gradlane.checkpoints.keeper import make_checkpoints
 from gradlane.connection import Surroundings
-from gradlane.core import CoreModule
+from gradlane.core import CoreModule, translate_error
 from gradlane.errors import GradlaneError, SessionClosed, UsageError
 from gradlane.observability.observer import make_observer
 from gradlane.planner.in_force import PlanInForce
+from gradlane.ranks.bounded_store import BoundedStore
 from gradlane.ranks.environment import Place
 from gradlane.ranks.rendezvous import Meeting, store_address
 from gradlane.ranks.serving import Invitations, Office
@@ -62,10 +61,15 @@ class Session(
     """A rank's part in a training job; made by `gradlane.init`."""
 
     def __init__(
-        self, core: CoreModule, options: Options, place: Place, store: Store, secret: str | None
+        self,
+        core: CoreModule,
+        options: Options,
+        place: Place,
+        store: BoundedStore,
+        secret: str | None,
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
-        host, port = store_address(store, os.environ)
+        host, port = store_address(store.store, os.environ)
         office = Office(store, place, options.connect_timeout_s) if place.serving else None
         self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
@@ -212,6 +216,7 @@ class Session(
         if parts and all(part.has_parted for part in parts):
             for meeting in (one for one in self._meetings if not one.has_left):
                 meeting.leave()
+        self._store.close()
         self._write_reports()
         if errors:
             raise errors[0]
@@ -231,6 +236,10 @@ class Session(
             self._checkpoints.stop()
         for part in self._parts():
             part.abort(reason)
+        last = self._meetings[-1] if self._meetings else None
+        if last is not None and not self._parts() and last.is_open:
+            # The others wait for this rank there, and have no channel to hear of it through.
+            last.give_up(f"rank {self.rank} gave up: {reason}")
         self._standstill.close()
         self._stop_serving(reason)
         self._write_reports()
@@ -281,9 +290,19 @@ class Session(
             self._standstill.belong_to(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        meeting = Meeting(self._store, place, number, timeout_s, start)
+        meeting = Meeting(self._store, place, number, timeout_s, start, self._look)
         self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
         return meeting
+
+    def _look(self) -> None:
+        """Raise if a model or the arrays have lost a rank."""
+        core = self._around.core
+        for part in self._parts():
+            if not part.has_parted:
+                try:
+                    part.channel.is_ready(0, 0)
+                except core.ChannelError as error:
+                    raise translate_error(core, error, "waiting for other ranks") from error
 
     def _write_reports(self) -> None:
         self._observer.close()

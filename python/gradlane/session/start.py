@@ -12,7 +12,7 @@ from gradlane.core import CoreModule, load_core
 from gradlane.local.rules import check_sums, with_local
 from gradlane.observability.prometheus import wanted_address
 from gradlane.ranks.environment import find_place, is_wanted, warn_of_unknown
-from gradlane.ranks.rendezvous import open_store
+from gradlane.ranks.rendezvous import answer_limit_s, bounded_store, open_store
 from gradlane.session.session import Session
 from gradlane.settings.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.settings.options import FACTOR_SCHEMES, Options, strategy_of
@@ -189,9 +189,12 @@ def init(
     place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
     options.check_world(place.world_size)
     place = place.with_workers(options.workers)
-    if store is None:
-        store = open_store(place, os.environ, connect_timeout_s)
-    return Session(core, options, place, store, secret or os.environ.get("GRADLANE_SECRET"))
+    bounded = (
+        open_store(place, os.environ, connect_timeout_s, answer_limit_s(options))
+        if store is None
+        else bounded_store(store, place, os.environ, answer_limit_s(options))
+    )
+    return Session(core, options, place, bounded, secret or os.environ.get("GRADLANE_SECRET"))
 
 
 def init_serving(
@@ -243,5 +246,5 @@ def init_serving(
         )
     # Who trains is for rank 0 to say.
     place = place.with_workers(0)
-    store = open_store(place, os.environ, connect_timeout_s)
+    store = open_store(place, os.environ, connect_timeout_s, answer_limit_s(options))
     return Session(core, options, place, store, os.environ.get("GRADLANE_SECRET"))

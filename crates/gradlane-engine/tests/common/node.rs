@@ -33,6 +33,7 @@ pub struct Node {
     /// Tensors whose blocks are all here and that this rank owes an answer.
     pub questions: Vec<(TensorId, Step)>,
     pub failure: Option<Failure>,
+    pub suspicions: Vec<(Rank, Rank)>,
     pub closed: bool,
     pub dead: bool,
     /// Whether it sends nothing for now, so that what it would send waits in its queues.
@@ -82,6 +83,7 @@ impl Node {
             blocks: BTreeMap::new(),
             questions: Vec::new(),
             failure: None,
+            suspicions: Vec::new(),
             closed: false,
             dead: false,
             silent: false,
@@ -318,6 +320,7 @@ impl Node {
                 Event::BufferFree(buffer) => {
                     self.buffers.remove(&buffer.id);
                 }
+                Event::Suspected { by, suspect } => self.suspicions.push((by, suspect)),
                 Event::Closed => self.closed = true,
                 Event::Failed(failure) => self.failure = Some(failure),
             }

@@ -24,6 +24,10 @@ impl Core {
                     self.works.begin_step();
                     self.engine.step_gather(step)
                 }
+                Command::AllConnected => {
+                    self.connected_at.get_or_insert(self.now);
+                    Ok(())
+                }
                 Command::SendRaw(step) => self.engine.send_raw(step),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);

@@ -29,6 +29,9 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Longest wait for other ranks to say that they hear a silent peer.
+const ANSWERS: Duration = Duration::from_secs(1);
+
 /// What all I/O threads know of a peer.
 #[derive(Debug)]
 pub(crate) struct Peer {
@@ -41,6 +44,10 @@ pub(crate) struct Peer {
     /// Whether the engine was told that it can take frames.
     pub(super) writable: bool,
     pub(super) said_goodbye: bool,
+    /// When bytes came last; none before the first ones.
+    pub(super) last_received: Option<Time>,
+    /// Until when the other ranks may say that they hear this silent peer.
+    pub(super) suspected_until: Option<Time>,
     /// Frames that the engine has chosen and that its thread has not taken yet.
     outbox: VecDeque<Outgoing>,
 }
@@ -55,6 +62,8 @@ impl Peer {
             open: true,
             writable: true,
             said_goodbye: false,
+            last_received: None,
+            suspected_until: None,
             outbox: VecDeque::new(),
         }
     }
@@ -75,6 +84,8 @@ pub(crate) struct Core {
     pub(super) options: ChannelOptions,
     pub(super) uptime: Uptime,
     pub(super) now: Time,
+    /// Since when all other ranks are known to be connected with all.
+    pub(super) connected_at: Option<Time>,
     pub(super) commands: Vec<Command>,
     /// By I/O thread: its peers whose outbox has something, the most urgent first.
     pub(super) chosen: Vec<Vec<Rank>>,
@@ -171,6 +182,11 @@ impl Core {
                 self.memory.free(buffer);
                 let scratch = &self.shared.metrics.scratch_bytes;
                 scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
+            }
+            Event::Suspected { by, suspect } => {
+                if self.hears(suspect) {
+                    self.engine.blame_link(by, suspect);
+                }
             }
             Event::Closed => self.end(Ending::Closed),
             Event::Failed(failure) => self.end(Ending::Failed(failure)),
@@ -307,6 +323,45 @@ impl Core {
     /// goodbye too.
     pub(super) fn serves_each(&self) -> bool {
         self.engine.plan().strategy.ready == ReadyRule::Each
+    }
+
+    /// Bytes have come from a peer.
+    pub(super) fn heard(&mut self, rank: Rank) {
+        let now = self.now;
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.last_received = Some(now);
+            peer.suspected_until = None;
+        }
+    }
+
+    /// Whether a peer was heard so lately that it runs: it says something every quarter of the
+    /// silence timeout.
+    fn hears(&self, rank: Rank) -> bool {
+        let peer = self.peers.get(rank.index()).and_then(Option::as_ref);
+        let last = peer.filter(|peer| peer.open).and_then(|peer| peer.last_received);
+        last.is_some_and(|last| self.now.since(last) < self.options.silence_timeout() / 2)
+    }
+
+    /// A peer was silent for too long: whether nobody else hears it either, after asking. Otherwise
+    /// when to look again.
+    pub(super) fn is_silent_to_all(&mut self, rank: Rank) -> Result<(), Time> {
+        let now = self.now;
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return Ok(());
+        };
+        match peer.suspected_until {
+            Some(until) if now >= until => Ok(()),
+            Some(until) => Err(until),
+            None => {
+                let until = now + ANSWERS.min(self.options.silence_timeout() / 4);
+                peer.suspected_until = Some(until);
+                if self.engine.suspect(rank) {
+                    Err(until)
+                } else {
+                    Ok(())
+                }
+            }
+        }
     }
 
     /// Nothing can come from a peer any more. Only the thread of its connection may say so: it

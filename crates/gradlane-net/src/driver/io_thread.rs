@@ -35,8 +35,6 @@ pub(crate) struct Link {
     /// Whether the poller reports it as writable.
     pub(super) armed: bool,
     pub(super) last_sent: Time,
-    pub(super) last_received: Time,
-    pub(super) heard: bool,
     pub(super) heard_goodbye: bool,
 }
 
@@ -52,8 +50,6 @@ impl Link {
             frame_size,
             armed: false,
             last_sent: Time::ZERO,
-            last_received: Time::ZERO,
-            heard: false,
             heard_goodbye: false,
         }
     }

@@ -4,7 +4,7 @@
 use super::io_thread::IoThread;
 use crate::connection::{Outgoing, OutgoingPayload};
 use crate::options::ChannelOptions;
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
 use std::time::Duration;
 
@@ -34,19 +34,26 @@ impl IoThread<'_> {
                 next = next.min(link.last_sent.max(now) + silence / 4);
             }
             if !link.heard_goodbye || serves {
+                let last = core.peers[index].as_ref().and_then(|peer| peer.last_received);
+                let last = last.or(core.connected_at);
                 // Until its first byte a peer may still be waiting for others to connect.
                 let grace =
-                    if link.heard { Duration::ZERO } else { core.options.connect_timeout() };
-                let limit = link.last_received + silence + grace;
-                if now >= limit {
-                    let silent_s = now.since(link.last_received).as_secs_f64();
+                    if last.is_some() { Duration::ZERO } else { core.options.connect_timeout() };
+                let last = last.unwrap_or(Time::ZERO);
+                let limit = last + silence + grace;
+                let due = if now < limit { Err(limit) } else { core.is_silent_to_all(rank) };
+                if let Err(later) = due {
+                    next = next.min(later);
+                } else {
+                    let silent_s = now.since(last).as_secs_f64();
+                    let own = Rank(core.options.rank);
+                    let (first, second) = (own.min(rank), own.max(rank));
                     let reason = format!(
                         "silent for {silent_s:.1} s, so its machine or process stands still, or the \
-                         network is cut (longer pauses of these: silence_timeout_s)"
+                         link between {first} and {second} is cut (longer pauses of these: \
+                         silence_timeout_s)"
                     );
                     core.lose(rank, &reason);
-                } else {
-                    next = next.min(limit);
                 }
             }
         }

@@ -130,8 +130,7 @@ impl IoThread<'_> {
         }
         let mut core = lock(core);
         if bytes > 0 {
-            link.last_received = core.now;
-            link.heard = true;
+            core.heard(rank);
             count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
         }
         match result {
