@@ -82,6 +82,11 @@ class RankEnd:
         """Return whether its program came to its end."""
         return any(event["event"] == "done" for event in self.events)
 
+    @property
+    def last_step(self) -> int:
+        """Return the last step that its program came through, 0 if none."""
+        return max((one["step"] for one in self.events if one["event"] == "step"), default=0)
+
     def digests(self) -> dict[int, str]:
         """Return the digests that it wrote, by step."""
         return {one["step"]: one["digest"] for one in self.events if one["event"] == "digest"}

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.faults.trigger import Trigger
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
+_STEP_S = 0.01
 WIDTH = 96
 
 
@@ -136,6 +138,9 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         if (job["scenario"] or {}).get("fault") == "raise":
             trigger.reach("checkpoint")
         trigger.pass_by()
+        if trigger.is_drawn:
+            # Steps of a millisecond would be over before a fault that comes a little later.
+            time.sleep(_STEP_S)
         log.write("step", step=step)
         if job["digests"]:
             log.write("digest", step=step, digest=digest(session, model))

@@ -120,6 +120,11 @@ class Scenario:
         """Return the step after which the program closes its session."""
         return self.start_step + STEPS_AFTER_START
 
+    @property
+    def hides_link(self) -> bool:
+        """Return whether a partition keeps a rank from the store before anyone can hear of it."""
+        return self.moment in BEFORE_CONNECTED and 0 in self.victims and not self.agent
+
     def node_of(self, rank: int) -> int:
         """Return the node that a rank is on."""
         return rank // self.kind.local_size
@@ -179,7 +184,7 @@ def draw(seed: int) -> Scenario:
     exact = fault == "raise" or moment in ("start", "checkpoint") or random_.random() < 0.5
     if moment in ("update", "broadcast") and kind.options.get("update") == "server":
         exact = False
-    delay_ms = None if exact else random_.choice((2.0, 10.0, 40.0)) * random_.random()
+    delay_ms = None if exact else random_.choice((2.0, 6.0, 20.0)) * random_.random()
     return Scenario(
         seed=seed,
         training=training,

@@ -32,6 +32,7 @@ class Trigger:
 
     Attributes:
         step: the training step that the program is in.
+        is_drawn: whether there is a fault in this run, on any rank.
     """
 
     def __init__(self, folder: Path, job: dict[str, Any], rank: int) -> None:
@@ -44,6 +45,7 @@ class Trigger:
         """
         scenario = job["scenario"]
         self.step = 0
+        self.is_drawn = scenario is not None
         self._folder = folder
         self._rank = rank
         self._is_armed = scenario is not None and scenario["announcer"] == rank

@@ -106,7 +106,7 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
             where = _last_frames(end.traces)
             problems.append(Problem("hang", end.rank, f"not ended after the bound; {where}"))
         elif end.error is None:
-            if not (end.is_done and may_succeed(scenario)):
+            if not (end.is_done and may_succeed(scenario, outcome)):
                 text = f"ended with {end.code} and no error: {end.errors[-300:]}"
                 problems.append(Problem("silent", end.rank, text))
         elif is_victim and scenario.fault == "raise":
@@ -122,11 +122,18 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
     return problems
 
 
-def may_succeed(scenario: Scenario) -> bool:
-    """Return whether ranks may end in good order: training needs no store, and some have closed."""
+def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
+    """Return whether ranks may end in good order.
+
+    That is where some have closed, where training does not need what is at fault, and where a fault
+    came so late that the ranks at fault had done all their steps.
+    """
+    if scenario.moment == "close":
+        return True
     if scenario.fault == "freeze the store":
         return scenario.moment not in BEFORE_CONNECTED
-    return scenario.moment == "close"
+    steps = [outcome.ends[victim].last_step for victim in scenario.victims]
+    return bool(steps) and min(steps) == scenario.last_step
 
 
 def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
@@ -140,7 +147,10 @@ def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
             yield Problem("misnamed", end.rank, f"not the store: {shown}")
     elif scenario.fault == "partition":
         # The rank's own name may stand at the beginning, too.
-        if named_ranks(text, -1) - victims or not victims <= named_ranks(text, -1):
+        both = named_ranks(text, -1)
+        # All that others can see of a rank that never came to the store is that it is not there.
+        far_end = {0} if end.rank in victims - {0} else victims - {0}
+        if both - victims or not (both >= victims or (scenario.hides_link and named == far_end)):
             yield Problem("misnamed", end.rank, f"not the link: {shown}")
     elif scenario.fault == "cut" and scenario.world_size == 2 and "link" in text:
         if named_ranks(text, -1) != {0, 1}:
