@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.faults.scenario import (
     TRAININGS,
     Scenario,
 )
+from tests.waiting import eventually
 
 _POLL_S = 0.01
 _PATIENT_S = 90.0
@@ -249,7 +250,7 @@ class _Run:
                 listener = Listener(port, scenario.listener)
             elif has_agent:
                 self._start("agent", "tests.faults.store_host", path, common)
-                self._wait_until((self._folder / "store-is-up").exists, "the store's host")
+                assert eventually((self._folder / "store-is-up").exists, _START_S)
             for rank in range(self._world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
                 own["ADVERTISE"] = hosts[nodes[rank]]
@@ -368,18 +369,10 @@ class _Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[name], number)
 
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + _START_S
-        while not condition():
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{what} did not come up in {_START_S:g} s")
-            time.sleep(_POLL_S)
-
     def _end_all(self) -> None:
         for name in self._pids:
             self._signal(name, signal.SIGKILL)
-        for name in self._pids:
-            self._wait_until(lambda name=name: self._has_ended(name), name)  # type: ignore[misc]
+        assert eventually(lambda: all(map(self._has_ended, self._pids)), _START_S)
 
     def _read_events(self, end: RankEnd) -> None:
         path = self._folder / f"rank-{end.rank}"

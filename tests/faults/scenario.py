@@ -155,8 +155,8 @@ def draw(seed: int) -> Scenario:
         names = [name for name in names if TRAININGS[name].local_size == 1]
     training = random_.choice(names)
     kind = TRAININGS[training]
-    # A cut of the only node would hit nobody.
-    least = 2 * kind.local_size if fault == "cut" else 2
+    # A cut of the only node would hit nobody, and a partition of two ranks is such a cut.
+    least = {"cut": 2 * kind.local_size, "partition": 3}.get(fault, 2)
     world_size = random_.choice([world for world in kind.worlds if world >= least])
     moments = _moments(fault)
     moment = random_.choice(moments)
