@@ -55,7 +55,8 @@ def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
     where = "namespaces" if scenario.namespaces else "loopback"
     print(
         f"{number:>4}/{count}  seed {scenario.seed:<8} {result.word:<16} {result.seconds:5.1f} s  "
-        f"{scenario}, {where}{', agent' if scenario.agent else ''}",
+        f"{scenario}{' (missed)' if result.is_late else ''}, {where}"
+        f"{', agent' if scenario.agent else ''}",
         flush=True,
     )
     if result.problems:
@@ -75,6 +76,7 @@ def summarize(results: list[Result], elapsed_s: float) -> dict[str, Any]:
         "skipped": sum(bool(one.skipped) for one in results),
         "failed": sum(bool(one.problems) for one in results),
         "on_rank_0": sum(0 in one.scenario.victims for one in results if not one.skipped),
+        "missed_moments": sum(one.is_late for one in results),
         "elapsed_s": round(elapsed_s, 1),
         "problems": {kind: kinds[kind] for kind in KINDS},
     }
@@ -84,7 +86,8 @@ def _closing(summary: dict[str, Any]) -> str:
     problems = ", ".join(f"{count} {kind}" for kind, count in summary["problems"].items())
     return (
         f"{summary['faults']} faults in {summary['elapsed_s']:.0f} s "
-        f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped): "
+        f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped, "
+        f"{summary['missed_moments']} two steps after their moment): "
         f"{summary['failed']} failed; {problems}"
     )
 

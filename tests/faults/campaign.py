@@ -16,11 +16,11 @@ from typing import Any
 
 from tests.adapter.nursery import Nursery
 from tests.faults.cluster import (
-    complete_steps,
     new_folder,
     run_faulted,
     run_undisturbed,
 )
+from tests.faults.outcome import complete_steps
 from tests.faults.scenario import (
     REFERENCE_STEPS,
     STEPS_AFTER_RESTART,
@@ -42,6 +42,7 @@ class Result:
         problems: none where all is as it should be.
         seconds: from the fault until the last rank ended.
         errors: each rank's error, or "".
+        is_late: whether the program did not come by the moment, and the fault came later.
         skipped: why it could not run here, or "".
     """
 
@@ -49,6 +50,7 @@ class Result:
     problems: list[Problem] = field(default_factory=list)
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
+    is_late: bool = False
     skipped: str = ""
 
     @property
@@ -66,6 +68,7 @@ class Result:
             "problems": [problem.to_json() for problem in self.problems],
             "seconds": round(self.seconds, 2),
             "errors": self.errors,
+            "is_late": self.is_late,
             "skipped": self.skipped,
         }
 
@@ -172,7 +175,7 @@ class Campaign:
         errors = [
             f"{end.error['type']}: {end.error['text']}" if end.error else "" for end in outcome.ends
         ]
-        return Result(scenario, problems, seconds, errors)
+        return Result(scenario, problems, seconds, errors, outcome.is_late)
 
     def _reference(self, training: str, world_size: int) -> Reference:
         key = (training, world_size)

@@ -15,12 +15,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradlane.lab.namespaces import Cluster
 from tests.adapter.nursery import Nursery
+from tests.faults.outcome import Outcome, RankEnd, complete_steps
 from tests.faults.ports import Listener, free_port
 from tests.faults.scenario import (
     CHECKPOINT_EVERY,
@@ -31,6 +31,7 @@ from tests.faults.scenario import (
     TRAININGS,
     Scenario,
 )
+from tests.faults.trigger import LATE
 from tests.waiting import eventually
 
 _POLL_S = 0.01
@@ -51,68 +52,6 @@ class Switch(Cluster):
         for node in (first, second):
             # Isolated ports of a bridge reach all others that are not isolated.
             route.brport("set", index=self._entered().interface(f"port{node}"), isolated=1)
-
-
-@dataclass
-class RankEnd:
-    """How one rank ended.
-
-    Attributes:
-        rank: its number.
-        code: exit status; None: it had not ended at the deadline.
-        after_s: seconds from the fault to its end; before the fault negative.
-        events: what it wrote down.
-        traces: where its threads stood at the deadline, of one that had not ended.
-        errors: what it wrote to standard error.
-    """
-
-    rank: int
-    code: int | None = None
-    after_s: float = 0.0
-    events: list[dict[str, Any]] = field(default_factory=list)
-    traces: str = ""
-    errors: str = ""
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """Return the error that ended it, if one did."""
-        return next((event for event in self.events if event["event"] == "error"), None)
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether its program came to its end."""
-        return any(event["event"] == "done" for event in self.events)
-
-    @property
-    def last_step(self) -> int:
-        """Return the last step that its program came through, 0 if none."""
-        return max((one["step"] for one in self.events if one["event"] == "step"), default=0)
-
-    def digests(self) -> dict[int, str]:
-        """Return the digests that it wrote, by step."""
-        return {one["step"]: one["digest"] for one in self.events if one["event"] == "digest"}
-
-
-@dataclass
-class Outcome:
-    """What came of one run.
-
-    Attributes:
-        ends: of all ranks.
-        is_reached: whether the drawn moment was reached.
-        complete_before: steps of the checkpoints that were complete when the fault came.
-        left_over: processes, shared memory and temporary files that were left.
-    """
-
-    ends: list[RankEnd]
-    is_reached: bool = False
-    complete_before: list[int] = field(default_factory=list)
-    left_over: list[str] = field(default_factory=list)
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Return the steps of all checkpoints that are presented as complete."""
-    return sorted(int(path.parent.name.split("-")[1]) for path in root.glob("step-*/manifest.json"))
 
 
 def run_undisturbed(
@@ -266,6 +205,11 @@ class _Run:
 
     def wait_for_moment(self) -> None:
         """Wait until the announcer reaches the moment, or a rank ends before."""
+        assert self._scenario is not None
+        if self._scenario.listener:
+            # It was there before any rank.
+            self.outcome.is_reached = True
+            return
         reached = self._folder / "reached"
         deadline_s = time.monotonic() + _START_S
         while not reached.exists() and time.monotonic() < deadline_s:
@@ -274,6 +218,7 @@ class _Run:
                 break
             time.sleep(_POLL_S / 4)
         self.outcome.is_reached = reached.exists()
+        self.outcome.is_late = reached.exists() and reached.read_text() == LATE
 
     def inject(self) -> None:
         """Let the fault happen."""

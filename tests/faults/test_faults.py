@@ -8,7 +8,7 @@ from gradlane.lab.privilege import why_no_namespaces
 from tests.adapter.nursery import Nursery
 from tests.built import needs_core
 from tests.faults.campaign import Campaign
-from tests.faults.cluster import Outcome, RankEnd
+from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import FAULTS, MOMENTS, Scenario, draw
 from tests.faults.verdict import judge_run, named_ranks
 

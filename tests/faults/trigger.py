@@ -21,6 +21,8 @@ from gradlane.ranks.pauses import PAUSE
 
 _WAIT_S = 60.0
 _POLL_S = 0.002
+LATE = "late"
+"""In the file `reached` where the program did not come by the moment."""
 
 
 class UserError(Exception):
@@ -50,6 +52,7 @@ class Trigger:
         self._rank = rank
         self._is_armed = scenario is not None and scenario["announcer"] == rank
         self._scenario = scenario or {}
+        self._word = ""
         self._lock = threading.Lock()
 
     def reach(self, moment: str) -> None:
@@ -60,6 +63,7 @@ class Trigger:
     def pass_by(self) -> None:
         """Report the moment two steps after it was due: the program did not come by it."""
         if self._is_armed and 0 < self._scenario["step"] < self.step - 1:
+            self._word = LATE
             self._fire()
 
     def _is_due(self) -> bool:
@@ -85,7 +89,9 @@ class Trigger:
             time.sleep(_POLL_S)
 
     def _announce(self) -> None:
-        (self._folder / "reached").touch()
+        whole = self._folder / ".reached"
+        whole.write_text(self._word)
+        whole.rename(self._folder / "reached")
 
     def watch(self) -> None:
         """Reach the moments of waits, updates and files of checkpoints, wherever they occur."""
@@ -118,6 +124,9 @@ class Trigger:
         return update
 
     def _around_file(self, function: Callable[..., Any], count: Any) -> Callable[..., Any]:
+        # Those of a shard; rank 0 writes a manifest, too.
+        operations = 7 if self._rank == 0 else 3
+
         def operate(*arguments: Any, **options: Any) -> Any:
             number = -1
             if self._is_armed and self.step >= self._scenario["step"]:
@@ -125,7 +134,7 @@ class Trigger:
             if number == self._scenario["call"]:
                 self.reach("checkpoint")
             result = function(*arguments, **options)
-            if number + 7 == self._scenario["call"]:
+            if number + operations == self._scenario["call"]:
                 self.reach("checkpoint")
             return result
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.faults.cluster import Outcome, RankEnd, complete_steps
+from tests.faults.outcome import Outcome, RankEnd, complete_steps
 from tests.faults.scenario import (
     BEFORE_CONNECTED,
     CLOSE_TIMEOUT_S,
@@ -35,7 +35,7 @@ _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)")
 _NODES = re.compile(r"\bnodes? (\d+)")
 _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
-    r"|; in step \d+, .* outstanding.*?; waiting for [^;]*"  # whose gradients a step still lacks
+    r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # whose gradients a step still lacks
 )
 
 
