@@ -35,7 +35,7 @@ _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)")
 _NODES = re.compile(r"\bnodes? (\d+)")
 _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
-    r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # whose gradients a step still lacks
+    r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # what a step still lacks
 )
 
 
