@@ -13,7 +13,7 @@ CHECKPOINT_EVERY = 2
 CONNECT_TIMEOUT_S = 8.0
 SILENCE_TIMEOUT_S = 4.0
 PROGRESS_TIMEOUT_S = 8.0
-CLOSE_TIMEOUT_S = 4.0
+CLOSE_TIMEOUT_S = 16.0
 REFERENCE_STEPS = 16
 """Steps of an undisturbed run: no faulted run and no restart goes further."""
 STEPS_AFTER_START = 8

@@ -92,7 +92,13 @@ def test_hangs_and_errors_of_others_are_found() -> None:
 
 
 def test_who_reports_is_not_blamed() -> None:
-    text = "rank 2 was lost: silent for 4 s (reported by rank 1) (noticed while waiting in step 4)"
-    assert named_ranks(text, 0) == {2}
-    assert named_ranks("rank 0 could not connect: rank 0 is not connected to rank 2", 0) == {2}
-    assert named_ranks("rank 1 waited 8 s for ranks 0, 2 and 3", 1) == {0, 2, 3}
+    for text, named in {
+        "rank 2 was lost: silent (reported by rank 1) (noticed while waiting)": {2},
+        "rank 0 could not connect: rank 0 is not connected to rank 2": {2},
+        "rank 1 waited 8 s for ranks 0, 2 and 3": {0, 2, 3},
+        "rank 1: the rendezvous store, which rank 0 keeps, does not answer": {0},
+        "rank 1 gave up: rank 1: the store, which rank 0 keeps, does not answer": {0},
+        "rank 2 gave up: rank 1 was lost": {1, 2},
+        "rank 1 was lost; in step 3, 2 tensors were outstanding: a, b; waiting for rank 0; x": {1},
+    }.items():
+        assert named_ranks(text) == named, text

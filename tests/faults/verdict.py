@@ -37,6 +37,11 @@ _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
     r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # what a step still lacks
 )
+_REPORTER = re.compile(
+    r"\brank \d+ (?:is not connected|could not connect|cannot reach|waited|waits|lost the)"
+    r"|(?:^|(?<=: ))rank \d+: "
+)
+"""A rank that says what it saw, itself or in the words of another."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,13 @@ def bound_s(scenario: Scenario) -> float:
     return limit_s + SLACK_S
 
 
-def named_ranks(text: str, own: int) -> set[int]:
+def named_ranks(text: str) -> set[int]:
     """Return the ranks that an error blames: those it names, but for whoever says so."""
     text = _ASIDE.sub("", text)
     if "store" in text:
         # A rank that gave up because of the store is not at fault.
         text = re.sub(r"^rank \d+ gave up: ", "", text)
-    text = re.sub(rf"\brank {own} (?:is not|could not|cannot|waited|waits|lost|has)\b", "", text)
+    text = _REPORTER.sub("", text)
     return {int(one) for match in _RANKS.findall(text) for one in re.findall(r"\d+", match)}
 
 
@@ -97,7 +102,6 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
         said = [end.error["text"] for end in outcome.ends if end.error]
         return [Problem("not run", None, f"no rank reached the moment; errors: {said}")]
     problems = [Problem("left over", None, one) for one in outcome.left_over]
-    blamed: dict[int, frozenset[int]] = {}
     for end in outcome.ends:
         is_victim = end.rank in scenario.victims and scenario.fault != "partition"
         if is_victim and scenario.fault in ("kill", "stop"):
@@ -118,7 +122,6 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
             problems.append(Problem("foreign error", end.rank, text))
         elif not is_victim:
             problems += _misnamed(scenario, end)
-            blamed[end.rank] = frozenset(named_ranks(end.error["text"], -1))
     return problems
 
 
@@ -139,21 +142,19 @@ def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
 def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
     assert end.error is not None
     text, culprit = end.error["text"], end.error["culprit"]
-    named = named_ranks(text, end.rank)
+    named = named_ranks(text)
     victims = set(scenario.victims)
     shown = f"{end.error['type']}: {text[:400]}"
     if not victims:
         if "store" not in text or named - {0}:
             yield Problem("misnamed", end.rank, f"not the store: {shown}")
     elif scenario.fault == "partition":
-        # The rank's own name may stand at the beginning, too.
-        both = named_ranks(text, -1)
         # All that others can see of a rank that never came to the store is that it is not there.
         far_end = {0} if end.rank in victims - {0} else victims - {0}
-        if both - victims or not (both >= victims or (scenario.hides_link and named == far_end)):
+        if named != victims and not (scenario.hides_link and named == far_end):
             yield Problem("misnamed", end.rank, f"not the link: {shown}")
     elif scenario.fault == "cut" and scenario.world_size == 2 and "link" in text:
-        if named_ranks(text, -1) != {0, 1}:
+        if named != {0, 1}:
             yield Problem("misnamed", end.rank, f"not the link: {shown}")
     else:
         nodes = {scenario.node_of(victim) for victim in victims}
