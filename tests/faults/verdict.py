@@ -134,7 +134,7 @@ def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
     if scenario.moment == "close":
         return True
     if scenario.fault == "freeze the store":
-        return scenario.moment not in BEFORE_CONNECTED
+        return scenario.moment not in BEFORE_CONNECTED or scenario.delay_ms is not None
     steps = [outcome.ends[victim].last_step for victim in scenario.victims]
     return bool(steps) and min(steps) == scenario.last_step
 
