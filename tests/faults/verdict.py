@@ -36,6 +36,7 @@ _NODES = re.compile(r"\bnodes? (\d+)")
 _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
     r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # what a step still lacks
+    r"|, or the link between \w+ \d+ and \w+ \d+ is cut"  # what else silence may mean
 )
 _REPORTER = re.compile(
     r"\brank \d+ (?:is not connected|could not connect|cannot reach|waited|waits|lost the)"
