@@ -36,8 +36,9 @@ _NODES = re.compile(r"\bnodes? (\d+)")
 _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
     r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # what a step still lacks
-    r"|, or the link between \w+ \d+ and \w+ \d+ is cut"  # what else silence may mean
 )
+_OR_LINK = re.compile(r", or the (link between \w+ \d+ and \w+ \d+) is cut")
+"""What else silence may mean, where no third rank is there to tell."""
 _REPORTER = re.compile(
     r"\brank \d+ (?:is not connected|could not connect|cannot reach|waited|waits|lost the)"
     r"|(?:^|(?<=: ))rank \d+: "
@@ -142,19 +143,27 @@ def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
 
 def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
     assert end.error is not None
-    text, culprit = end.error["text"], end.error["culprit"]
+    said, culprit = end.error["text"], end.error["culprit"]
+    text = _OR_LINK.sub("", said)
     named = named_ranks(text)
     victims = set(scenario.victims)
-    shown = f"{end.error['type']}: {text[:400]}"
+    shown = f"(error.rank {culprit}) {end.error['type']}: {said[:400]}"
     if not victims:
         if "store" not in text or named - {0}:
             yield Problem("misnamed", end.rank, f"not the store: {shown}")
     elif scenario.fault == "partition":
         # All that others can see of a rank that never came to the store is that it is not there.
         far_end = {0} if end.rank in victims - {0} else victims - {0}
-        if named != victims and not (scenario.hides_link and named == far_end):
+        if scenario.hides_link and named == far_end:
+            return
+        # Who closes after all others has nobody left to ask which of two ranks is alive.
+        other = _OR_LINK.search(said)
+        if end.last_step == scenario.last_step and other and named_ranks(other[1]) == victims:
+            return
+        if named != victims:
             yield Problem("misnamed", end.rank, f"not the link: {shown}")
-    elif scenario.fault == "cut" and scenario.world_size == 2 and "link" in text:
+    elif scenario.world_size == 2 and scenario.fault == "cut" and "link between" in text:
+        # Of two ranks none can tell which one is cut off.
         if named != {0, 1}:
             yield Problem("misnamed", end.rank, f"not the link: {shown}")
     else:
@@ -164,7 +173,7 @@ def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
         if not named and elsewhere and told_nodes and told_nodes <= nodes:
             return
         if not named or named - victims or (culprit is not None and culprit not in victims):
-            yield Problem("misnamed", end.rank, f"not the victim (error.rank {culprit}): {shown}")
+            yield Problem("misnamed", end.rank, f"not the victim: {shown}")
 
 
 def judge_restart(
