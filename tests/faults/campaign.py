@@ -20,7 +20,7 @@ from tests.faults.cluster import (
     run_faulted,
     run_undisturbed,
 )
-from tests.faults.outcome import complete_steps
+from tests.faults.outcome import complete_checkpoints
 from tests.faults.scenario import (
     REFERENCE_STEPS,
     STEPS_AFTER_RESTART,
@@ -146,16 +146,15 @@ class Campaign:
         place = new_folder(self._root, f"seed-{scenario.seed}")
         checkpoint = place / "checkpoint"
         checkpoint.mkdir(parents=True)
-        for step in complete_steps(reference.checkpoint):
+        for step, folder in complete_checkpoints(reference.checkpoint).items():
             if step <= scenario.start_step:
-                name = f"step-{step:09d}"
-                shutil.copytree(reference.checkpoint / name, checkpoint / name)
+                shutil.copytree(folder, checkpoint / folder.name)
         began_s = time.monotonic()
         outcome = run_faulted(
             self._nursery, place / "faulted", scenario, checkpoint, bound_s(scenario)
         )
         problems = judge_run(scenario, outcome)
-        complete = complete_steps(checkpoint)
+        complete = list(complete_checkpoints(checkpoint))
         last_step = max(complete, default=0) + STEPS_AFTER_RESTART
         restarted = run_undisturbed(
             self._nursery,

@@ -20,7 +20,7 @@ from typing import Any
 
 from gradlane.lab.namespaces import Cluster
 from tests.adapter.nursery import Nursery
-from tests.faults.outcome import Outcome, RankEnd, complete_steps
+from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.ports import Listener, free_port
 from tests.faults.scenario import (
     CHECKPOINT_EVERY,
@@ -113,7 +113,7 @@ def run_faulted(
         run.running(options, checkpoint, scenario.last_step),
     ):
         run.wait_for_moment()
-        run.outcome.complete_before = complete_steps(checkpoint)
+        run.outcome.complete_before = list(complete_checkpoints(checkpoint))
         run.inject()
         silent = scenario.victims if scenario.fault == "stop" else ()
         ranks = [rank for rank in range(scenario.world_size) if rank not in silent]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,11 @@ class Outcome:
     left_over: list[str] = field(default_factory=list)
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Return the steps of all checkpoints that are presented as complete."""
-    return sorted(int(path.parent.name.split("-")[1]) for path in root.glob("step-*/manifest.json"))
+def complete_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the folders of all checkpoints that are presented as complete, by step."""
+    found = {}
+    for manifest in sorted(root.glob("step-*/manifest.json")):
+        # One may be replaced by a later one meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            found[int(json.loads(manifest.read_bytes())["step"])] = manifest.parent
+    return dict(sorted(found.items()))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.faults.outcome import Outcome, RankEnd, complete_steps
+from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.scenario import (
     BEFORE_CONNECTED,
     CLOSE_TIMEOUT_S,
@@ -225,20 +225,23 @@ def judge_restart(
 
 def unnamed_files(checkpoint: Path) -> Iterator[Problem]:
     """Yield what is in a folder of checkpoints and belongs to none, and manifests that lie."""
-    manifests = {step: f"step-{step:09d}" for step in complete_steps(checkpoint)}
-    for path in checkpoint.iterdir():
+    complete = complete_checkpoints(checkpoint)
+    for path in checkpoint.rglob("*"):
+        step = re.match(r"step-(\d+)", path.relative_to(checkpoint).parts[0])
         # Later steps are those of runs that went further; they are cleared when training comes by.
-        is_later = path.name > f"step-{max(manifests, default=0):09d}"
-        if path.name not in manifests.values() and not is_later:
-            yield Problem("left over", None, f"{path.name} in the folder of checkpoints")
-    for name in manifests.values():
-        folder = checkpoint / name
+        is_later = step is not None and int(step[1]) > max(complete, default=0)
+        is_incomplete = step is not None and path.is_dir() and path not in complete.values()
+        if not is_later and (is_incomplete or path.name.endswith(".tmp")):
+            name = path.relative_to(checkpoint)
+            yield Problem("left over", None, f"{name} in the folder of checkpoints")
+    for folder in complete.values():
         files = json.loads((folder / "manifest.json").read_text())["files"]
         sizes = {one[0]: one[1] for one in files}
         there = {path.name: path.stat().st_size for path in folder.iterdir()}
         del there["manifest.json"]
         if there != sizes:
-            yield Problem("lost checkpoint", None, f"{name} has {there}, its manifest {sizes}")
+            text = f"{folder.name} has {there}, its manifest {sizes}"
+            yield Problem("lost checkpoint", None, text)
 
 
 def _last_frames(traces: str) -> str:
