@@ -111,8 +111,11 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
         if end.code is None:
             where = _last_frames(end.traces)
             problems.append(Problem("hang", end.rank, f"not ended after the bound; {where}"))
+        elif end.code < 0:
+            text = f"ended by signal {-end.code} after {end.error}: {end.errors[-300:]}"
+            problems.append(Problem("foreign error", end.rank, text))
         elif end.error is None:
-            if not (end.is_done and may_succeed(scenario, outcome)):
+            if not (end.code == 0 and end.is_done and may_succeed(scenario, outcome)):
                 text = f"ended with {end.code} and no error: {end.errors[-300:]}"
                 problems.append(Problem("silent", end.rank, text))
         elif is_victim and scenario.fault == "raise":
