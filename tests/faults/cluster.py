@@ -21,7 +21,7 @@ from typing import Any
 from gradlane.lab.namespaces import Cluster
 from tests.adapter.nursery import Nursery
 from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
-from tests.faults.ports import Listener, free_port
+from tests.faults.ports import Listener, own_loopback
 from tests.faults.scenario import (
     CHECKPOINT_EVERY,
     CLOSE_TIMEOUT_S,
@@ -154,7 +154,8 @@ class _Run:
         if self._training.serving:
             options["workers"] = self._world_size - self._training.serving
         has_agent = scenario is not None and scenario.agent
-        port = free_port()
+        stack = contextlib.ExitStack()
+        namespace, port = stack.enter_context(own_loopback())
         job = {
             "folder": str(self._folder),
             "scenario": None if scenario is None else scenario.to_json(),
@@ -166,7 +167,7 @@ class _Run:
             "port": port,
             # The agent that hosts the store is on a node of its own.
             "nodes": [*nodes, nodes[-1] + 1],
-            "namespaces": self._namespaces(nodes[-1] + 2),
+            "namespaces": self._namespaces(namespace, nodes[-1] + 2),
         }
         path = self._folder / "job.json"
         path.write_text(json.dumps(job))
@@ -183,10 +184,10 @@ class _Run:
         }
         if has_agent:
             common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        listener = None
         try:
             if scenario is not None and scenario.listener:
-                listener = Listener(port, scenario.listener)
+                listener = Listener(namespace, port, scenario.listener)
+                stack.callback(listener.close)
             elif has_agent:
                 self._start("agent", "tests.faults.store_host", path, common)
                 assert eventually((self._folder / "store-is-up").exists, _START_S)
@@ -198,8 +199,7 @@ class _Run:
             yield
         finally:
             self._end_all()
-            if listener is not None:
-                listener.close()
+            stack.close()
         for end in self.outcome.ends:
             self._read_events(end)
 
@@ -281,9 +281,9 @@ class _Run:
             if self.outcome.ends[rank].code is not None:
                 found += map(str, (self._folder / f"tmp-rank-{rank}").iterdir())
 
-    def _namespaces(self, count: int) -> list[str] | None:
+    def _namespaces(self, alone: str | None, count: int) -> list[str] | None:
         if self._switch is None:
-            return None
+            return None if alone is None else [alone] * count
         descriptors = map(self._switch.namespace_descriptor, range(count))
         return [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors]
 

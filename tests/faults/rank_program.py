@@ -25,28 +25,24 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from tests.faults.ports import enter_namespace
 from tests.faults.trigger import Trigger
 
 _PR_SET_PDEATHSIG = 1
-_CLONE_NEWNET = 0x40000000
 _STEP_S = 0.01
 WIDTH = 96
 
 
 def isolate(job: dict[str, Any], node: int) -> None:
     """Begin a session of processes, end with the parent, and enter the node's namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     # The parent has looked up its own.
     tempfile.tempdir = None
     # A signal tells where the program stands, for the report of a hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if job["namespaces"] is not None:
-        descriptor = os.open(job["namespaces"][node], os.O_RDONLY)
-        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
-        os.close(descriptor)
+        enter_namespace(job["namespaces"][node])
 
 
 class Log:
