@@ -19,7 +19,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon lint bench format clean build
+.PHONY: demo test test-rust test-python test-neon faults lint bench format clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -33,6 +33,13 @@ test-rust: .cache/tools
 TEST_JOBS ?= 2
 test-python: build
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
+
+# Kills, stops and cuts off ranks of real trainings at drawn moments (docs/faults.md); `SEED` is of
+# the first fault. As root, else faults of the network are skipped.
+SEED ?= 1
+COUNT ?= 200
+faults: build
+	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools

@@ -1,0 +1,124 @@
+"""Injects faults into real trainings and judges what comes of them: `python -m tests.faults`.
+
+Prints a line a fault, with its seed, and a table. Exit status 0: no hang, no wrong culprit, no lost
+checkpoint, nothing left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from gradlane.lab.privilege import why_no_namespaces
+from tests.adapter.nursery import Nursery
+from tests.faults.campaign import Campaign, Result
+from tests.faults.scenario import FAULTS, MOMENTS
+from tests.faults.verdict import KINDS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the campaign; returns the exit status."""
+    options = _parse(arguments)
+    seeds = options.only or range(options.seed, options.seed + options.count)
+    began_s = time.monotonic()
+    results: list[Result] = []
+    why_not = why_no_namespaces()
+    if why_not:
+        print(f"no network namespaces ({why_not}): cut links and partitions are skipped")
+    with (
+        contextlib.closing(Nursery()) as nursery,
+        Campaign(nursery, why_not, options.keep) as campaign,
+    ):
+        for result in campaign.run_all(seeds, options.jobs):
+            results.append(result)
+            _show(result, len(results), len(seeds), bool(options.only))
+    summary = summarize(results, time.monotonic() - began_s)
+    print("\n" + table(results))
+    print(_closing(summary))
+    if options.json:
+        rows = [result.to_json() for result in results]
+        Path(options.json).write_text(json.dumps({**summary, "results": rows}, indent=1))
+    return 1 if summary["failed"] else 0
+
+
+def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
+    scenario = result.scenario
+    where = "namespaces" if scenario.namespaces else "loopback"
+    print(
+        f"{number:>4}/{count}  seed {scenario.seed:<8} {result.word:<16} {result.seconds:5.1f} s  "
+        f"{scenario}{' (missed)' if result.is_late else ''}, {where}"
+        f"{', agent' if scenario.agent else ''}",
+        flush=True,
+    )
+    if result.problems:
+        for problem in result.problems:
+            print(f"            {problem}", flush=True)
+        print(f"            repeat with: python -m tests.faults --only {scenario.seed}", flush=True)
+    if all_errors:
+        for rank, error in enumerate(result.errors):
+            print(f"            rank {rank}: {error or 'no error'}", flush=True)
+
+
+def summarize(results: list[Result], elapsed_s: float) -> dict[str, Any]:
+    """Return counts: faults run, skipped and failed, and faults by kind of problem."""
+    kinds = Counter(kind for one in results for kind in {problem.kind for problem in one.problems})
+    return {
+        "faults": sum(not one.skipped for one in results),
+        "skipped": sum(bool(one.skipped) for one in results),
+        "failed": sum(bool(one.problems) for one in results),
+        "on_rank_0": sum(0 in one.scenario.victims for one in results if not one.skipped),
+        "missed_moments": sum(one.is_late for one in results),
+        "elapsed_s": round(elapsed_s, 1),
+        "problems": {kind: kinds[kind] for kind in KINDS},
+    }
+
+
+def _closing(summary: dict[str, Any]) -> str:
+    problems = ", ".join(f"{count} {kind}" for kind, count in summary["problems"].items())
+    return (
+        f"{summary['faults']} faults in {summary['elapsed_s']:.0f} s "
+        f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped, "
+        f"{summary['missed_moments']} two steps after their moment): "
+        f"{summary['failed']} failed; {problems}"
+    )
+
+
+def table(results: list[Result]) -> str:
+    """Return a table of faults by moments: how many ran, and how many of them failed."""
+    lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in FAULTS)]
+    for moment in MOMENTS:
+        cells = []
+        for fault in FAULTS:
+            here = [
+                one
+                for one in results
+                if (one.scenario.moment, one.scenario.fault) == (moment, fault) and not one.skipped
+            ]
+            failed = sum(bool(one.problems) for one in here)
+            cells.append(f"{len(here)} ({failed} failed)" if failed else str(len(here) or "-"))
+        lines.append(moment.ljust(12) + "".join(cell.rjust(18) for cell in cells))
+    return "\n".join(lines)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first; they are consecutive")
+    parser.add_argument("--count", type=int, default=200, help="number of faults")
+    parser.add_argument("--only", type=int, nargs="+", help="run these seeds, and print all errors")
+    parser.add_argument("--jobs", type=int, default=3, help="trainings at once")
+    parser.add_argument("--keep", type=Path, help="folder for the files of all runs, which stay")
+    parser.add_argument("--json", help="write the results to this file")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Runs the ranks of one training, and injects one fault into it.
+
+Ranks are forked from a process that has torch loaded. Where the network is at fault, each node is a
+network namespace on a switch of this process's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradlane.lab.namespaces import Cluster
+from tests.adapter.nursery import Nursery
+from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
+from tests.faults.ports import Listener, own_loopback
+from tests.faults.scenario import (
+    CHECKPOINT_EVERY,
+    CLOSE_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    PROGRESS_TIMEOUT_S,
+    SILENCE_TIMEOUT_S,
+    TRAININGS,
+    Scenario,
+)
+from tests.faults.trigger import LATE
+from tests.waiting import eventually
+
+_POLL_S = 0.01
+_PATIENT_S = 90.0
+"""Time-outs of runs without a fault, which only a machine that stands still reaches."""
+_START_S = 120.0
+_RATE_BPS = 10**9
+_asking = threading.Lock()
+"""Held while the process that forks is asked: requests are lines of one pipe."""
+
+
+class Switch(Cluster):
+    """Network namespaces on a switch, each pair of which can be cut from each other."""
+
+    def cut_pair(self, first: int, second: int) -> None:
+        """Drop all packets between two nodes, silently; both reach all others."""
+        route = self._entered().route
+        for node in (first, second):
+            # Isolated ports of a bridge reach all others that are not isolated.
+            route.brport("set", index=self._entered().interface(f"port{node}"), isolated=1)
+
+
+def run_undisturbed(
+    nursery: Nursery,
+    folder: Path,
+    training: str,
+    world_size: int,
+    checkpoint: Path,
+    last_step: int,
+    keep: int,
+) -> Outcome:
+    """Train without a fault, and without a time-out that a busy machine could reach.
+
+    Args:
+        nursery: forks the ranks.
+        folder: for files of the run; it is made.
+        training: key of `TRAININGS`.
+        world_size: number of ranks.
+        checkpoint: folder of checkpoints, to go on from and to write to.
+        last_step: the last training step.
+        keep: number of complete checkpoints that stay.
+    """
+    run = _Run(nursery, folder, training, world_size, None, None)
+    options = {
+        "connect_timeout_s": _PATIENT_S,
+        "silence_timeout_s": _PATIENT_S,
+        "progress_timeout_s": _PATIENT_S,
+        "checkpoint_keep": keep,
+    }
+    with run.running(options, checkpoint, last_step):
+        run.wait(range(world_size), time.monotonic() + 2 * _PATIENT_S)
+    return run.outcome
+
+
+def run_faulted(
+    nursery: Nursery, folder: Path, scenario: Scenario, checkpoint: Path, bound_s: float
+) -> Outcome:
+    """Train until the fault, inject it, and wait until all ranks have ended that can.
+
+    Args:
+        nursery: forks the ranks.
+        folder: for files of the run; it is made.
+        scenario: the fault.
+        checkpoint: folder of checkpoints, to go on from and to write to.
+        bound_s: seconds from the fault within which all ranks have to end.
+    """
+    switch: Switch | None = None
+    if scenario.namespaces:
+        switch = Switch(scenario.node_of(scenario.world_size - 1) + 2, _RATE_BPS)
+    run = _Run(nursery, folder, scenario.training, scenario.world_size, scenario, switch)
+    options = {
+        "connect_timeout_s": CONNECT_TIMEOUT_S,
+        "silence_timeout_s": SILENCE_TIMEOUT_S,
+        "progress_timeout_s": PROGRESS_TIMEOUT_S,
+        "checkpoint_keep": 2,
+    }
+    with (
+        contextlib.nullcontext() if switch is None else switch,
+        run.running(options, checkpoint, scenario.last_step),
+    ):
+        run.wait_for_moment()
+        run.outcome.complete_before = list(complete_checkpoints(checkpoint))
+        run.inject()
+        silent = scenario.victims if scenario.fault == "stop" else ()
+        ranks = [rank for rank in range(scenario.world_size) if rank not in silent]
+        run.wait(ranks, run.fault_s + bound_s)
+    run.look_for_left_over()
+    return run.outcome
+
+
+class _Run:
+    """The processes of one run."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        folder: Path,
+        training: str,
+        world_size: int,
+        scenario: Scenario | None,
+        switch: Switch | None,
+    ) -> None:
+        self._nursery = nursery
+        self._folder = folder
+        self._training = TRAININGS[training]
+        self._world_size = world_size
+        self._scenario = scenario
+        self._switch = switch
+        self._pids: dict[str, int] = {}
+        self._codes: dict[str, int] = {}
+        self.outcome = Outcome([RankEnd(rank) for rank in range(world_size)])
+        self.fault_s = float("inf")
+        folder.mkdir(parents=True)
+
+    @contextlib.contextmanager
+    def running(self, options: dict[str, Any], checkpoint: Path, last_step: int) -> Iterator[None]:
+        """Have all processes for as long as it lasts; what has not ended by itself is killed."""
+        scenario, size = self._scenario, self._training.local_size
+        nodes = [rank // size for rank in range(self._world_size)]
+        if self._training.serving:
+            options["workers"] = self._world_size - self._training.serving
+        has_agent = scenario is not None and scenario.agent
+        stack = contextlib.ExitStack()
+        namespace, port = stack.enter_context(own_loopback())
+        job = {
+            "folder": str(self._folder),
+            "scenario": None if scenario is None else scenario.to_json(),
+            "options": {**self._training.options, **options, "checkpoint": str(checkpoint)}
+            | {"checkpoint_every": CHECKPOINT_EVERY},
+            "close_timeout_s": CLOSE_TIMEOUT_S if scenario is not None else _PATIENT_S,
+            "last_step": last_step,
+            "digests": scenario is None,
+            "port": port,
+            # The agent that hosts the store is on a node of its own.
+            "nodes": [*nodes, nodes[-1] + 1],
+            "namespaces": self._namespaces(namespace, nodes[-1] + 2),
+        }
+        path = self._folder / "job.json"
+        path.write_text(json.dumps(job))
+        hosts = ["127.0.0.1"] * (nodes[-1] + 2)
+        if self._switch is not None:
+            hosts = self._switch.addresses
+        common = {
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": hosts[nodes[-1] + 1] if has_agent else hosts[0],
+            "MASTER_PORT": str(port),
+            "GRADLANE_SUMMARY": "0",
+            "TORCH_CPP_LOG_LEVEL": "FATAL",
+        }
+        if has_agent:
+            common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        try:
+            if scenario is not None and scenario.listener:
+                listener = Listener(namespace, port, scenario.listener)
+                stack.callback(listener.close)
+            elif has_agent:
+                self._start("agent", "tests.faults.store_host", path, common)
+                assert eventually((self._folder / "store-is-up").exists, _START_S)
+            for rank in range(self._world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
+                own["ADVERTISE"] = hosts[nodes[rank]]
+                name = f"rank-{rank}"
+                self._start(name, "tests.faults.rank_program", path, common | own)
+            yield
+        finally:
+            self._end_all()
+            stack.close()
+        for end in self.outcome.ends:
+            self._read_events(end)
+
+    def wait_for_moment(self) -> None:
+        """Wait until the announcer reaches the moment, or a rank ends before."""
+        assert self._scenario is not None
+        if self._scenario.listener:
+            # It was there before any rank.
+            self.outcome.is_reached = True
+            return
+        reached = self._folder / "reached"
+        deadline_s = time.monotonic() + _START_S
+        while not reached.exists() and time.monotonic() < deadline_s:
+            if any(self._has_ended(f"rank-{rank}") for rank in range(self._world_size)):
+                # It may have reached the moment just before.
+                break
+            time.sleep(_POLL_S / 4)
+        self.outcome.is_reached = reached.exists()
+        self.outcome.is_late = reached.exists() and reached.read_text() == LATE
+
+    def inject(self) -> None:
+        """Let the fault happen."""
+        assert self._scenario is not None
+        scenario, fault = self._scenario, self._scenario.fault
+        if fault in ("kill", "stop"):
+            number = signal.SIGKILL if fault == "kill" else signal.SIGSTOP
+            for rank in scenario.victims:
+                self._signal(f"rank-{rank}", number)
+        elif fault == "cut":
+            assert self._switch is not None
+            self._switch.set_link(scenario.node_of(scenario.victims[0]), connected=False)
+        elif fault == "partition":
+            assert self._switch is not None
+            self._switch.cut_pair(*map(scenario.node_of, scenario.victims))
+        elif fault == "freeze the store":
+            if self._switch is None:
+                self._signal("agent", signal.SIGSTOP)
+            else:
+                self._switch.set_link(self._switch.nodes - 1, connected=False)
+        self.fault_s = time.monotonic()
+        (self._folder / "acted").touch()
+
+    def wait(self, ranks: Sequence[int], deadline_s: float) -> None:
+        """Wait until ranks have ended; of those that have not, note where they stand."""
+        for rank in ranks:
+            end = self.outcome.ends[rank]
+            while not self._has_ended(f"rank-{rank}") and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            end.after_s = time.monotonic() - self.fault_s
+        for rank in ranks:
+            if not self._has_ended(f"rank-{rank}"):
+                self._signal(f"rank-{rank}", signal.SIGUSR1)
+        if not all(self._has_ended(f"rank-{rank}") for rank in ranks):
+            time.sleep(1.0)
+        for rank in ranks:
+            end = self.outcome.ends[rank]
+            end.code = self._codes.get(f"rank-{rank}")
+            if end.code is None:
+                end.traces = (self._folder / f"errors-rank-{rank}").read_text(errors="replace")
+
+    def look_for_left_over(self) -> None:
+        """Look for processes, shared memory and temporary files of the ranks."""
+        found = self.outcome.left_over
+        pids = {pid for name, pid in self._pids.items() if name != "agent"}
+        for process in _processes_of_sessions(pids):
+            found.append(f"process {process}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shared = Path("/dev/shm")
+        if shared.is_dir():
+            numbers = {str(pid) for pid in pids}
+            for one in shared.iterdir():
+                if numbers & set(one.name.replace("-", "_").replace(".", "_").split("_")):
+                    found.append(str(one))
+        assert self._scenario is not None
+        # A process that is killed cannot remove its own.
+        unable = self._scenario.victims if self._scenario.fault in ("kill", "stop") else ()
+        for rank in set(range(self._world_size)) - set(unable):
+            if self.outcome.ends[rank].code is not None:
+                found += map(str, (self._folder / f"tmp-rank-{rank}").iterdir())
+
+    def _namespaces(self, alone: str | None, count: int) -> list[str] | None:
+        if self._switch is None:
+            return None if alone is None else [alone] * count
+        descriptors = map(self._switch.namespace_descriptor, range(count))
+        return [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors]
+
+    def _start(self, name: str, program: str, job: Path, environment: dict[str, str]) -> None:
+        temporary = self._folder / f"tmp-{name}"
+        temporary.mkdir()
+        with _asking:
+            self._pids[name] = self._nursery.start(
+                self._name(name),
+                program=program,
+                arguments=[str(job)],
+                output=str(self._folder / f"output-{name}"),
+                errors=str(self._folder / f"errors-{name}"),
+                environment={**environment, "TMPDIR": str(temporary)},
+            )
+
+    def _name(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _has_ended(self, name: str) -> bool:
+        if name not in self._codes:
+            with contextlib.suppress(queue.Empty):
+                self._codes[name] = self._nursery.wait(self._name(name), 0.0)
+        return name in self._codes
+
+    def _signal(self, name: str, number: int) -> None:
+        if not self._has_ended(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[name], number)
+
+    def _end_all(self) -> None:
+        for name in self._pids:
+            self._signal(name, signal.SIGKILL)
+        assert eventually(lambda: all(map(self._has_ended, self._pids)), _START_S)
+
+    def _read_events(self, end: RankEnd) -> None:
+        path = self._folder / f"rank-{end.rank}"
+        # A rank that was killed may have left a part of a line.
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        end.events = [json.loads(line) for line in lines if line.endswith("\n")]
+        end.errors = (self._folder / f"errors-rank-{end.rank}").read_text(errors="replace")
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """Return a folder's path that nothing has had before."""
+    return root / f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def _processes_of_sessions(leaders: set[int]) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) in leaders and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found

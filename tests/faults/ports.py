@@ -1,0 +1,98 @@
+"""Networks in which many trainings at once find their ports, and listeners that are no store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+from gradlane.lab.namespaces import Namespace
+from gradlane.lab.privilege import why_no_namespaces
+from tests.adapter.nursery import free_port
+
+_CLONE_NEWNET = 0x40000000
+_PORT = 29500
+
+
+def enter_namespace(path: str) -> None:
+    """Move the calling thread, and all that it starts, into a network namespace."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def own_loopback() -> Iterator[tuple[str | None, int]]:
+    """Yield the path of a namespace with nothing but a loopback interface, and a port there.
+
+    The port of a store whose rank was killed is nobody else's then. Where no namespace can be made
+    the path is None, and the port one of the machine's.
+    """
+    if _why_not() is not None:
+        yield None, free_port()
+        return
+    namespace = Namespace()
+    try:
+        namespace.route.link("set", index=namespace.interface("lo"), state="up")
+        yield f"/proc/{os.getpid()}/fd/{namespace.descriptor}", _PORT
+    finally:
+        namespace.close()
+
+
+@functools.cache
+def _why_not() -> str | None:
+    return why_no_namespaces()
+
+
+class Listener:
+    """Something on MASTER_PORT that is no store."""
+
+    def __init__(self, namespace: str | None, port: int, how: str) -> None:
+        """Listen.
+
+        Args:
+            namespace: path of the network namespace, None for the machine's.
+            port: on all addresses of IPv4.
+            how: one of `LISTENERS`.
+        """
+        self._how = how
+        self._callers: list[socket.socket] = []
+        self._is_up = threading.Event()
+        arguments = (namespace, port)
+        self._thread = threading.Thread(target=self._accept, args=arguments, daemon=True)
+        self._thread.start()
+        assert self._is_up.wait(60)
+
+    def _accept(self, namespace: str | None, port: int) -> None:
+        if namespace is not None:
+            enter_namespace(namespace)
+        self._socket = socket.create_server(("", port), backlog=64)
+        self._is_up.set()
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                return
+            if self._how == "silent":
+                self._callers.append(caller)
+                continue
+            with contextlib.suppress(OSError):
+                if self._how == "speaks HTTP":
+                    caller.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            caller.close()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+        for caller in self._callers:
+            caller.close()

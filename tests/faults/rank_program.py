@@ -1,0 +1,170 @@
+"""One rank of a training with checkpoints: `python -m tests.faults.rank_program JOB.json`.
+
+Environment as torchrun sets it. Writes a JSON line an event to `rank-R` in the job's folder:
+what it restored, digests of the model, and how it ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradlane
+from tests.faults.ports import enter_namespace
+from tests.faults.trigger import Trigger
+
+_PR_SET_PDEATHSIG = 1
+_STEP_S = 0.01
+WIDTH = 96
+
+
+def isolate(job: dict[str, Any], node: int) -> None:
+    """Begin a session of processes, end with the parent, and enter the node's namespace."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    # The parent has looked up its own.
+    tempfile.tempdir = None
+    # A signal tells where the program stands, for the report of a hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if job["namespaces"] is not None:
+        enter_namespace(job["namespaces"][node])
+
+
+class Log:
+    """A rank's file of events."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin the file."""
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Add an event."""
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+        self._file.flush()
+
+
+class Model(nn.Module):
+    """Three layers, between which the moments of forward and backward are."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.middle = middle
+        self.second = nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.third = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return a value for each input."""
+        hidden = self.middle(torch.relu(self.first(values)))
+        result: Tensor = self.third(torch.relu(self.second(hidden)))
+        return result
+
+
+def digest(session: gradlane.Session, model: nn.Module) -> str:
+    """Return a digest of all parameters."""
+    session.synchronize()
+    state = hashlib.sha256()
+    for parameter in model.parameters():
+        state.update(parameter.detach().numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+def reach_in_core(trigger: Trigger) -> None:
+    """Reach the moments of rendezvous and connecting where the session calls the core."""
+    core: Any = importlib.import_module("gradlane._core")
+
+    def before(moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            trigger.reach(moment)
+            return function(*arguments, **options)
+
+        return call
+
+    core.Listener = before("rendezvous", core.Listener)
+    core.Channel = before("connecting", core.Channel)
+
+
+def train(job: dict[str, Any], rank: int, log: Log) -> None:
+    """Train from the last checkpoint to the job's last step."""
+    trigger = Trigger(Path(job["folder"]), job, rank)
+    reach_in_core(trigger)
+    trigger.reach("start")
+    session = gradlane.init(**job["options"], advertise=os.environ["ADVERTISE"])
+    if job["scenario"] is not None and job["scenario"]["call"] % 2:
+        # Half of the time the program stands between its two calls, half of it in the engine's.
+        trigger.reach("rendezvous")
+    if session.serves:
+        session.serve(on_tick=lambda served: None)
+        return
+    torch.manual_seed(1)
+    model: nn.Module = Model(trigger.module())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = session.prepare(model, optimizer)
+    trigger.reach("restore")
+    begun = session.restore()
+    log.write("restored", step=begun)
+    if job["digests"]:
+        log.write("digest", step=begun, digest=digest(session, model))
+    trigger.watch()
+    for step in range(begun + 1, job["last_step"] + 1):
+        trigger.step = step
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        loss = (model(torch.randn(4, WIDTH, generator=generator)) - 1.0).square().mean()
+        loss.backward()
+        trigger.reach("pushing")
+        if job["options"].get("update") == "server":
+            trigger.reach("update")
+        optimizer.step()
+        optimizer.zero_grad()
+        if (job["scenario"] or {}).get("fault") == "raise":
+            trigger.reach("checkpoint")
+        trigger.pass_by()
+        if trigger.is_drawn:
+            # Steps of a millisecond would be over before a fault that comes a little later.
+            time.sleep(_STEP_S)
+        log.write("step", step=step)
+        if job["digests"]:
+            log.write("digest", step=step, digest=digest(session, model))
+    trigger.reach("close")
+    session.close(job["close_timeout_s"])
+
+
+def main() -> None:
+    """Run the rank; whatever is raised is written down and goes on its way."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    isolate(job, job["nodes"][rank])
+    torch.set_num_threads(1)
+    log = Log(Path(job["folder"]) / f"rank-{rank}")
+    try:
+        train(job, rank, log)
+    except BaseException as error:
+        log.write(
+            "error",
+            type=type(error).__name__,
+            ours=isinstance(error, gradlane.GradlaneError),
+            culprit=getattr(error, "rank", None),
+            text=str(error),
+            thread=threading.current_thread().name,
+        )
+        raise
+    log.write("done")
+
+
+if __name__ == "__main__":
+    main()
