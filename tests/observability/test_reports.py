@@ -12,6 +12,7 @@ from gradlane.observability.metrics import Metrics, StepTimes, metrics_of
 from gradlane.observability.observer import ModelWatch
 from gradlane.observability.summary import late_ranks, summary_line
 from gradlane.observability.tensorboard import ScalarLog
+from gradlane.ranks.bounded_store import BoundedStore
 from gradlane.ranks.environment import Place, is_wanted
 from gradlane.ranks.rendezvous import Meeting
 from tests.observability.test_metrics import late, reading, wait
@@ -59,7 +60,8 @@ def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
 )
 def test_a_report_that_is_none_is_left_out(word: bytes) -> None:
     """A store holds whatever anybody writes into it, and no word there ends a training."""
-    meeting = Meeting(HashStore(), Place(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
+    store = BoundedStore.around(HashStore(), 0, "this process", 5.0)
+    meeting = Meeting(store, Place(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
     meeting.put("metrics/1", word)
     meeting.put("metrics/2", json.dumps(words(10, 80)[0]))
     watch = ModelWatch(1, lambda watch, step: None)
