@@ -50,7 +50,17 @@ class OddLoop:
                 FAMILIES[name](self)
             if before != (self.actions, self.loop):
                 wanted -= 1
+        if any(one.wrapped or one.derived for one in self.loop.optimizers):
+            # With `defer=True` the program says itself that its step may be done in parts.
+            self.loop = dataclasses.replace(self.loop, defer=False if self.loop.defer else None)
         return dataclasses.replace(self.loop, actions=tuple(self.actions))
+
+    def has_own_steps(self) -> bool:
+        """Whether a wrapper made after `prepare` would see this rank's own gradients, or does."""
+        models = range(len(self.loop.models))
+        return any(
+            self.is_inside(first, step) for model in models for first, step in self.steps(model)
+        ) or any(one.do in ("assign_gradients", "wrap_step") for one in self.actions)
 
     # ---- places
 
@@ -186,7 +196,7 @@ class OddLoop:
         """Gradients computed with `torch.autograd.grad` and assigned; `backward(inputs=...)`."""
         model = self.model()
         calls = {block.call for one in self.loop.models for block in one.blocks}
-        if self.is_sparse() or "reentrant" in calls:
+        if self.is_sparse() or "reentrant" in calls or self.has_own_steps():
             return
         for first, step in self.some_steps(model):
             given = self.actions[first].given
@@ -260,7 +270,7 @@ class OddLoop:
     def inside_no_sync(self) -> None:
         """Own gradients looked at between micro-batches."""
         model = self.model()
-        if self.is_sparse():
+        if self.is_sparse() or self.has_own_steps():
             return
         for first, step in self.some_steps(model):
             given = self.actions[first].given
@@ -331,14 +341,12 @@ class OddLoop:
             place = step if self.chance(0.1) else step + 1
             draw = self.random.random()
             via = self.draw(("kept", "kept", "kept_groups", *oddities.VIAS))
-            if draw < 0.4:
+            if draw < 0.45:
                 given = {"via": via, "how": self.draw(oddities.LOOKS), **self.only()}
                 drawn = d.Action("look_at_kept", model, self.ranks(), given)
-            elif draw < 0.65:
+            elif draw < 0.7:
                 how = self.draw(("foreach", "lerp", "data", "copy", "norms", "group_lists"))
                 drawn = d.Action("follow_kept", model, self.ranks(), {"via": via, "how": how})
-            elif draw < 0.7:
-                drawn = d.Action("look_at_aliases", model, self.ranks())
             else:
                 hows = (
                     "mul",
@@ -400,6 +408,8 @@ class OddLoop:
                 how = "super"
             early = optimizer.scheduler is not None and self.chance(0.5)
             optimizer = dataclasses.replace(optimizer, derived=(how, inside), early_scheduler=early)
+        elif self.has_own_steps():
+            return
         else:
             places = [0, *(step + 1 for _, step in self.steps(model))]
             given = {"how": self.draw(oddities.WRAPS), "inside": inside}
@@ -548,9 +558,13 @@ class OddLoop:
         copies = {"load", "joined", "prepare_again", "write", "average", "deepcopy", "twin"}
         frozen = ("expanded", "expanded_frozen", "inference")
         moves = ("resized", "growing", "overlapping")
+        # Zeroing between forward and backward ends the step before after this one's forward.
+        between = any(one.given.get("zero") for one in self.actions)
+        used = ("resized", "replaced", "mapped")
         twice = {block.call for model in self.loop.models for block in model.blocks}
         return (
             (extra in (*frozen, *moves) and bool(does & copies))
+            or (extra in used and between)
             or (extra in moves and len(self.loop.models) > 1)
             or bool(twice & {"reentrant"})
         )

@@ -29,7 +29,6 @@ _ODD = (
     "step_by_hand",
     "step_other",
     "look_at_kept",
-    "look_at_aliases",
     "follow_kept",
     "write_kept",
     "look_at_state",

@@ -363,9 +363,6 @@ class Oddities:
             for optimizer in self.optimizers
         ]
         self.kept_buffers = [dict(model.named_buffers()) for model in self.models]
-        self.kept_aliases = [
-            [one.detach() for one in model.state_dict().values()] for model in self.models
-        ]
         self.copies: dict[int, list[Tensor]] = {}
         self.held: dict[int, list[Tensor]] = {}
         self.averages_of_kept: dict[int, list[Tensor]] = {}
@@ -505,10 +502,6 @@ class Oddities:
         self._noting(
             f"kept.{how}", lambda: [LOOKS[how](one) for one in self._via(via, model, only)]
         )
-
-    def look_at_aliases(self, model: int) -> None:
-        """Look at the tensors of a state dictionary that was made before `prepare`."""
-        self._noting("aliases", lambda: self.kept_aliases[model])
 
     @torch.no_grad()
     def follow_kept(self, model: int, *, via: str, how: str) -> None:

@@ -155,7 +155,6 @@ def _of_parameters() -> Iterator[tuple[str, Loop]]:
             write = _do("write_kept", via=via, how=how)
             yield f"parameters written: {how} via {via}", _loop(*_around(after=write))
             yield f"the same before step: {how} via {via}", _loop(*_around(inside=write))
-    yield "tensors of an old state_dict()", _loop(*_around(after=_do("look_at_aliases")))
 
 
 def _of_optimizers() -> Iterator[tuple[str, Loop]]:
