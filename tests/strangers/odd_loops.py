@@ -328,7 +328,7 @@ class OddLoop:
                     "assign",
                 ):
                     how = self.draw(("refill", "keep", "load"))
-                if how in ("keep", "load", "popitem") and self.loop.serves:
+                if how in ("keep", "load") and self.loop.serves:
                     how = "clear"
                 given = {"how": how, "only": self.random.randrange(64)}
                 drawn = d.Action("change_state", model, None, given)

@@ -265,6 +265,16 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     ]
 
 
+def _in_any_order(states: list[dict[str, Any]]) -> list[Tensor]:
+    """Return states in an order of their own: that of the keys is nobody's promise."""
+    found = [_tensors(state) for state in states]
+
+    def key(tensors: list[Tensor]) -> list[float]:
+        return [float(one.detach().abs().double().nan_to_num().sum()) for one in tensors]
+
+    return [one for tensors in sorted(found, key=key) for one in tensors]
+
+
 def _copy_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     twin = copy.deepcopy(optimizer)
     parameters = [one for group in twin.param_groups for one in group["params"]]
@@ -297,30 +307,24 @@ STATE_READS: dict[str, Callable[[torch.optim.Optimizer, list[Tensor]], list[Tens
     "by_parameter": optimizer_state,
     "values": lambda optimizer, _: [
         torch.tensor(len(optimizer.state)),
-        *(one for state in list(optimizer.state.values()) for one in _tensors(state)),
+        *_in_any_order(list(optimizer.state.values())),
     ],
-    "items": lambda optimizer, _: [
-        one for key, state in list(optimizer.state.items()) for one in (key, *_tensors(state))
-    ],
+    "items": lambda optimizer, _: _in_any_order(
+        [{**state, "key": key} for key, state in list(optimizer.state.items())]
+    ),
     "get": lambda optimizer, parameters: [
         one for key in parameters for one in _tensors(optimizer.state.get(key, {}))
     ],
-    "vars": lambda optimizer, _: [
-        one for state in vars(optimizer)["state"].values() for one in _tensors(state)
-    ],
-    "getstate": lambda optimizer, _: [
-        one for state in optimizer.__getstate__()["state"].values() for one in _tensors(state)
-    ],
-    "copy": lambda optimizer, _: [
-        one for state in dict(optimizer.state).values() for one in _tensors(state)
-    ],
+    "vars": lambda optimizer, _: _in_any_order(list(vars(optimizer)["state"].values())),
+    "getstate": lambda optimizer, _: _in_any_order(
+        list(optimizer.__getstate__()["state"].values())
+    ),
+    "copy": lambda optimizer, _: _in_any_order(list(dict(optimizer.state).values())),
     "deepcopy": lambda optimizer, _: _copy_state(optimizer),
-    "deepcopy_state": lambda optimizer, _: [
-        one for state in copy.deepcopy(optimizer.state).values() for one in _tensors(state)
-    ],
-    "shallow": lambda optimizer, _: [
-        one for state in copy.copy(optimizer).state.values() for one in _tensors(state)
-    ],
+    "deepcopy_state": lambda optimizer, _: _in_any_order(
+        list(copy.deepcopy(optimizer.state).values())
+    ),
+    "shallow": lambda optimizer, _: _in_any_order(list(copy.copy(optimizer).state.values())),
     "save": lambda optimizer, _: _save_optimizer(optimizer),
     "save_dict": lambda optimizer, _: _state_dict_values(_saved(optimizer.state_dict())),
     "elsewhere": _load_elsewhere,
@@ -337,7 +341,6 @@ STATE_CHANGES = (
     "assign",
     "refill",
     "inner_clear",
-    "popitem",
     "keep",
     "load",
     "setstate",
@@ -601,8 +604,6 @@ class Oddities:
             state.update(kept)
         elif how == "inner_clear" and one in state:
             state[one].clear()
-        elif how == "popitem" and len(state):
-            state.popitem()
         elif how == "keep":
             self.optimizer_states[model] = copy.deepcopy(optimizer.state_dict())
         elif how == "load" and model in self.optimizer_states:
