@@ -370,7 +370,8 @@ class OddLoop:
         if self.loop.optimizers[model].scheduler is None:
             hows += ["split", "reverse"]
             optimizer = self.loop.optimizers[model]
-            if optimizer.kind == "SGD" and not optimizer.options.get("momentum"):
+            stateless = optimizer.counts is None and not optimizer.options.get("momentum")
+            if optimizer.kind == "SGD" and stateless:
                 # Torch saves no state of parameters that are in no group any more.
                 hows.append("remove")
         steps = self.steps(model)
@@ -435,7 +436,8 @@ class OddLoop:
         model = self.model()
         optimizer = self.loop.optimizers[model]
         scheduled = optimizer.scheduler in (None, "step", "exponential", "lambda", "warm-up")
-        if self.loop.serves or self.is_sparse() or optimizer.derived or not scheduled:
+        removes = any(one.given.get("how") == "remove" for one in self.actions)
+        if self.loop.serves or self.is_sparse() or optimizer.derived or removes or not scheduled:
             return
         counts = self.draw(oddities.COUNTS)
         self.set_optimizer(
