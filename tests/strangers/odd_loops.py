@@ -490,6 +490,7 @@ class OddLoop:
             return
         for first, _ in self.some_steps(model):
             given = {**self.actions[first].given, "toggled": self.draw(plain)}
+            given.pop("inputs", None)
             if not given.get("penalty"):
                 self.actions[first] = dataclasses.replace(self.actions[first], given=given)
 

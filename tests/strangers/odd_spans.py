@@ -104,6 +104,14 @@ def _end_of_step(loop: Loop, place: int, model: int | None = None) -> int:
     for later in range(place, len(loop.actions)):
         action = loop.actions[later]
         if action.model == model and action.do in (*_STEPS, "joined"):
+            return _next_backward(loop, later)
+    return len(loop.actions)
+
+
+def _next_backward(loop: Loop, step: int) -> int:
+    """Return where a step ends that is applied later: the ranks' votes are read by then."""
+    for later in range(step + 1, len(loop.actions)):
+        if loop.actions[later].do in ("backward", "backward_twice", "assign_gradients", "joined"):
             return later
     return len(loop.actions)
 

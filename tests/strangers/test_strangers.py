@@ -80,10 +80,10 @@ def test_oddities_may_be_refused_only_in_their_step() -> None:
         return compare(loop, expected, [Outcome([], *one) for one in ends]).kind
 
     assert kind((1, refusal), (2, lost)) == "refused"
-    assert kind((2, refusal), (3, lost)) == "refused"
+    assert kind((3, refusal), (3, lost)) == "refused"
     # Before it, after its step, on one rank alone, or in the words of somebody else.
     assert kind((0, refusal), (1, lost)).startswith("UsageError")
-    assert kind((3, refusal), (3, lost)).startswith("UsageError")
+    assert kind((4, refusal), (4, lost)).startswith("UsageError")
     assert kind((2, refusal), (4, None)) == "refused on some ranks"
     assert kind((1, AttributeError("no")), (2, lost)).startswith("foreign AttributeError")
     assert kind((1, ProgressTimeout("no progress")), (2, lost)) == "hangs"
