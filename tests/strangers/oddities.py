@@ -13,6 +13,7 @@ import io
 import pickle
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +104,16 @@ def _through_graph(one: Tensor) -> Tensor:
     return gradient
 
 
-@torch.jit.script
-def _scripted(one: Tensor) -> Tensor:
+def _twice(one: Tensor) -> Tensor:
     return one + one
+
+
+@functools.cache
+def _script() -> Any:
+    # Newer torch warns of it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(_twice)
 
 
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -135,7 +143,7 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda one: torch.stack([row.clone() for row in _bare(one)]),
     "transpose": lambda one: _bare(one).T.clone(),
     "address": _by_address,
-    "script": lambda one: _scripted(_bare(one)),
+    "script": lambda one: _script()(_bare(one)),
     "vmap": lambda one: torch.func.vmap(lambda row: row * 2)(_bare(one)),
     "graph": _through_graph,
     "alias": lambda one: torch.Tensor._make_subclass(torch.Tensor, _bare(one)).clone(),
@@ -191,7 +199,7 @@ def _change(how: str, one: Tensor) -> None:
     elif how == "lerp":
         gradient.lerp_(torch.zeros_like(gradient), 0.5)
     elif how == "script":
-        one.grad = _scripted(gradient)
+        one.grad = _script()(gradient)
     elif how == "delete":
         del one.grad
     else:
