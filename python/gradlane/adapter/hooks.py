@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradlane.adapter.buffer_guard import guard_buffers, release_buffers
 from gradlane.adapter.guard import Followers, guard_parameters, held_parameters, release_parameters
-from gradlane.adapter.lazy_state import guard_state, release_state
+from gradlane.adapter.lazy_state import LazyState, guard_state, release_state
 from gradlane.adapter.other_optimizers import OtherOptimizers
 from gradlane.adapter.refusals import refuse_assignment
 from gradlane.adapter.steps import Steps
@@ -283,6 +283,11 @@ class Installation:
                 return step_whole() if closure is None else step_whole(closure)
             # What the program has replaced since is guarded from now on, too.
             guard_groups(self, steps)
+            if steps.serves and not isinstance(self.state, LazyState):
+                raise UsageError(
+                    'optimizer.state was replaced with update="server": the state is on the '
+                    "servers; give load_state_dict() one to go on from"
+                )
             guard_state(self, before_state)
             installation._ended_steps += 1
             # Learning rate schedulers look at this to see the order of calls.
@@ -315,6 +320,8 @@ class Installation:
             installation._saves_state = True
 
         def after_state_dict(*_: Any) -> None:
+            # Loading has put another mapping there.
+            guard_state(optimizer, before_state)
             installation._saves_state = False
 
         self._handles += [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradlane.adapter.step_state import Phase, StepState
 from gradlane.errors import UsageError
 from gradlane.modules.forward_order import inside_backward
 
+_MOVES = nn.Module._apply.__code__
+"""Takes gradients along in `model.to(...)` and its like; no program sees them there."""
 _ON_SERVERS = (
     'with update="server" the averaged gradients stay on the servers, so nothing can be clipped '
     'or read; use update="worker" for that'
@@ -104,7 +107,8 @@ class StepReads(StepState):
                 self._driver.update.note_written(index)
         else:
             self._settle_some((index,))
-            if self._server_rows is not None and not self._zeroed:
+            moves = sys._getframe(2).f_code is _MOVES
+            if self._server_rows is not None and not self._zeroed and not moves:
                 self._refuse_grad(index, "after optimizer.step()", _ON_SERVERS)
 
     def _attach_for(self, index: int) -> None:

@@ -13,7 +13,7 @@ use gradlane_engine::{
 };
 use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
-use node::Node;
+pub use node::Node;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use toy::Toy;
