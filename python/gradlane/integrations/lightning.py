@@ -11,19 +11,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
 import gradlane
 from gradlane.session.session import Session
-
-_LOOK_AT_GRADIENTS = (
-    "configure_gradient_clipping",
-    "on_before_optimizer_step",
-    "on_after_backward",
-    "optimizer_step",
-)
-"""Hooks of a module that may look at `.grad` between backward and the optimizer's step."""
 
 
 class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
@@ -71,14 +61,6 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         self._session.prepare(
             module, getattr(optimizer, "_optimizer", optimizer), defer=self._defer
         )
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Hand the averaged gradients out where somebody will look at them."""
-        super().post_backward(closure_loss)
-        module = self._module()
-        clips = module.trainer.gradient_clip_val is not None
-        if clips or any(is_overridden(name, module) for name in _LOOK_AT_GRADIENTS):
-            list(module.parameters())
 
     def teardown(self) -> None:
         """Close the session, then everything else."""

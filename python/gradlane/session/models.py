@@ -66,11 +66,10 @@ class SessionModels:
         zeros, and none on any rank stays none. The optimizer must hold exactly the trained
         parameters. Its state is not sent: load checkpoints on every rank, before or after.
 
-        Between `backward()` and `optimizer.step()`, `.grad` is None or this rank's own, except that
-        `model.parameters()` and `optimizer.param_groups` wait for the averaged gradients and put
-        them there, so that `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` and
-        `GradScaler` are right; the update then waits for all gradients. After `step()` whatever
-        reads a parameter waits for its update.
+        After `backward()`, `.grad` is the averaged gradient: whatever touches one, by whichever
+        reference, waits for all of them, so that `torch.nn.utils.clip_grad_norm_` and `GradScaler`
+        are right, and the update then waits, too. After `step()` whatever touches a parameter waits
+        for its update, and `.grad` stays until `zero_grad()`.
 
         A model may get several gradients in a step, from several losses or backward calls: gradlane
         learns how many come and sends their sum with the last. In the first step everything is

@@ -29,10 +29,10 @@ same loop gives without gradlane, both with deferred updates (the default) and w
 `prepare(..., defer=False)`; every line is a test. *Refused* means: an error with this message.
 This page is written by `python -m tests.adapter.constructs`; a test fails when it is out of date.
 
-References to parameters that a program holds by itself (a list made once from
-`model.parameters()`, the tensors of an old `state_dict()`) are not guarded: nothing sees the
-program look at them. Call `session.synchronize()` before, or use `defer=False`. What is read
-through `optimizer.param_groups` is guarded.
+References to parameters and gradients that a program keeps are right, too: whoever touches one
+waits. Not so tensors that share their memory and are none of the model's, such as those of an old
+`state_dict()`, `p.data` kept from before, or a state kept out of `optimizer.state[p]`: call
+`session.synchronize()` before, or use `defer=False`.
 """
 
 
