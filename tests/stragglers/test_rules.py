@@ -150,7 +150,7 @@ class _LeftOut:
 
     def __init__(self, goes_on: bool, meets: bool = False) -> None:
         self._exchange = _Exchange(goes_on)
-        self._driver = SimpleNamespace(meets_before=lambda step: meets)
+        self._driver = SimpleNamespace(agreement=SimpleNamespace(is_due=lambda step: meets))
 
     def raise_failure(self) -> None:
         pass

@@ -43,12 +43,26 @@ def _no_wait_before_forward() -> AbstractContextManager[Any]:
     return mock.patch.object(hooks.ForwardWait, "__call__", lambda *_: None)
 
 
-def _no_wait_in_attributes() -> AbstractContextManager[Any]:
-    return mock.patch.object(guard.GuardedParameters, "__getitem__", dict.__getitem__)
+@contextlib.contextmanager
+def _no_wait_in_attributes() -> Iterator[None]:
+    with (
+        mock.patch.object(guard.GuardedParameters, "__getitem__", dict.__getitem__),
+        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+    ):
+        yield
 
 
-def _no_wait_in_lists() -> AbstractContextManager[Any]:
-    return mock.patch.object(guard.GuardedParameters, "_before_list", lambda _: None)
+@contextlib.contextmanager
+def _no_wait_in_lists() -> Iterator[None]:
+    with (
+        mock.patch.object(guard.GuardedParameters, "_before_list", lambda _: None),
+        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+    ):
+        yield
+
+
+def _no_wait_for_gradients() -> AbstractContextManager[Any]:
+    return mock.patch.object(steps.Steps, "before_grad", lambda *_, **__: None)
 
 
 @contextlib.contextmanager
@@ -171,11 +185,12 @@ MUTATIONS = (
     Mutation("no wait before a module's forward", _no_wait_before_forward, seed=21),
     Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes),
     Mutation("no wait when parameters are listed", _no_wait_in_lists),
+    Mutation("no wait when a gradient is touched", _no_wait_for_gradients),
     Mutation("hyper-parameters of a later moment", _late_hyper_parameters),
     Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
     Mutation("gradients lent though others read them", _gradients_lent_though_shared),
     Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=178),
-    Mutation("the optimizer's state read early", _state_read_early, seed=28),
+    Mutation("the optimizer's state read early", _state_read_early, seed=36),
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
     ),

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GRADLANE_SUMMARY", "0")
 
 from tests.strangers import oddities
 from tests.strangers.description import Action, Block, Loop, Model, Optimizer
@@ -294,6 +293,7 @@ def _of_buffers_and_defaults() -> Iterator[tuple[str, Loop]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Judge every sibling; returns the exit status."""
+    os.environ.setdefault("GRADLANE_SUMMARY", "0")
     parser = argparse.ArgumentParser(prog="python -m tests.strangers.siblings")
     parser.add_argument("--all", action="store_true", help="print also what is right or refused")
     parser.add_argument("--only", default="", help="those whose name holds this")
