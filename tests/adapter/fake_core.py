@@ -161,7 +161,7 @@ class World:
         total: torch.Tensor | None = None
         for rank in range(self.world_size):
             values = lent[rank].values
-            term = torch.zeros(lent[rank].nbytes // dtype.itemsize, dtype=wide)
+            term = torch.zeros(lent[rank].nbytes // dtype.itemsize, dtype=wide, device="cpu")
             if values is not None:
                 term = values.to(wide)
             total = term if total is None else total + term

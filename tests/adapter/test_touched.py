@@ -261,6 +261,15 @@ def test_another_optimizer_is_refused_in_a_hook() -> None:
     on_two(check)
 
 
+def test_the_prepared_optimizer_is_refused_in_a_hook() -> None:
+    def check(one: Training) -> None:
+        one.weight.register_post_accumulate_grad_hook(lambda _: one.optimizer.step())
+        with pytest.raises(gradlane.UsageError, match=r"optimizer.step\(\) inside backward\(\)"):
+            one.backward()
+
+    on_two(check)
+
+
 class Wrapper(torch.optim.Optimizer):
     """Steps another optimizer, as a look-ahead does."""
 

@@ -228,6 +228,15 @@ def test_gradients_that_somebody_asks_for_are_computed() -> None:
     assert len(seen) == 1 and not collector.parts
     handle.remove()
     layer.weight.grad = None
+    # One hook may be gradlane's own; whoever registers another one wants to see the gradient.
+    hooks = [
+        cast(Any, layer.weight).register_post_accumulate_grad_hook(lambda _: None) for _ in range(2)
+    ]
+    layer(batch).sum().backward()
+    assert layer.weight.grad is not None and not collector.parts
+    for handle in hooks:
+        handle.remove()
+    layer.weight.grad = None
     layer(batch).sum().backward(inputs=[layer.bias])
     assert layer.weight.grad is None and not collector.parts
     layer(batch).sum().backward()

@@ -49,6 +49,11 @@ size stride dim numel nelement element_size ndimension storage_offset is_contigu
 is_floating_point is_complex is_signed is_inference get_device register_hook is_conj is_neg
 register_post_accumulate_grad_hook requires_grad_ __len__ __hash__ is_same_size is_shared
 is_pinned
+new_empty new_zeros new_ones new_full
+"""
+_FUNCTIONS = """
+numel is_floating_point is_complex is_same_size empty_like zeros_like ones_like full_like rand_like
+randn_like
 """
 
 
@@ -66,7 +71,7 @@ def _metadata_functions() -> frozenset[Any]:
                 found.add(attribute.__set__)
     methods = (getattr(torch.Tensor, name, None) for name in _METHODS.split())
     found.update(method for method in methods if method is not None)
-    found.update((torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size))
+    found.update(getattr(torch, name) for name in _FUNCTIONS.split())
     return frozenset(found)
 
 

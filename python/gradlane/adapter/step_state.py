@@ -236,7 +236,7 @@ class StepState:
                 f"the parameters of {differing} differ after step {self.step - 1}{named}: a rank "
                 "has changed them by itself, or its optimizer or hardware does not give the same "
                 "bits; restart from the last checkpoint (check_every=K compares all of them "
-                f"every K steps, this was a sample every {SAMPLE_EVERY})",
+                f"every K steps, this was a sample every {SAMPLE_EVERY}; check_every=0 none)",
                 self.step - 1,
             )
             self.keep_and_raise(failure, None)

@@ -7,9 +7,10 @@ its last part is there, what is left follows at the end. Attached: the averaged 
 updated as their gradients arrive.
 
 In every step each parameter's gradient is the mean over all ranks of what they had in `.grad`, none
-counting as zeros. Every read of a parameter comes through `before_read`, `before_list` or
-`before_forward`, which wait for its update; after a failure they raise, so that nobody sees some
-parameters of one step and some of another.
+counting as zeros. Every touch of a parameter comes through `before_forward`, `before_read`,
+`before_list` or `before_operation`, which wait for its update, and every touch of a gradient
+through `before_grad`; after a failure they raise, so that nobody sees some parameters of one step
+and some of another.
 """
 
 from __future__ import annotations
@@ -188,6 +189,11 @@ class Steps(StepReads):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if inside_backward():
+            raise UsageError(
+                "optimizer.step() inside backward(): gradients of this step are still to come; "
+                "call it after backward()"
+            )
         with self._lock:
             self._before_update()
             if self._phase is not Phase.ATTACHED:

@@ -82,6 +82,10 @@ class Tap:
         # The sum of what is there and of what comes is somebody's to see.
         if raw_grad(weight) is not None or weight._backward_hooks or torch.is_grad_enabled():
             return False
+        hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
+        if hooks and len(hooks) > 1:
+            # One is gradlane's own.
+            return False
         try:
             accumulates = torch._C._will_engine_execute_node(self._accumulation)
         except RuntimeError:  # torch.autograd.grad() asks for it.
