@@ -8,13 +8,15 @@ missing on the other side: as JSON and bytes, so that nothing that is read can r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradlane.adapter.lazy_state import plain_state
 from gradlane.carrier import spread_from_host
 from gradlane.connection import Surroundings, open_channel, ranks_in_errors
 from gradlane.core import translate_error
@@ -87,19 +89,42 @@ def hand_over(
     meeting.leave()
 
 
+def with_current_buffers(entries: Sequence[Entry], model: nn.Module) -> list[Entry]:
+    """Return a tensor table with the buffers that a model has now.
+
+    Raises:
+        UsageError: a buffer was replaced by one of another shape or dtype.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found = []
+    for entry in entries:
+        buffer = buffers.get(entry.name, entry.tensor)
+        if buffer.shape != entry.shape or buffer.dtype is not entry.dtype:
+            raise UsageError(
+                f"buffer {entry.name!r} is {tuple(buffer.shape)} {buffer.dtype} now, and was "
+                f"{tuple(entry.shape)} {entry.dtype} in prepare(), so that it cannot be handed "
+                "over: call prepare() again on all ranks"
+            )
+        found.append(dataclasses.replace(entry, tensor=buffer))
+    return found
+
+
 def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
     """Pack what the state consists of; tensors by shape, everything else by value."""
     rows: dict[int, dict[str, Any]] = {}
+    states = plain_state(optimizer)
     for index, parameter in enumerate(parameters):
-        for key, value in optimizer.state.get(parameter, {}).items():
+        if parameter in states:
+            rows[index] = {}
+        for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 on_cpu = value.device.type == "cpu"
                 value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
             else:
                 value = [value]
-            rows.setdefault(index, {})[key] = value
+            rows[index][key] = value
     # Some optimizers keep state that is of no parameter.
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -113,18 +138,19 @@ def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
 def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, Any]) -> None:
     """Give the optimizer state of the source's form; tensors get their values later."""
     expected: dict[int, dict[str, Any]] = told["state"]
+    states = plain_state(optimizer)
     for index, parameter in enumerate(parameters):
         rows = expected.get(index)
         if rows is None:
-            optimizer.state.pop(parameter, None)
+            states.pop(parameter, None)
             continue
-        state = optimizer.state[parameter]
+        state = states[parameter]
         for key in [key for key in state if key not in rows]:
             del state[key]
         for key, value in rows.items():
             state[key] = _formed(state.get(key), value, parameter)
     for key, value in told["others"].items():
-        optimizer.state[key] = value
+        states[key] = value
     for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
         for key, value in hyperparameters.items():
             group[key] = value
@@ -145,7 +171,7 @@ def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[E
     return [
         state_entry(f"{key} of the optimizer", value)
         for parameter in parameters
-        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=_by_name)
+        for key, value in sorted(plain_state(optimizer).get(parameter, {}).items(), key=_by_name)
         if isinstance(value, Tensor) and value.numel() > 0
     ]
 

@@ -24,7 +24,7 @@ from gradlane.adapter.carrying import Carrying
 from gradlane.adapter.connecting import connect, schemes_of
 from gradlane.adapter.exchange import Exchange
 from gradlane.adapter.gathering import Gathering
-from gradlane.adapter.handover import hand_over
+from gradlane.adapter.handover import hand_over, with_current_buffers
 from gradlane.adapter.hooks import Installation
 from gradlane.adapter.lazy_parameters import LazyParameters
 from gradlane.adapter.residual_state import ResidualState
@@ -260,7 +260,8 @@ class Prepared:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
         self.steps.settle()
         try:
-            hand_over(self._around, self._meet(), self._entries, self._optimizer, source)
+            entries = with_current_buffers(self._entries, self.model)
+            hand_over(self._around, self._meet(), entries, self._optimizer, source)
         except GradlaneError as error:
             self.abort(f"the state of rank {source} could not be handed over: {error}")
             raise
