@@ -50,7 +50,14 @@ class OddLoop:
                 FAMILIES[name](self)
             if before != (self.actions, self.loop):
                 wanted -= 1
-        if any(one.wrapped or one.derived for one in self.loop.optimizers):
+        if any(one.do == "hook" for one in self.actions):
+            # What a hook changes twice depends on whose gradient comes first, in torch, too.
+            self.actions = [
+                dataclasses.replace(one, do="backward") if one.do == "backward_twice" else one
+                for one in self.actions
+            ]
+        wraps = any(one.do == "wrap_step" for one in self.actions)
+        if wraps or any(one.wrapped or one.derived for one in self.loop.optimizers):
             # With `defer=True` the program says itself that its step may be done in parts.
             self.loop = dataclasses.replace(self.loop, defer=False if self.loop.defer else None)
         return dataclasses.replace(self.loop, actions=tuple(self.actions))
@@ -545,9 +552,8 @@ class OddLoop:
         for first, step in self.some_steps(model):
             if self.accumulates(first, step) or self.actions[first].given.get("no_sync"):
                 continue
-            hows = list(oddities.BUFFER_WRITES)
-            if described.dtype not in ("float32", "float64"):
-                hows.remove("numpy")
+            # Nothing counts writes past torch, which `docs/constructs.md` says.
+            hows = [how for how in oddities.BUFFER_WRITES if how not in ("data", "numpy")]
             given = {"how": self.draw(hows), "value": 0.25}
             ranks = self.draw((None, (0,), (1,), (0,)))
             if self.chance(0.3):

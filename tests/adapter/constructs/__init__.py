@@ -32,7 +32,8 @@ This page is written by `python -m tests.adapter.constructs`; a test fails when 
 References to parameters and gradients that a program keeps are right, too: whoever touches one
 waits. Not so tensors that share their memory and are none of the model's, such as those of an old
 `state_dict()`, `p.data` kept from before, or a state kept out of `optimizer.state[p]`: call
-`session.synchronize()` before, or use `defer=False`.
+`session.synchronize()` before, or use `defer=False`. Buffers that one rank alone writes through
+`.data` or NumPy are not noticed either: nothing counts such writes.
 """
 
 
