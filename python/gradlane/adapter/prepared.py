@@ -127,7 +127,12 @@ class Prepared:
         """Whether every rank has said goodbye."""
         meeting.connected(around.options.progress_timeout_s, self._look)
         if around.checkpoints is not None:
-            around.checkpoints.follow(self, meeting)
+            try:
+                around.checkpoints.follow(self, meeting)
+            except BaseException as error:
+                # The session has not got this model yet, and would not tell the others.
+                self.abort(f"{type(error).__name__} while preparing the model: {error}")
+                raise
 
     def whole_state(self) -> dict[str, Any]:
         """Return all that training goes on from, whole on every rank; a collective call."""

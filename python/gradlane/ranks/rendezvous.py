@@ -337,7 +337,7 @@ class Meeting:
             RendezvousError: it is not opened on a rank.
         """
         keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
-        self._store.set(keys[self.place.rank], "")
+        self._store.set(keys[self.place.rank], "", look=look)
         before, self.look = self.look, look
         # Connecting may take a rank as long as waiting for its address did.
         extra_s = 1.0 + self._timeout_s / 4
@@ -346,7 +346,7 @@ class Meeting:
         finally:
             self.look = before
         # Ranks that share a node may leave before all others have read: the last reader cleans up.
-        if self._store.count("opened") == self.place.ranks:
+        if self._store.count("opened", look=look) == self.place.ranks:
             for key in ("opened", *keys.values()):
                 self._store.forget(key)
 
