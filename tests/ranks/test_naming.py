@@ -152,6 +152,19 @@ def test_rank_0_stays_until_its_reason_was_read() -> None:
         assert heard.result(30.0) == str(error) == "rank 2 is missing"
 
 
+def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
+    store = HashStore()
+    first, second = (
+        Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)
+    )
+    with second.listening():
+        assert str(first.give_up("rank 2 was lost", [2])) == "rank 2 was lost"
+        assert bounded(store).read(f"gradlane/{first.name}/heard/1") is not None
+    store.set(f"gradlane/{first.name}/reason", "the store has ended")
+    assert str(second.give_up_on(2, "rank 1 is not connected to rank 2")) == "rank 2 was lost"
+    assert str(second.give_up("rank 1 ends")) == "rank 2 was lost"
+
+
 def test_a_wrong_turn_is_no_loss() -> None:
     """A secret that one rank lacks is told to all, not found out by waiting for that rank."""
     store = HashStore()
