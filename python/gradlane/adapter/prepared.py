@@ -33,7 +33,7 @@ from gradlane.adapter.steps import Driver, Phase, Steps
 from gradlane.adapter.updates import DeferredUpdate
 from gradlane.connection import Surroundings, say_goodbye
 from gradlane.core import translate_error
-from gradlane.errors import GradlaneError, SessionFailed, UsageError
+from gradlane.errors import CheckpointError, GradlaneError, SessionFailed, UsageError
 from gradlane.factors.sending import Taps
 from gradlane.modules.forward_order import ForwardOrder
 from gradlane.ranks.agreement import AgreementCheck
@@ -129,6 +129,9 @@ class Prepared:
         if around.checkpoints is not None:
             try:
                 around.checkpoints.follow(self, meeting)
+            except (CheckpointError, UsageError):
+                # On all ranks alike.
+                raise
             except BaseException as error:
                 # The session has not got this model yet, and would not tell the others.
                 self.abort(f"{type(error).__name__} while preparing the model: {error}")
