@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import socket
@@ -13,19 +12,9 @@ from collections.abc import Iterator
 from gradlane.lab.namespaces import Namespace
 from gradlane.lab.privilege import why_no_namespaces
 from tests.adapter.nursery import free_port
+from tests.faults.isolation import enter_namespace
 
-_CLONE_NEWNET = 0x40000000
 _PORT = 29500
-
-
-def enter_namespace(path: str) -> None:
-    """Move the calling thread, and all that it starts, into a network namespace."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

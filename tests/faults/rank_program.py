@@ -6,15 +6,11 @@ what it restored, digests of the model, and how it ended.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import hashlib
 import importlib
 import json
 import os
-import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,24 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from tests.faults.ports import enter_namespace
+from tests.faults.isolation import isolate
 from tests.faults.trigger import Trigger
 
-_PR_SET_PDEATHSIG = 1
 _STEP_S = 0.01
 WIDTH = 96
-
-
-def isolate(job: dict[str, Any], node: int) -> None:
-    """Begin a session of processes, end with the parent, and enter the node's namespace."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
-    # The parent has looked up its own.
-    tempfile.tempdir = None
-    # A signal tells where the program stands, for the report of a hang.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if job["namespaces"] is not None:
-        enter_namespace(job["namespaces"][node])
 
 
 class Log:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from tests.faults.rank_program import isolate
+from tests.faults.isolation import isolate
 
 
 def main() -> None:

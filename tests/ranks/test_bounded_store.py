@@ -183,6 +183,19 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
         store.read("word", look=lost)
 
 
+def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names() -> None:
+    store = frozen()
+    begun_s = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() - begun_s > 1.3:
+            raise PeerLost("the link between rank 0 and rank 1 is cut", 0)
+
+    for call in (lambda: store.count("word", look=look), lambda: store.read("word", look=look)):
+        with pytest.raises(PeerLost, match="link"):
+            call()
+
+
 def test_a_watch_over_a_frozen_store_ends() -> None:
     class Model:
         step = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
+from gradlane.checkpoints.keeper import Checkpoints
 from gradlane.errors import RendezvousError
+from gradlane.ranks.bounded_store import StoreLost
 from gradlane.ranks.environment import Place
 from gradlane.ranks.rendezvous import Meeting
 from tests.adapter.fake_core import FakeCore
@@ -58,6 +61,30 @@ def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
     for error in errors[:2]:
         assert isinstance(error, RendezvousError)
         assert str(error) == "rank 2 gave up: KeyError: 'no such file'"
+
+
+def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = Checkpoints.follow
+
+    def lost(checkpoints: Checkpoints, prepared: Any, meeting: Meeting) -> None:
+        if meeting.place.rank == 1:
+            raise StoreLost("rank 1: the rendezvous store does not answer")
+        follow(checkpoints, prepared, meeting)
+
+    monkeypatch.setattr(Checkpoints, "follow", lost)
+
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        session.synchronize()
+
+    first, second = run_ranks(2, body, expect_errors=True, checkpoint=tmp_path)
+    assert isinstance(second, StoreLost)
+    assert "rank 1 gave up: StoreLost" in str(first) and "store does not answer" in str(first)
 
 
 def give_up_on(store: HashStore, rank: int, missing: int) -> str:
@@ -123,6 +150,19 @@ def test_rank_0_stays_until_its_reason_was_read() -> None:
         # What rank 1 has read it has also acknowledged.
         assert bounded(store).read(f"gradlane/{meetings[0].name}/heard/1") is not None
         assert heard.result(30.0) == str(error) == "rank 2 is missing"
+
+
+def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
+    store = HashStore()
+    first, second = (
+        Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)
+    )
+    with second.listening():
+        assert str(first.give_up("rank 2 was lost", [2])) == "rank 2 was lost"
+        assert bounded(store).read(f"gradlane/{first.name}/heard/1") is not None
+    store.set(f"gradlane/{first.name}/reason", "the store has ended")
+    assert str(second.give_up_on(2, "rank 1 is not connected to rank 2")) == "rank 2 was lost"
+    assert str(second.give_up("rank 1 ends")) == "rank 2 was lost"
 
 
 def test_a_wrong_turn_is_no_loss() -> None:

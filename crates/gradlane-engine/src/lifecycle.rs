@@ -304,8 +304,9 @@ impl Engine {
         self.work.clear();
         self.encodes.clear();
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
-        let serves = self.serves_to_the_end();
-        let departed = self.lifecycle.departed.keys().copied().filter(|_| !serves);
+        // Until this rank has said goodbye, those that have wait for it, and would blame it.
+        let is_done = self.lifecycle.goodbye_said && !self.serves_to_the_end();
+        let departed = self.lifecycle.departed.keys().copied().filter(|_| is_done);
         for rank in self.lifecycle.lost.iter().chain(departed) {
             others.remove(rank);
         }

@@ -381,6 +381,22 @@ fn an_abort_reaches_everyone_with_its_reason() {
 }
 
 #[test]
+fn an_abort_reaches_a_rank_that_has_said_goodbye_and_waits() {
+    let plan = plan(&[100], "p3", 50, 3);
+    let mut cluster = Cluster::new(&plan, 64, 64, 3);
+    cluster.step_zero();
+    cluster.nodes[1].engine.finish();
+    cluster.run();
+    cluster.nodes[0].engine.abort("its data has ended");
+    cluster.run();
+    for rank in [1, 2] {
+        let failure = cluster.nodes[rank].failure.as_ref().expect("a failure");
+        assert_eq!(failure.peer, Some(Rank(0)));
+        assert!(failure.reason.starts_with("rank 0 gave up: its data has ended"), "{failure}");
+    }
+}
+
+#[test]
 fn a_cut_link_is_blamed_alike_by_those_who_hear_both_ends() {
     let plan = plan(&[100], "p3", 50, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 3);

@@ -33,7 +33,7 @@ from gradlane.adapter.steps import Driver, Phase, Steps
 from gradlane.adapter.updates import DeferredUpdate
 from gradlane.connection import Surroundings, say_goodbye
 from gradlane.core import translate_error
-from gradlane.errors import GradlaneError, SessionFailed, UsageError
+from gradlane.errors import CheckpointError, GradlaneError, SessionFailed, UsageError
 from gradlane.factors.sending import Taps
 from gradlane.modules.forward_order import ForwardOrder
 from gradlane.ranks.agreement import AgreementCheck
@@ -127,7 +127,15 @@ class Prepared:
         """Whether every rank has said goodbye."""
         meeting.connected(around.options.progress_timeout_s, self._look)
         if around.checkpoints is not None:
-            around.checkpoints.follow(self, meeting)
+            try:
+                around.checkpoints.follow(self, meeting)
+            except (CheckpointError, UsageError):
+                # On all ranks alike.
+                raise
+            except BaseException as error:
+                # The session has not got this model yet, and would not tell the others.
+                self.abort(f"{type(error).__name__} while preparing the model: {error}")
+                raise
 
     def whole_state(self) -> dict[str, Any]:
         """Return all that training goes on from, whole on every rank; a collective call."""

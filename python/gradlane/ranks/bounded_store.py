@@ -200,13 +200,17 @@ class BoundedStore:
         )
         return there.decode()
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, *, look: Look | None = None) -> int:
         """Add one to a number that begins at 0; return it.
+
+        Args:
+            key: of the number.
+            look: called while waiting.
 
         Raises:
             StoreLost: the store is gone or does not answer.
         """
-        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, None)
+        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, look)
         return number
 
     def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
@@ -242,6 +246,8 @@ class BoundedStore:
         call = None if worker.has_hung else worker.start(lambda: act(store))
         if call is None or not worker.finish(call, limit_s, look):
             worker.has_hung = True
+            if look is not None:
+                _wait_for_cause(look, 0.0 if call is None else _OTHERS_FIRST_S)
             raise StoreLost(
                 f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
@@ -252,7 +258,7 @@ class BoundedStore:
         if not isinstance(call.error, RuntimeError):
             raise call.error
         if look is not None:
-            _wait_for_cause(look)
+            _wait_for_cause(look, _OTHERS_FIRST_S)
         reason = str(call.error).splitlines() or [type(call.error).__name__]
         raise StoreLost(
             f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
@@ -260,9 +266,10 @@ class BoundedStore:
         ) from call.error
 
 
-def _wait_for_cause(look: Look) -> None:
-    """Let a channel raise first, which knows which rank was lost."""
-    deadline_s = time.monotonic() + _OTHERS_FIRST_S
+def _wait_for_cause(look: Look, limit_s: float) -> None:
+    """Let a channel raise first, which knows which rank or link was lost."""
+    deadline_s = time.monotonic() + limit_s
+    look()
     while time.monotonic() < deadline_s:
-        look()
         time.sleep(_SLICE_S / 2)
+        look()

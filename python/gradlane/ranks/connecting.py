@@ -58,7 +58,8 @@ def connect_channel(
     """
     try:
         peers = meeting.exchange_addresses(host, listener.port, ranks)
-        return core.Channel(listener, json.dumps(settings), plan, peers, secret)
+        with meeting.listening():
+            return core.Channel(listener, json.dumps(settings), plan, peers, secret)
     except core.ChannelError as error:
         message, missing = in_world_ranks(error, ranks)
         text = f"rank {meeting.place.rank} could not connect: {message}"

@@ -14,8 +14,9 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -37,6 +38,8 @@ _OF_CHECKPOINTS = "checkpoint/"
 """Keys that are read while the last checkpoint is still written, and removed by who reads them."""
 _REASON = "reason"
 """The key of why the ranks of a meeting are not connected: the first reason that any rank gave."""
+_LISTEN_S = 0.25
+"""How often a rank that connects looks for the reason of one that gave up."""
 _PROBE_S = 0.5
 _REPORT_S = 2.0
 """How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
@@ -204,6 +207,8 @@ class Meeting:
         """Whether nothing more is said here."""
         self.has_refused = False
         """Whether this rank has told the others in `agree` that it cannot take part."""
+        self._told: str | None = None
+        """Why the ranks are not connected, once this one has read it."""
 
     @property
     def is_open(self) -> bool:
@@ -296,6 +301,8 @@ class Meeting:
             reason: the sentence; where another rank was first, all raise that one's.
             missing: ranks that nobody hears anything of.
         """
+        if self._told is not None:
+            return RendezvousError(self._told)
         word = json.dumps({"reason": reason, "missing": sorted(missing)})
         # A store that is gone cannot tell anybody anything.
         with contextlib.suppress(StoreLost):
@@ -310,6 +317,8 @@ class Meeting:
             reason: the sentence, for a rank that says nothing itself.
         """
         own = self.place.rank
+        if self._told is not None:
+            return RendezvousError(self._told)
         try:
             self.put(f"unconnected/{own}", "")
             # A rank that is alive and misses this one says so at about the same time.
@@ -337,7 +346,7 @@ class Meeting:
             RendezvousError: it is not opened on a rank.
         """
         keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
-        self._store.set(keys[self.place.rank], "")
+        self._store.set(keys[self.place.rank], "", look=look)
         before, self.look = self.look, look
         # Connecting may take a rank as long as waiting for its address did.
         extra_s = 1.0 + self._timeout_s / 4
@@ -346,7 +355,7 @@ class Meeting:
         finally:
             self.look = before
         # Ranks that share a node may leave before all others have read: the last reader cleans up.
-        if self._store.count("opened") == self.place.ranks:
+        if self._store.count("opened", look=look) == self.place.ranks:
             for key in ("opened", *keys.values()):
                 self._store.forget(key)
 
@@ -358,7 +367,34 @@ class Meeting:
             if self.place.rank == 0:
                 others = set(range(1, self.place.ranks)).difference(told["missing"])
                 self._store.wait_for({f"heard/{rank}" for rank in others}, _REPORT_S)
-        return RendezvousError(told["reason"])
+        self._told = str(told["reason"])
+        return RendezvousError(self._told)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Read meanwhile why another rank gives up: the store may have ended with it afterwards."""
+        done = threading.Event()
+
+        def look() -> None:
+            if done.is_set():
+                raise RendezvousError("nobody listens any more")
+
+        def listen() -> None:
+            # Whoever gives up here asks the store again, and says what becomes of it.
+            with contextlib.suppress(RendezvousError):
+                while not done.wait(_LISTEN_S):
+                    word = self._store.read(_REASON, look=look)
+                    if word is not None:
+                        self._heard(word.decode())
+                        return
+
+        thread = threading.Thread(target=listen, name="gradlane-listen", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def peek(self, key: str) -> bytes | None:
         """Read a key that should be there, without waiting for it; None if it is not.
