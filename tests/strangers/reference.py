@@ -147,6 +147,9 @@ class Reference:
 
     def _sees_gradients(self, action: Action) -> bool:
         """Whether an action reads or writes `.grad`, which is the average from then on."""
+        if action.do == "reformat":
+            # `model.to(...)` takes gradients along.
+            return not self.loop.serves
         return action.do in _GRADIENT_ACTIONS or action.given.get("what") == "gradients"
 
     @torch.no_grad()
