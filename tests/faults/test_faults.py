@@ -99,6 +99,7 @@ def test_who_reports_is_not_blamed() -> None:
         "rank 1 waited 8 s for ranks 0, 2 and 3": {0, 2, 3},
         "rank 1: the rendezvous store, which rank 0 keeps, does not answer": {0},
         "rank 1 gave up: rank 1: the store, which rank 0 keeps, does not answer": {0},
+        "node 0 gave up: rank 1 gave up: the store, which rank 0 keeps, does not answer": {0},
         "rank 2 gave up: rank 1 was lost": {1, 2},
         "rank 1 was lost; in step 3, 2 tensors were outstanding: a, b; waiting for rank 0; x": {1},
     }.items():

@@ -93,7 +93,7 @@ def named_ranks(text: str) -> set[int]:
     text = _ASIDE.sub("", text)
     if "store" in text:
         # A rank that gave up because of the store is not at fault.
-        text = re.sub(r"^rank \d+ gave up: ", "", text)
+        text = re.sub(r"^(?:node \d+ gave up: )?rank \d+ gave up: ", "", text)
     text = _REPORTER.sub("", text)
     return {int(one) for match in _RANKS.findall(text) for one in re.findall(r"\d+", match)}
 
