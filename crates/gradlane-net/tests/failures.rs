@@ -628,10 +628,13 @@ fn memory_is_let_go_of_before_the_failure_is_told() {
     let barrier = Barrier::new(2);
     each_rank(channels, move |channel| {
         run_step(&channel, 0).expect("step 0");
-        let mut tensors = contribute(&channel, 1).expect("gradients");
-        barrier.wait();
         if channel.rank().0 == 0 {
+            // Before the step: on a busy machine it may end before this thread goes on.
             stalled.store(true, Ordering::SeqCst);
+        }
+        barrier.wait();
+        let mut tensors = contribute(&channel, 1).expect("gradients");
+        if channel.rank().0 == 0 {
             std::thread::sleep(Duration::from_millis(200));
             let releasing = std::sync::Arc::clone(&stalled);
             let release = std::thread::spawn(move || {
