@@ -228,7 +228,7 @@ def test_gradients_that_somebody_asks_for_are_computed() -> None:
     assert len(seen) == 1 and not collector.parts
     handle.remove()
     layer.weight.grad = None
-    # One hook may be gradlane's own; whoever registers another one wants to see the gradient.
+    # Whoever registers a hook, other than gradlane itself, wants to see the gradient.
     hooks = [
         cast(Any, layer.weight).register_post_accumulate_grad_hook(lambda _: None) for _ in range(2)
     ]

@@ -400,6 +400,10 @@ class Steps(StepReads):
             self._zeroed = False
             self._end(Ending.STEPPED)
             self._refresh()
+        notice, self._driver.update.notice = self._driver.update.notice, ""
+        if notice:
+            # Not before: where warnings are errors, the step has ended all the same.
+            warnings.warn(notice, UserWarning, stacklevel=4)
 
     def _check_untouched(self) -> None:
         """Refuse gradients that were changed before they were averaged: no rule covers them."""

@@ -8,7 +8,6 @@ are never written.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,6 +49,8 @@ class DeferredUpdate:
         self.in_parts = is_known
         """Whether a step may be done in parts."""
         self._judged = is_known
+        self.notice = ""
+        """What the program is to be warned of after this step."""
         self._optimizer = optimizer
         self._step = step
         self._parameters = parameters
@@ -135,11 +136,9 @@ class DeferredUpdate:
             written = _differing(before, _settings(self._optimizer))
             self.in_parts, self._judged = not written, True
             if written:
-                warnings.warn(
+                self.notice = (
                     f"{_writes(self._optimizer, written)}; it is stepped whole from now on: "
-                    "step() waits for all gradients",
-                    UserWarning,
-                    stacklevel=2,
+                    "step() waits for all gradients"
                 )
 
     def _step_with(self, groups: list[dict[str, Any]]) -> None:

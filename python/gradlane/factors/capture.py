@@ -82,9 +82,8 @@ class Tap:
         # The sum of what is there and of what comes is somebody's to see.
         if raw_grad(weight) is not None or weight._backward_hooks or torch.is_grad_enabled():
             return False
-        hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
-        if hooks and len(hooks) > 1:
-            # One is gradlane's own.
+        hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+        if not all(map(_is_own, hooks.values())):
             return False
         try:
             accumulates = torch._C._will_engine_execute_node(self._accumulation)
@@ -102,6 +101,12 @@ class Tap:
     def __reduce__(self) -> Any:
         """Pickle as nothing."""
         return types.NoneType, ()
+
+
+def _is_own(hook: Any) -> bool:
+    """Return whether a hook is one of gradlane's, which need no gradient."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return str(module).partition(".")[0] == "gradlane"
 
 
 class _Linear(torch.autograd.Function):
