@@ -360,11 +360,14 @@ class Exchange:
 
         Fused optimizers take both for flat memory in the same order.
         """
-        for position, (index, gradient) in enumerate(arrived.gradients):
-            parameter = self._trained[index].tensor
-            if parameter.stride() != gradient.stride() and is_dense(parameter):
-                with torch.no_grad(), torch.inference_mode(False):
-                    arrived.gradients[position] = (index, in_layout(gradient, parameter.stride()))
+        # Parameters whose update is due make a detour of each look at them.
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, (index, gradient) in enumerate(arrived.gradients):
+                parameter = self._trained[index].tensor
+                if parameter.stride() != gradient.stride() and is_dense(parameter):
+                    with torch.no_grad(), torch.inference_mode(False):
+                        laid_out = in_layout(gradient, parameter.stride())
+                    arrived.gradients[position] = (index, laid_out)
 
     def votes(self) -> list[Vote]:
         """Return the votes of the current step, which must have arrived; empty before step 1."""

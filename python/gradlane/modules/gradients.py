@@ -68,7 +68,7 @@ class GradientIntake:
         entry = self._trained[index]
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
-        self.check(index, gradient)
+        _check(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
         if is_alone(gradient) and same_layout(gradient, entry.stride):
