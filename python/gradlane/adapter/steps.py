@@ -45,8 +45,8 @@ class Steps(StepReads):
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
-        gradient = raw_grad(parameter)
-        if gradient is None and (
+        # No variable holds the gradient: it is lent as it is if nobody else has it.
+        if raw_grad(parameter) is None and (
             self._exchange.sends_factors(index) or not parameter.requires_grad
         ):
             # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
@@ -63,6 +63,7 @@ class Steps(StepReads):
                 return
             self._on_gradient(index)
             if self.accumulates:
+                gradient = raw_grad(parameter)
                 if gradient is not None:
                     self._untouched[index] = (id(gradient), gradient._version)
             elif self._exchange.sends_factors(index):

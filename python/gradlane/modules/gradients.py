@@ -7,6 +7,7 @@ may give a parameter a view of memory that another branch of the graph has yet t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,13 @@ def _owners(tensor: Tensor) -> int | None:
     return _count_owners(storage._cdata)
 
 
+def _sole_references() -> int:
+    tensor = torch.empty(1, device="cpu")
+    return sys.getrefcount(tensor)
+
+
+_SOLE_REFERENCES = _sole_references()
+"""What `sys.getrefcount` says of a tensor that one local variable holds; more: a program has it."""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """What `_owners` says of memory that one tensor has to itself."""
 
@@ -71,7 +79,11 @@ class GradientIntake:
         _check(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
-        if is_alone(gradient) and same_layout(gradient, entry.stride):
+        if (
+            is_alone(gradient)
+            and sys.getrefcount(gradient) <= _SOLE_REFERENCES
+            and same_layout(gradient, entry.stride)
+        ):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
