@@ -230,6 +230,21 @@ def test_the_thread_ends_with_its_store() -> None:
         store.read("word")
 
 
+def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = HashStore.check
+
+    def then_write(self: HashStore, keys: list[str]) -> bool:
+        found = bool(check(self, keys))
+        self.set("verdict", "why")
+        self.set("reason", "closed")
+        return found
+
+    store = bounded()
+    monkeypatch.setattr(HashStore, "check", then_write)
+    assert store.first_of("verdict", "reason") == ("verdict", b"why")
+    store.close()
+
+
 USER = """
 import sys
 from gradlane.ranks.environment import Place

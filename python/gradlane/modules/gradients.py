@@ -35,7 +35,7 @@ def _owners(tensor: Tensor) -> int | None:
 
 
 def _sole_references() -> int:
-    tensor = torch.empty(1, device="cpu")
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return sys.getrefcount(tensor)
 
 

@@ -165,7 +165,9 @@ class BoundedStore:
         """Return the first of some keys that is there, with its value, without waiting for any.
 
         Args:
-            keys: in the order in which they are looked for.
+            keys: in the order in which they are looked for; a later one counts only if the earlier
+                ones are still absent after it was found, so a rank that writes an earlier one
+                first is read in that order.
             limit_s: seconds that the store may take to answer, where that is less than usual.
             look: called while waiting.
 
@@ -174,9 +176,13 @@ class BoundedStore:
         """
 
         def read(store: Any) -> tuple[str, bytes] | None:
-            for key in keys:
-                if store.check([self._prefix + key]):
-                    return key, bytes(store.get(self._prefix + key))
+            paths = [self._prefix + key for key in keys]
+            for number, path in enumerate(paths):
+                if store.check([path]):
+                    # An earlier key may have been written since it was looked for, before this one.
+                    earlier = (n for n in range(number) if store.check([paths[n]]))
+                    first = next(earlier, number)
+                    return keys[first], bytes(store.get(paths[first]))
             return None
 
         found: tuple[str, bytes] | None = self._ask(read, limit_s, look)
