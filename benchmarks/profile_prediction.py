@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from gradlane.lab.options import LabOptions
-from gradlane.lab.results import Row
-from gradlane.lab.run import run_lab
-from gradlane.lab.strategy import parse_strategies, parse_strategy
+from gradlane.formats.profile import Profile
+from gradlane.formats.rates import format_rate, parse_rate
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.lab.workloads import REAL_NAMES, build
-from gradlane.profiler import Profile, Recorder
-from gradlane.rates import format_rate, parse_rate
-from gradlane.whatif.simulation import Cluster, run_scenario, scenario_of
+from gradlane.planning.profiler.recorder import Recorder
+from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 
 WARM_UP_STEPS = 3
 SIMULATED_STEPS = 6

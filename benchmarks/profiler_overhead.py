@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.profiler import Recorder
+from gradlane.planning.profiler.recorder import Recorder
 
 
 class Block(nn.Module):

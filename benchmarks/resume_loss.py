@@ -33,8 +33,8 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 from torch.nn import functional
 
-from gradlane.checkpoints.folder import newest
 from gradlane.lab.workloads.digits_cnn import DigitsCnn
+from gradlane.training.checkpoints.folder import newest
 
 RANKS = 4
 RESUMED = "4,3,2"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.adapter.pool import RankPool
+from tests.training.model.pool import RankPool
 
 from gradlane.lab.workloads import REAL_NAMES
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.progress import track
 
-from gradlane.whatif.costs import MachineCosts
-from gradlane.whatif.profiles import Profile, synthetic_profile
-from gradlane.whatif.simulation import FREE_HOST, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.profiles import Profile, synthetic_profile
+from gradlane.planning.simulation.scenarios import FREE_HOST, Cluster, run_scenario, scenario_of
 
 RATES_GBPS = (8, 10, 15)
 STRATEGIES = ("kvstore", "slicing", "p3")

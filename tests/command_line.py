@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gradlane.commands import cli
+from gradlane.cli import main as cli
 
 
 def run(

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.adapter.nursery import Nursery
-    from tests.adapter.pool import RankPool
+    from tests.training.model.nursery import Nursery
+    from tests.training.model.pool import RankPool
 
 _SOURCES = str(Path(__file__).parent.parent / "python")
 
@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four rank processes for all tests; a scenario that hangs ends them, the next has others."""
-    from tests.adapter.pool import RankPool
+    from tests.training.model.pool import RankPool
 
     ranks = RankPool(4)
     yield ranks
@@ -46,7 +46,7 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """The process that forks programs for all tests."""
-    from tests.adapter.nursery import Nursery
+    from tests.training.model.nursery import Nursery
 
     process = Nursery()
     yield process

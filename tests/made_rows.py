@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradlane.lab.options import LabOptions
-from gradlane.lab.results import Row
-from gradlane.lab.run import LabProgress
-from gradlane.lab.strategy import parse_strategy
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.run import LabProgress
+from gradlane.lab.runs.strategy import parse_strategy
 
 
 def made_row(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab.privilege import why_no_namespaces
+from gradlane.lab.cluster.privilege import why_no_namespaces
 
 REASON = why_no_namespaces()
 needs_namespaces = pytest.mark.skipif(

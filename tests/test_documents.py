@@ -12,9 +12,9 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from gradlane.commands.cli import app
+from gradlane.cli.main import app
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 CLAIMS = ROOT / "docs" / "claims.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

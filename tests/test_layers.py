@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "python" / "gradlane"
+from tests.paths import PACKAGE, ROOT
+
 FACADE = ("__init__", "__main__")
 """What `import gradlane` and `python -m gradlane` give; these name everything."""
 

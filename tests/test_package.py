@@ -10,9 +10,9 @@ def test_importing_loads_neither_torch_nor_the_core() -> None:
     program = (
         "import sys, gradlane\n"
         "assert 'torch' not in sys.modules and 'gradlane._core' not in sys.modules\n"
-        "assert {'init', 'Session', 'planner'} <= set(dir(gradlane))\n"
-        "assert gradlane.torch.ddp_hook and gradlane.codecs.Codec\n"
-        "assert gradlane.profiler.synthetic and gradlane.planner.Coordinator\n"
+        "assert {'init', 'Session', 'Plan', 'ddp'} <= set(dir(gradlane))\n"
+        "assert gradlane.ddp.ddp_hook and gradlane.codecs.Codec\n"
+        "assert gradlane.synthetic_profile and gradlane.Coordinator\n"
         "assert gradlane.integrations\n"
         "try:\n"
         "    gradlane.no_such_name\n"

@@ -1,8 +1,9 @@
 """gradlane: communication for data-parallel training that hides behind the computation.
 
 `init` opens a session, `Session.prepare` hooks a model and its optimizer; the training loop stays
-as it is. `profile` says what a training step computes. Importing this package is cheap: torch and
-the compiled core are loaded by the first use.
+as it is. `profile` says what a training step computes. Importing this package loads neither torch
+nor the compiled core; the first use does. Names in `__all__`, `gradlane.codecs`, `gradlane.ddp`,
+`gradlane.jax` and `gradlane.integrations` are public; everything else is private by its place.
 """
 
 from __future__ import annotations
@@ -25,19 +26,30 @@ from gradlane.errors import (
 )
 
 if TYPE_CHECKING:
-    from gradlane.profiler.measure import profile
-    from gradlane.session.session import Session
-    from gradlane.session.start import init
+    from gradlane.formats.profile import Profile, ProfileError
+    from gradlane.planning.planner.coordinator import Coordinator
+    from gradlane.planning.profiler.measure import profile
+    from gradlane.planning.profiler.operations import synthetic_profile
+    from gradlane.planning.profiler.recorder import Recorder
+    from gradlane.training.plans.plan import Plan, PlanError, read_plan
+    from gradlane.training.session.session import Session
+    from gradlane.training.session.start import init
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArrayRefused",
     "CheckpointError",
+    "Coordinator",
     "GradlaneError",
     "PeerLost",
+    "Plan",
+    "PlanError",
+    "Profile",
+    "ProfileError",
     "ProgressTimeout",
     "RanksDiffer",
+    "Recorder",
     "RendezvousError",
     "Session",
     "SessionClosed",
@@ -47,27 +59,37 @@ __all__ = [
     "__version__",
     "init",
     "profile",
+    "read_plan",
+    "synthetic_profile",
 ]
 
-_PARTS = ("codecs", "integrations", "jax", "planner", "profiler", "torch")
-"""Modules that programs use by name; each is loaded when it is first asked for."""
+_MODULES = {
+    "Coordinator": "planning.planner.coordinator",
+    "Plan": "training.plans.plan",
+    "PlanError": "training.plans.plan",
+    "Profile": "formats.profile",
+    "ProfileError": "formats.profile",
+    "Recorder": "planning.profiler.recorder",
+    "Session": "training.session.session",
+    "init": "training.session.start",
+    "profile": "planning.profiler.measure",
+    "read_plan": "training.plans.plan",
+    "synthetic_profile": "planning.profiler.operations",
+}
+"""Names that need torch or the core, and the modules that hold them."""
+_PARTS = ("codecs", "ddp", "integrations", "jax")
+"""Public modules, loaded when they are first asked for."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch when it is first asked for."""
-    if name in ("init", "Session"):
-        from gradlane.session import start
-
-        return getattr(start, name)
-    if name == "profile":
-        from gradlane.profiler import measure
-
-        return measure.profile
+    """Load a name that needs torch or the core when it is first asked for."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"gradlane.{_MODULES[name]}"), name)
     if name in _PARTS:
         return importlib.import_module(f"gradlane.{name}")
     raise AttributeError(f"module 'gradlane' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Name what there is, loaded or not."""
+    """Return all public names, loaded or not."""
     return sorted([*__all__, *_PARTS])

@@ -1,6 +1,6 @@
 """`python -m gradlane`: the same as the `gradlane` command."""
 
-from gradlane.commands.cli import main
+from gradlane.cli.main import main
 
 if __name__ == "__main__":
     main()

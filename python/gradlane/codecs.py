@@ -1,7 +1,7 @@
 """Codecs for torch tensors and NumPy arrays: a thin, typed surface over the compiled kernels.
 
 A codec encodes contiguous f32 values on the CPU. It keeps no state: residuals and the place of the
-values are the caller's, as in `gradlane.torch`. What each codec does, and the layout of its bytes,
+values are the caller's, as in `gradlane.ddp`. What each codec does, and the layout of its bytes,
 is in `docs/codecs.md`.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradlane.core import load_codecs
+from gradlane.training.core import load_codecs
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ All derive from `GradlaneError`; timeouts are also `TimeoutError`, bad arguments
 
 from __future__ import annotations
 
-from gradlane.untrusted import EscapedError
+from gradlane.formats.untrusted import EscapedError
 
 
 class GradlaneError(EscapedError):

@@ -26,8 +26,8 @@ import numpy as np
 from gradlane.errors import ArrayRefused, UsageError
 
 if TYPE_CHECKING:
-    from gradlane.arrays.memory import HostArray
-    from gradlane.session.session import Session
+    from gradlane.training.arrays.memory import HostArray
+    from gradlane.training.session.session import Session
 
 __all__ = ["MeanOverRanks", "forward_order"]
 

@@ -18,11 +18,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from gradlane.lab.privilege import why_no_namespaces
-from tests.adapter.nursery import Nursery
+from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.scenario import FAULTS, MOMENTS
 from tests.faults.verdict import KINDS
+from tests.training.model.nursery import Nursery
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.adapter.nursery import Nursery
 from tests.faults.cluster import (
     new_folder,
     run_faulted,
@@ -28,6 +27,7 @@ from tests.faults.scenario import (
     draw,
 )
 from tests.faults.verdict import Problem, bound_s, judge_restart, judge_run
+from tests.training.model.nursery import Nursery
 
 _KEEP_ALL = 100
 _RUNS_AT_ONCE = 3

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.namespaces import Cluster
-from tests.adapter.nursery import Nursery
+from gradlane.lab.cluster.namespaces import Cluster
 from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.ports import Listener, own_loopback
 from tests.faults.scenario import (
@@ -32,6 +31,7 @@ from tests.faults.scenario import (
     Scenario,
 )
 from tests.faults.trigger import LATE
+from tests.training.model.nursery import Nursery
 from tests.waiting import eventually
 
 _POLL_S = 0.01

@@ -9,10 +9,10 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from gradlane.lab.namespaces import Namespace
-from gradlane.lab.privilege import why_no_namespaces
-from tests.adapter.nursery import free_port
+from gradlane.lab.cluster.namespaces import Namespace
+from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.isolation import enter_namespace
+from tests.training.model.nursery import free_port
 
 _PORT = 29500
 

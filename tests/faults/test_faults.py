@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab.privilege import why_no_namespaces
-from tests.adapter.nursery import Nursery
+from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.built import needs_core
 from tests.faults.campaign import Campaign
 from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import FAULTS, MOMENTS, Scenario, draw
 from tests.faults.verdict import judge_run, named_ranks
+from tests.training.model.nursery import Nursery
 
 SEEDS = (4785, 668, 3086, 1771, 3342, 255, 1097, 1496, 422, 634, 697, 948)
 """One of each moment, and in them every fault, in few kinds of trainings: each kind needs a run

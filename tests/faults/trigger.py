@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.ranks.pauses import PAUSE
+from gradlane.training.rendezvous.wait_notifier import PAUSE
 
 _WAIT_S = 60.0
 _POLL_S = 0.002

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab import calibrate, run
+from gradlane.lab.calibration import calibrate
+from gradlane.lab.runs import run
 
 
 @pytest.fixture(autouse=True)

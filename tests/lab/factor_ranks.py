@@ -6,11 +6,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from gradlane.lab.trial import digest_parameters
+from gradlane.lab.runs.trial import digest_parameters
 from gradlane.lab.workloads.replay import ReplayWorkload
-from gradlane.planner.coordinator import Coordinator
-from gradlane.planner.settings import ClusterFacts
-from tests.adapter.scenarios import open_session
+from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.training.plans.settings import ClusterFacts
+from tests.training.model.scenarios import open_session
 
 
 def replay(

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from gradlane.lab import awake
-from gradlane.lab.awake import awake_processes, kept_awake
-from gradlane.lab.counters import read_processor_ticks, spinning_s
+from gradlane.lab.cluster import awake
+from gradlane.lab.cluster.awake import awake_processes, kept_awake
+from gradlane.lab.cluster.counters import read_processor_ticks, spinning_s
 from tests.waiting import eventually
 
 WITHIN_S = 30.0

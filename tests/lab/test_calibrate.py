@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab import calibrate
-from gradlane.lab.calibrate import (
+from gradlane.lab.calibration import calibrate
+from gradlane.lab.calibration.calibrate import (
     CalibrationOptions,
     load_of,
     run_calibration,
     solve,
 )
-from gradlane.lab.calibrate_table import print_constants
-from gradlane.lab.display import wide_console
-from gradlane.whatif.codec_costs import CALIBRATED_CODECS
-from gradlane.whatif.costs import HOST_CONSTANTS, read_costs
+from gradlane.lab.calibration.table import print_constants
+from gradlane.lab.runs.display import wide_console
+from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS
+from gradlane.planning.simulation.costs import HOST_CONSTANTS, read_costs
 from tests.namespaces import needs_namespaces
 
 

@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradlane.lab.counters import TrafficRecord, TrafficSampler
-from gradlane.lab.errors import LabError, RankError
-from gradlane.lab.namespaces import CONGESTION_CONTROL, INTERFACE, Cluster
-from gradlane.lab.ranks import RankPool
-from gradlane.lab.shaping import PortShape
+from gradlane.lab.cluster.counters import TrafficRecord, TrafficSampler
+from gradlane.lab.cluster.errors import LabError, RankError
+from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, INTERFACE, Cluster
+from gradlane.lab.cluster.ranks import RankPool
+from gradlane.lab.cluster.shaping import PortShape
 from tests.namespaces import needs_namespaces
 from tests.waiting import eventually
 
@@ -398,8 +398,8 @@ def test_a_killed_owner_takes_its_ranks_with_it(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import sys, time\n"
-        "from gradlane.lab.namespaces import Cluster\n"
-        "from gradlane.lab.ranks import RankPool\n"
+        "from gradlane.lab.cluster.namespaces import Cluster\n"
+        "from gradlane.lab.cluster.ranks import RankPool\n"
         f"with Cluster(2, {RATE_BPS}) as cluster:\n"
         f"    with RankPool(cluster, program=['-c', {FAKE_RANK!r}]) as ranks:\n"
         "        print(*ranks.processes(), flush=True)\n"

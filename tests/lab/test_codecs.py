@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradlane.lab.options import LabOptions
-from gradlane.lab.run import run_lab
-from gradlane.lab.strategy import parse_strategies
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.strategy import parse_strategies
 from gradlane.lab.workloads import build
 from gradlane.lab.workloads.replay import ReplayWorkload
 from tests.lab.test_run import profile

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.namespaces import INTERFACE, Cluster
-from gradlane.lab.nursery import ForkedRank, running_nursery
-from tests.adapter.nursery import SOURCES
+from gradlane.lab.cluster.fork_server import ForkedRank, running_nursery
+from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
 from tests.namespaces import needs_namespaces
+from tests.training.model.nursery import SOURCES
 
 RANKS = 3
 CUT = 2
@@ -68,7 +68,7 @@ def train_until_the_end(
                 # With an ending that it does not know, such as a number, it trains for ever.
                 child = running_nursery({"OMP_NUM_THREADS": "1", **SOURCES}).fork(
                     rank,
-                    "tests.adapter.failing_rank",
+                    "tests.training.model.failing_rank",
                     namespace=cluster.namespace_descriptor(rank),
                     environment=own,
                     stderr=errors,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab import run as lab_run
-from gradlane.lab.counters import TrafficRecord, read_processor_ticks
-from gradlane.lab.evidence import CPU_BOUND_SHARE, STOLEN_SHARE_MAX, measures_machine
-from gradlane.lab.run import Goodput
+from gradlane.lab.cluster.counters import TrafficRecord, read_processor_ticks
+from gradlane.lab.runs import run as lab_run
+from gradlane.lab.runs.evidence import CPU_BOUND_SHARE, STOLEN_SHARE_MAX, measures_machine
+from gradlane.lab.runs.run import Goodput
 
 
 @pytest.mark.parametrize(

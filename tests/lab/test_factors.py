@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradlane.architectures.timings import TensorTiming
-from gradlane.core import load_core
-from gradlane.factors.choice import Factored
-from gradlane.lab.balance import balance_notes, balance_of
-from gradlane.lab.factor_notes import factor_notes
-from gradlane.lab.options import LabOptions
-from gradlane.lab.strategy import parse_strategies
-from gradlane.ranks.table import extra_entry
-from gradlane.whatif.bound import answer_owners, bound_step_s, port_bytes
-from tests.adapter.pool import RankPool
+from gradlane.lab.runs.balance import balance_notes, balance_of
+from gradlane.lab.runs.factor_notes import factor_notes
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.strategy import parse_strategies
+from gradlane.planning.models.timings import TensorTiming
+from gradlane.planning.simulation.bound import answer_owners, bound_step_s, port_bytes
+from gradlane.training.core import load_core
+from gradlane.training.factors.choice import Factored
+from gradlane.training.rendezvous.tensor_table import extra_entry
 from tests.built import needs_core
+from tests.training.model.pool import RankPool
 
 MODULE = "tests.lab.factor_ranks"
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.cells import (
+from gradlane.lab.calibration.grid import CELLS, cells_of, in_grid_order
+from gradlane.lab.calibration.prediction_grid import auto_table
+from gradlane.lab.runs.cells import (
     STEPS,
     CellsProgress,
     compact,
@@ -19,8 +21,6 @@ from gradlane.lab.cells import (
     still_missing,
     with_compute_times,
 )
-from gradlane.lab.grid import CELLS, cells_of, in_grid_order
-from gradlane.lab.prediction_grid import auto_table
 from tests.made_rows import Machine, made_row
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.options import LabOptions
-from gradlane.lab.run import run_lab
-from gradlane.lab.strategy import parse_strategies
-from gradlane.whatif.bound import port_bytes
-from gradlane.whatif.grid import evaluate
-from gradlane.whatif.profiles import read_profile
-from gradlane.whatif.simulation import Cluster
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.strategy import parse_strategies
+from gradlane.planning.simulation.bound import port_bytes
+from gradlane.planning.simulation.grid import evaluate
+from gradlane.planning.simulation.profiles import read_profile
+from gradlane.planning.simulation.scenarios import Cluster
 from tests.lab.test_run import small_profile
 from tests.namespaces import needs_namespaces
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gradlane.lab.namespaces import Cluster
-from gradlane.lab.nursery import running_nursery
-from tests.adapter.nursery import ROOT
+from gradlane.lab.cluster.fork_server import running_nursery
+from gradlane.lab.cluster.namespaces import Cluster
 from tests.namespaces import needs_namespaces
+from tests.paths import ROOT
+from tests.training.model.nursery import 
 
 
 @needs_namespaces

@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.cells import read_rows, with_compute_times
-from gradlane.lab.grid import in_grid_order
-from gradlane.lab.prediction import (
+from gradlane.lab.calibration.grid import in_grid_order
+from gradlane.lab.calibration.prediction import (
     can_predict,
     markdown_of,
     predict,
     replayed_profile,
     summary_of,
 )
-from gradlane.lab.prediction_grid import (
+from gradlane.lab.calibration.prediction_grid import (
     MEDIAN_ERROR_TARGET,
     WORST_ERROR_TARGET,
     fit_spread,
     page_of,
     with_spread,
 )
-from gradlane.whatif.costs import MachineCosts
+from gradlane.lab.runs.cells import read_rows, with_compute_times
+from gradlane.planning.simulation.costs import MachineCosts
 from tests.command_line import run
+from tests.paths import ROOT
 
 ROW: dict[str, Any] = {
     "workload": "resnet50",
@@ -107,7 +108,7 @@ def test_the_command_prints_a_table(
 
 def test_what_the_lab_measured_is_predicted() -> None:
     """Every fourth row of the published grid: a model that drifts from the lab is seen here."""
-    path = Path(__file__).parents[2] / "docs" / "predictions.json"
+    path = ROOT / "docs" / "predictions.json"
     rows = [it for it in in_grid_order(with_compute_times(read_rows(path))) if can_predict(it)]
     assert len(rows) > 40
     summary = summary_of([predict(it) for it in rows[::4]])

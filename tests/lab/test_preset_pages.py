@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.cells import Cell, CellsProgress
-from gradlane.lab.pages.presets import report_from_preset
-from gradlane.lab.presets.completed import completed
-from gradlane.lab.presets.preset import Preset
+from gradlane.lab.experiments.completed import completed
+from gradlane.lab.experiments.pages.presets import report_from_preset
+from gradlane.lab.experiments.preset import Preset
+from gradlane.lab.runs.cells import Cell, CellsProgress
 from gradlane.report.page import Figures
 from tests.browser import needs_browser, probe
 from tests.command_line import run
@@ -240,7 +240,7 @@ def test_the_other_pages_at_phone_width(tmp_path: Path, name: str) -> None:
 
 
 def test_key_figures_are_told_as_good_or_bad() -> None:
-    from gradlane.lab.pages.bandwidth import in_short
+    from gradlane.lab.experiments.pages.bandwidth import in_short
 
     figures = in_short(bandwidth_rows())[0]
     assert isinstance(figures, Figures)

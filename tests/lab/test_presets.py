@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.architectures import ARCHITECTURES
-from gradlane.lab.cells import Cell, CellsProgress, save_rows
-from gradlane.lab.display import runs_progress
-from gradlane.lab.errors import LabError
-from gradlane.lab.presets import bandwidth as bandwidth_preset
-from gradlane.lab.presets import findings
-from gradlane.lab.presets.bandwidth import bandwidth, between
-from gradlane.lab.presets.completed import completed
-from gradlane.lab.presets.folder import PresetFolder
-from gradlane.lab.presets.preset import Preset, run_preset
-from gradlane.lab.presets.simulated import Simulation, simulate_missing
-from gradlane.lab.presets.tables import print_bandwidth
-from gradlane.lab.time_left import TimeLeft, format_duration
-from gradlane.whatif.bound import port_bytes
+from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.experiments import bandwidth as bandwidth_preset
+from gradlane.lab.experiments import findings
+from gradlane.lab.experiments.bandwidth import bandwidth, between
+from gradlane.lab.experiments.completed import completed
+from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.experiments.preset import Preset, run_preset
+from gradlane.lab.experiments.simulated import Simulation, simulate_missing
+from gradlane.lab.experiments.tables import print_bandwidth
+from gradlane.lab.runs.cells import Cell, CellsProgress, save_rows
+from gradlane.lab.runs.display import runs_progress
+from gradlane.planning.models import ARCHITECTURES
+from gradlane.planning.simulation.bound import port_bytes
+from gradlane.report.time_left import TimeLeft, format_duration
 from tests.command_line import run
 from tests.made_rows import Machine
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.cells import read_rows, save_rows, write_failure
-from gradlane.lab.errors import LabError
-from gradlane.lab.presets.folder import PresetFolder
+from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.runs.cells import read_rows, save_rows, write_failure
 from tests.children import children_of
 from tests.namespaces import needs_namespaces
 

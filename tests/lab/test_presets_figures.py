@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.lab.cells import CellsProgress
-from gradlane.lab.counters import Recording, TrafficRecord, read_process_cpu_ns
-from gradlane.lab.memory import available_bytes
-from gradlane.lab.presets import findings
-from gradlane.lab.presets import slices as slices_preset
-from gradlane.lab.presets.activity import (
+from gradlane.lab.cluster.counters import Recording, TrafficRecord, read_process_cpu_ns
+from gradlane.lab.cluster.memory import available_bytes
+from gradlane.lab.experiments import findings
+from gradlane.lab.experiments import slices as slices_preset
+from gradlane.lab.experiments.activity import (
     activity_of,
     busiest_port,
     is_communication_bound,
@@ -27,15 +26,16 @@ from gradlane.lab.presets.activity import (
     ports_of,
     summed,
 )
-from gradlane.lab.presets.completed import completed
-from gradlane.lab.presets.folder import PresetFolder
-from gradlane.lab.presets.preset import Preset, run_preset
-from gradlane.lab.presets.scaling import needed_bytes, scaling, without_large_cells
-from gradlane.lab.presets.simulated import Simulation
-from gradlane.lab.presets.slices import SLICES, planned_slice_elems, slices, sweeps_of
-from gradlane.lab.presets.tables import print_scaling, print_slices, print_utilization
-from gradlane.lab.presets.utilization import utilization
-from gradlane.planner.search import SLICES as PLANNED_SLICES
+from gradlane.lab.experiments.completed import completed
+from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.experiments.preset import Preset, run_preset
+from gradlane.lab.experiments.scaling import needed_bytes, scaling, without_large_cells
+from gradlane.lab.experiments.simulated import Simulation
+from gradlane.lab.experiments.slices import SLICES, planned_slice_elems, slices, sweeps_of
+from gradlane.lab.experiments.tables import print_scaling, print_slices, print_utilization
+from gradlane.lab.experiments.utilization import utilization
+from gradlane.lab.runs.cells import CellsProgress
+from gradlane.planning.planner.search import SLICES as PLANNED_SLICES
 from tests.command_line import run
 from tests.made_rows import Machine
 
@@ -146,7 +146,7 @@ def test_utilization_keeps_what_was_sampled(
 
         return machine.run(options, progress=progress, on_rows=told)
 
-    monkeypatch.setattr("gradlane.lab.presets.utilization.run_lab", run_made)
+    monkeypatch.setattr("gradlane.lab.experiments.utilization.run_lab", run_made)
     preset = utilization(workloads=["resnet50"], rates_bps=[4 * GBIT], strategies=["p3"])
     rows = run_preset(preset, PresetFolder(tmp_path), Console(file=StringIO()))
     assert [row["activity"]["sent_bytes"][0] for row in rows] == [CARRIED[0, "out"]] * 2

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab import run as run_module
-from gradlane.lab.counters import TrafficSampler
-from gradlane.lab.errors import RankError
-from gradlane.lab.options import LabOptions
-from gradlane.lab.presets.activity import activity_of
-from gradlane.lab.results import Row, save_rows, summarize
-from gradlane.lab.run import run_lab
-from gradlane.lab.straggler_notes import loss_over_time, loss_table
-from gradlane.lab.strategy import parse_strategies, parse_strategy, with_rules
-from gradlane.planner.settings import LEARNING_STEPS
-from gradlane.rates import format_rate, parse_rate
-from gradlane.timeline.checks import check_events
-from gradlane.timeline.chrome import read_chrome, to_chrome
-from gradlane.whatif.straggler import parse_straggler
+from gradlane.formats.rates import format_rate, parse_rate
+from gradlane.formats.timeline.checks import check_events
+from gradlane.formats.timeline.chrome import read_chrome, to_chrome
+from gradlane.lab.cluster.counters import TrafficSampler
+from gradlane.lab.cluster.errors import RankError
+from gradlane.lab.experiments.activity import activity_of
+from gradlane.lab.runs import run as run_module
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.results import Row, save_rows, summarize
+from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.straggler_notes import loss_over_time, loss_table
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
+from gradlane.planning.simulation.straggler import parse_straggler
+from gradlane.training.plans.settings import LEARNING_STEPS
 from tests.built import needs_core
 from tests.namespaces import needs_namespaces
 

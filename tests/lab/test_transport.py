@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.lab.transport import (
+from gradlane.lab.transport.measurement import (
     URGENT_PER_STEP,
     TransportOptions,
     compare_turns,
@@ -20,15 +20,15 @@ from gradlane.lab.transport import (
     summarize_slices,
     summarize_turn,
 )
-from gradlane.lab.transport_tables import print_transport
-from gradlane.lab.transport_trace import (
+from gradlane.lab.transport.tables import print_transport
+from gradlane.lab.transport.trace import (
     BROADCAST,
     PUSH,
     TraceRow,
     frames_ahead_limit,
     urgent_slices,
 )
-from gradlane.settings.frames import frame_count
+from gradlane.training.options.frames import frame_count
 from tests.namespaces import needs_namespaces
 
 SEND_TURN_BYTES = 1 << 20

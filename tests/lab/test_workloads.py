@@ -16,28 +16,28 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from gradlane.architectures import (
-    ARCHITECTURES,
-    inception_v3,
-    resnet50,
-    sockeye,
-    vgg19,
-)
-from gradlane.architectures.schedule import (
-    MINIMUM_SLEEP_S,
-    layers_from_architecture,
-    layers_from_profile,
-    merge_short_layers,
-)
-from gradlane.architectures.timings import Stage, compute_s_of, timings_of
+from gradlane.formats.profile import Profile, ProfileTensor
 from gradlane.lab.workloads import NAMES, REAL_NAMES, REPLAY_NAMES, Workload, build
 from gradlane.lab.workloads.gradients import PATTERN_ELEMENTS, GradientPattern
 from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
 from gradlane.lab.workloads.replay_model import SleepingLayer
-from gradlane.profiler.contents import Profile, ProfileTensor
-from tests.adapter.pool import RankPool
+from gradlane.planning.models import (
+    ARCHITECTURES,
+    inception_v3,
+    resnet50,
+    sockeye,
+    vgg19,
+)
+from gradlane.planning.models.schedule import (
+    MINIMUM_SLEEP_S,
+    layers_from_architecture,
+    layers_from_profile,
+    merge_short_layers,
+)
+from gradlane.planning.models.timings import Stage, compute_s_of, timings_of
+from tests.training.model.pool import RankPool
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.pages.results import report_from_results, sections_from_results
+from gradlane.lab.experiments.pages.results import report_from_results, sections_from_results
 from gradlane.report import (
     Measurement,
     Paragraph,

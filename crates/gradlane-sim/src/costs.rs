@@ -115,7 +115,7 @@ impl Costs {
         command_s: 81e-6,
         wake_s: 13e-6,
         between_steps_s: 0.0,
-        // Of the next day, while others used the machine: `lab/calibrate_local.py`, processor time of
+        // Of the next day, while others used the machine: `lab/calibration/node_costs.py`, processor time of
         // copies and sums of 4 MiB out of 64 MiB, half of a word's way there and back.
         local_copy_byte_s: 0.18e-9,
         local_sum_byte_s: 0.26e-9,

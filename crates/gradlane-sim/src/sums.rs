@@ -1,5 +1,5 @@
 //! What happens within nodes whose ranks add up before anything goes to the network: `NodeChannel` of
-//! `python/gradlane/local/`, in virtual time.
+//! `python/gradlane/training/node/`, in virtual time.
 //!
 //! A rank copies each part of a gradient that another one carries to where that one reads it, one
 //! after another. When all of the node's ranks have spoken, the carrier adds up, one part after

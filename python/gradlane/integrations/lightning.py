@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 import gradlane
-from gradlane.session.session import Session
+from gradlane.training.session.session import Session
 
 
 class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from gradlane.session.session import Session
+from gradlane.training.session.session import Session
 
 
 class _PrepareOnTrainBegin(TrainerCallback):  # type: ignore[misc]

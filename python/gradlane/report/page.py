@@ -18,8 +18,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from gradlane.formats.atomic_io import replace_text
 from gradlane.report.plots import Plot
-from gradlane.whole_files import replace_text
 
 ASSETS = Path(__file__).parent / "assets"
 Cell = str | int | float | bool | None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradlane.architectures import ARCHITECTURES
-from gradlane.architectures.timings import Stage, TensorTiming
 from gradlane.lab.workloads.contract import Evaluation, Workload
+from gradlane.planning.models import ARCHITECTURES
+from gradlane.planning.models.timings import Stage, TensorTiming
 
 SIMULATED_NAMES = ("llama_1b", "dlrm")
 """Models that `whatif` and `plan` know, but of over 400 million parameters, which each rank of a

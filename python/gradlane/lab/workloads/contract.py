@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradlane.architectures.timings import TensorTiming
+from gradlane.planning.models.timings import TensorTiming
 
 if TYPE_CHECKING:
     import torch

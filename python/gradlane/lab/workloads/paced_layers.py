@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.architectures.timings import Stage
 from gradlane.lab.workloads.pacing import PacingClock
+from gradlane.planning.models.timings import Stage
 
 BACKWARD_FACTOR = 2.0
 """Backward lasts this many times as long as forward."""

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.architectures.timings import Stage, compute_s_of, timings_of
 from gradlane.lab.workloads.contract import Evaluation, Workload
 from gradlane.lab.workloads.paced_layers import Pacer
 from gradlane.lab.workloads.pacing import PacingClock
+from gradlane.planning.models.timings import Stage, compute_s_of, timings_of
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and the classes to predict (int64)."""

@@ -16,14 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from gradlane.architectures import ARCHITECTURES
-from gradlane.architectures.schedule import (
-    layers_from_architecture,
-    layers_from_profile,
-    merge_short_layers,
-)
-from gradlane.architectures.timings import compute_s_of, timings_of
-from gradlane.lab.codec_error import UPDATES_OFF_MOST, is_sum_of_gradients, mean_error
+from gradlane.formats.profile import Profile
+from gradlane.lab.workloads.codec_error import UPDATES_OFF_MOST, is_sum_of_gradients, mean_error
 from gradlane.lab.workloads.contract import Workload
 from gradlane.lab.workloads.gradients import Float32Array, Float64Array, GradientPattern
 from gradlane.lab.workloads.pacing import PacingClock
@@ -36,8 +30,14 @@ from gradlane.lab.workloads.replay_model import (
     product_at,
     updated_elements,
 )
-from gradlane.profiler.contents import Profile
-from gradlane.whatif.profiles import profile_of_layers
+from gradlane.planning.models import ARCHITECTURES
+from gradlane.planning.models.schedule import (
+    layers_from_architecture,
+    layers_from_profile,
+    merge_short_layers,
+)
+from gradlane.planning.models.timings import compute_s_of, timings_of
+from gradlane.planning.simulation.profiles import profile_of_layers
 
 LEARNING_RATE = 0.01
 

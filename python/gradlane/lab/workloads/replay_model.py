@@ -16,9 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gradlane.architectures.schedule import ReplayLayer
-from gradlane.factors.block import Dense, LinearFactors, Part
-from gradlane.factors.capture import tap_of
 from gradlane.lab.workloads.gradients import (
     PATTERN_ELEMENTS,
     Float32Array,
@@ -26,6 +23,9 @@ from gradlane.lab.workloads.gradients import (
     hash_of,
 )
 from gradlane.lab.workloads.pacing import PacingClock
+from gradlane.planning.models.schedule import ReplayLayer
+from gradlane.training.factors.block import Dense, LinearFactors, Part
+from gradlane.training.factors.capture import tap_of
 
 UPDATED_ELEMENTS = 64
 """About how many elements of each parameter are updated, and looked at."""

@@ -1,1 +1,0 @@
-"""A model that is trained: its hooks, its steps, what goes out and what comes in."""

@@ -1,0 +1,125 @@
+"""`gradlane lab accuracy`: makes the study's runs, shows its tables and writes its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlane.cli.options import RunsBudgetS, require_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradlane.lab.accuracy.markdown import Lines
+
+
+def lab_accuracy(
+    output: Annotated[
+        Path, typer.Option(help="Folder for results.json, results.csv, report.html.")
+    ] = Path("accuracy"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer steps, seeds and codecs: ten minutes.")
+    ] = False,
+    task: Annotated[
+        str, typer.Option(help="Only these, comma-separated: mlp, resnet, lstm, transformer.")
+    ] = "",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="CIFAR-10's folder cifar-10-batches-py: trains ResNet-110 on it."),
+    ] = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="In place of the study's: p3, asgd or a codec, may be given repeatedly; or all."
+        ),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
+    workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
+    budget_s: RunsBudgetS = math.inf,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables as a page, such as docs/accuracy.md.")
+    ] = None,
+    summary: Annotated[
+        Path | None, typer.Option(help="Write final accuracies by network and scheme as JSON.")
+    ] = None,
+) -> None:
+    """Train four small networks with every codec, and compare loss and accuracy.
+
+    Against steps and against emulated time at 0.1, 1 and 10 Gbit/s. The full study takes some
+    hours of one processor. What was interrupted goes on where it stopped when the same command
+    is given again. With --data the network is ResNet-110 on CIFAR-10: a step takes some seconds.
+    """
+    from gradlane.lab.accuracy import cifar, findings, study
+    from gradlane.lab.accuracy.markdown import main_table, page_text
+    from gradlane.lab.accuracy.page import write_page
+    from gradlane.lab.accuracy.tasks import CIFAR10
+    from gradlane.lab.experiments.folder import PresetFolder
+    from gradlane.lab.runs.display import bar_progress, wide_console
+
+    tasks = [part.strip() for part in task.split(",") if part.strip()]
+    if data is not None:
+        cifar.use_folder(data)
+        tasks = tasks or [CIFAR10]
+    elif CIFAR10 in tasks:
+        raise ValueError(f"task {CIFAR10} needs its images: name their folder by --data")
+    runs = study.runs_of(
+        quick=quick,
+        tasks=tasks,
+        schemes=scheme or (),
+        seeds=seeds,
+        workers=workers,
+    )
+    folder = PresetFolder(output)
+    folder.prepare()
+    require_writable(markdown)
+    require_writable(summary)
+    console = wide_console()
+    missing = study.missing(runs, study.read_runs(folder.results))
+    with bar_progress(console, sum(run.steps for run in missing)) as progress:
+        rows = study.make_missing(runs, folder, progress, budget_s=budget_s)
+    still_missing = study.missing(runs, rows)
+    chosen = set(runs)
+    rows = [row for row in rows if study.key_of(row) in chosen]
+    folder.write_table(rows)
+    write_page(rows, folder.page)
+    for name in dict.fromkeys(row["task"] for row in rows):
+        _print(console, name, main_table(rows, name))
+    for path in (folder.results, folder.table, folder.page):
+        console.print(f"wrote {path}", highlight=False)
+    if markdown is not None:
+        given = ["--quick"] * quick
+        given += ["--task", task] if task else []
+        given += [word for text in scheme or () for word in ("--scheme", text)]
+        given += ["--seeds", str(seeds)] if seeds is not None else []
+        given += ["--workers", str(workers)] if workers != study.WORKERS else []
+        command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
+        markdown.write_text(page_text(rows, command), encoding="utf-8")
+        console.print(f"wrote {markdown}", highlight=False)
+    if summary is not None:
+        content = findings.summary(rows, " ".join(["gradlane", *sys.argv[1:]]))
+        summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {summary}", highlight=False)
+    if still_missing:
+        verb = "is" if len(still_missing) == 1 else "are"
+        typer.echo(
+            f"{len(still_missing)} of {len(runs)} runs {verb} missing: give the same command again"
+        )
+
+
+def _print(console: Console, name: str, lines: Lines) -> None:
+    """Show what was learned in equal steps; times are on the page."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in lines.columns[:5]:
+        table.add_column(column)
+    for row in lines.body:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row[:5]))
+    console.print(table)

@@ -1,0 +1,218 @@
+"""The `gradlane` command.
+
+Arguments are checked before anything is started; heavy imports happen inside the commands, so
+that help and mistakes are answered at once. Errors are one sentence on standard error: status 2
+for wrong arguments, 1 for everything else, 130 after Ctrl-C, 143 after SIGTERM; `--debug` shows
+the traceback. The commands of the lab are in `lab.py`, those that ask about a network in
+`planning.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradlane.cli.lab import lab
+from gradlane.cli.options import (
+    HtmlPath,
+    JsonPath,
+    read_json,
+    require_writable,
+    rows_in,
+    write_json,
+)
+from gradlane.cli.planning import add_planning
+from gradlane.cli.serve import serve
+from gradlane.formats.signals import Terminated, end_in_order
+from gradlane.formats.untrusted import escaped_lines
+
+app = typer.Typer(
+    help="Data-parallel training at the speed of the compute, over networks that are slower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(lab, name="lab")
+trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
+app.add_typer(trace_commands, name="trace")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="As `version`."),
+    ] = False,
+) -> None:
+    # `main` reads the flag from the arguments, since an error may come before this is called; the
+    # other one has its callback.
+    del debug, version
+
+
+@app.command()
+def version(json_path: JsonPath = None) -> None:
+    """Print the versions of gradlane and of what it runs on."""
+    from gradlane.formats.provenance import package_versions
+
+    versions = package_versions()
+    for name, text in versions.items():
+        typer.echo(f"{name} {text}")
+    if json_path is not None:
+        write_json(json_path, versions)
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    html_path: HtmlPath = Path("demo.html"),
+    json_path: JsonPath = None,
+) -> None:
+    """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
+    from gradlane.lab.cluster.privilege import ensure_namespaces
+    from gradlane.lab.runs.demo import run_demo
+    from gradlane.lab.runs.display import wide_console
+
+    require_writable(json_path, html_path)
+    end_in_order(context)
+    ensure_namespaces(sys.argv[1:])
+    run_demo(wide_console(), json_path=json_path, html_path=html_path)
+
+
+add_planning(app)
+app.command()(serve)
+
+
+@app.command()
+def reproduce(
+    figures: Annotated[
+        list[str] | None,
+        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; or modern."),
+    ] = None,
+    list_them: Annotated[
+        bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
+    ] = False,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder with recorded profiles for the what-if paper's figures."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page of text.")] = None,
+    json_path: JsonPath = None,
+    html_path: HtmlPath = None,
+) -> None:
+    """Put figures of the papers beside what is simulated here, and say why they differ."""
+    from gradlane.cli import reproduce as command
+    from gradlane.lab.runs.display import wide_console
+
+    require_writable(json_path, html_path, markdown)
+    if list_them:
+        content = command.run_list(wide_console())
+    elif not figures:
+        raise ValueError("name a figure, a paper, all or modern; --list shows what there is")
+    else:
+        content = command.run_reproduce(
+            figures,
+            console=wide_console(),
+            profile_dir=profiles,
+            markdown=markdown,
+            html_path=html_path,
+        )
+    if json_path is not None:
+        write_json(json_path, content)
+        typer.echo(f"wrote {json_path}")
+
+
+@trace_commands.command("merge")
+def trace_merge(
+    files: Annotated[
+        list[Path], typer.Argument(help="The ranks' files, such as trace.rank*.json.")
+    ],
+    output: Annotated[Path, typer.Option(help="Where all ranks go; .gz compresses.")],
+) -> None:
+    """Join the timelines of a run's ranks into one file, their clocks aligned."""
+    from gradlane.formats.timeline.chrome import read_chrome, write_chrome
+    from gradlane.formats.timeline.merge import merge
+
+    require_writable(output)
+    timeline = merge([read_chrome(path) for path in files])
+    write_chrome(timeline, output)
+    for note in timeline.notes:
+        typer.echo(note)
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
+    html_path: HtmlPath = None,
+) -> None:
+    """Make an HTML page with plots of a results file."""
+    from gradlane.lab.experiments.pages.presets import is_of_preset, presets_of, report_from_preset
+    from gradlane.lab.experiments.pages.results import report_from_results
+    from gradlane.planning.advice.page import report_from_whatif
+
+    content = read_json(results)
+    target = html_path or results.with_suffix(".html")
+    require_writable(target)
+    if isinstance(content, dict) and "rows" in content and "answers" in content:
+        report_from_whatif(content, target)
+    elif isinstance(content, list) and is_of_preset(content):
+        if presets_of(content) == {"accuracy"}:
+            # Its page needs torch, which no other one does.
+            from gradlane.lab.accuracy.page import write_page
+
+            write_page(content, target)
+        else:
+            report_from_preset(content, target)
+    else:
+        report_from_results(rows_in(content, results), target)
+    typer.echo(f"wrote {target}")
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    from gradlane.lab.cluster.errors import LabError, RankError
+
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    except SystemExit as end:
+        # Typer makes this of Ctrl-C, without a word.
+        if end.code == 130:
+            typer.echo("interrupted", err=True)
+        raise
+    except Terminated:
+        typer.echo("terminated", err=True)
+        sys.exit(143)
+    except ModuleNotFoundError as failure:
+        if debug or (failure.name or "").startswith("gradlane"):
+            raise
+        typer.echo(
+            f"gradlane: the package {failure.name} is missing; the lab and the reports need "
+            "`pip install 'gradlane[lab]'`",
+            err=True,
+        )
+        sys.exit(1)
+    except Exception as failure:
+        if debug:
+            raise
+        typer.echo(f"gradlane: {escaped_lines(str(failure))}", err=True)
+        if isinstance(failure, RankError) and failure.details:
+            typer.echo("what the rank said last:", err=True)
+            last = "\n".join(failure.details.rstrip().splitlines()[-12:])
+            typer.echo(escaped_lines(last), err=True)
+        if not isinstance(failure, (ValueError, LabError)):
+            typer.echo(f"({type(failure).__name__}; --debug shows where)", err=True)
+        sys.exit(2 if isinstance(failure, ValueError) else 1)

@@ -1,0 +1,118 @@
+"""The command `gradlane plan`: each choice with its reason, and the plan as a file."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.planning.planner.reasons import shown
+from gradlane.planning.planner.search import number_of_candidates
+from gradlane.planning.schemes.costs import SCHEMES
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules, rules_text
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import ClusterFacts, Settings
+
+
+def run_plan(
+    profile: Profile,
+    facts: ClusterFacts,
+    *,
+    budget_s: float,
+    console: Console,
+    rule: str = "auto",
+    costs: MachineCosts | None = None,
+    codec: str = RAW,
+    any_rounding: bool = False,
+) -> Plan:
+    """Make a plan and print each choice with its reason.
+
+    Args:
+        profile: what a step computes.
+        facts: the cluster.
+        budget_s: seconds that simulations may take, about.
+        console: where to print.
+        rule: how schemes are chosen, a key of `gradlane.planning.schemes.costs.RULES`.
+        costs: constants of the cluster's machines; None: the simulator's own.
+        codec: one that may be used, as for `gradlane.init`.
+        any_rounding: whether schemes may be chosen that add up in another order than that of the
+            ranks: rings, factors.
+
+    Raises:
+        ValueError: the codec is unknown, the budget is not positive, the rule is unknown, or the
+            simulator refuses something.
+    """
+    if not budget_s > 0.0:
+        raise ValueError(f"budget-s is {budget_s}; give a number of seconds above 0")
+    rules = codec_rules(codec)
+    check_codecs(rules)
+    base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
+    coordinator = Coordinator(
+        profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding
+    )
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=number_of_candidates())
+        plan = coordinator.plan(budget_s=budget_s, on_simulated=lambda: progress.advance(task))
+    print_plan(console, plan)
+    if rule != "auto":
+        print_schemes(console, coordinator)
+    if rules != RAW:
+        print_codecs(console, plan)
+    console.print(plan.summary, highlight=False)
+    return plan
+
+
+def print_schemes(console: Console, coordinator: Coordinator) -> None:
+    """Print the scheme of every layer that has factors, and what each scheme would cost."""
+    table = Table()
+    for name in ("layer", "scheme", *(f"{scheme} (millions)" for scheme in SCHEMES)):
+        table.add_column(name, justify="left" if name in ("layer", "scheme") else "right")
+    for name in coordinator.query("layers"):
+        choice = coordinator.best_scheme(name)
+        if len(choice.costs) == 1:
+            continue
+        costs = {cost.scheme: f"{cost.node_floats / 1e6:.2f}" for cost in choice.costs}
+        table.add_row(name, choice.scheme, *(costs.get(scheme, "") for scheme in SCHEMES))
+    if table.row_count:
+        console.print(table)
+
+
+def print_codecs(console: Console, plan: Plan) -> None:
+    """Print which tensor travels in which codec, and why."""
+    table = Table()
+    for name in ("tensor", "elements", "codec", "reason"):
+        table.add_column(name, justify="right" if name == "elements" else "left")
+    for tensor in plan.tensors:
+        reason = tensor.reason.rpartition("codec: ")[2]
+        table.add_row(tensor.name, f"{tensor.numel:,}", tensor.codec, reason)
+    console.print(table)
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print a plan."""
+    facts, figures = plan.facts, plan.prediction
+    console.print(
+        f"{plan.model}: {len(plan.tensors)} tensors, {figures['compute_s'] * 1e3:.1f} ms of "
+        f"compute, {facts.where}, latency "
+        f"{facts.latency_s * 1e3:g} ms",
+        highlight=False,
+    )
+    table = Table()
+    for name in ("setting", "choice", "step ms", "reason"):
+        table.add_column(name, justify="right" if name == "step ms" else "left")
+    for choice in plan.choices:
+        table.add_row(
+            choice["setting"],
+            shown(choice["value"]),
+            f"{choice['step_s'] * 1e3:.1f}",
+            choice["reason"],
+        )
+    for scheme in sorted({tensor.scheme for tensor in plan.tensors}):
+        here = [tensor for tensor in plan.tensors if tensor.scheme == scheme]
+        slices = sum(tensor.slices for tensor in here)
+        table.add_row("scheme", scheme, "", f"tensors: {len(here)}, slices: {slices}")
+    console.print(table)

@@ -1,0 +1,312 @@
+"""The commands that say whether the network holds a training back, and what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradlane.cli.huge_pages import prefer_huge_pages
+from gradlane.cli.options import CostsPath, HtmlPath, JsonPath, require_writable, write_json
+from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
+
+
+def whatif(
+    profile: Annotated[
+        str,
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
+    ],
+    workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
+    rate: Annotated[
+        str, typer.Option(help="Rate of every port; such as 4gbit,10gbit or 1..100gbit.")
+    ] = "1gbit,4gbit,10gbit,25gbit,100gbit",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
+            "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
+            "there are any), adam (factors to one rank, the whole back), hierarchical and "
+            "hierarchical-shared (p3 between nodes whose ranks add up first; --ranks-per-node), "
+            "ring-fused (a model of fused buffers and rings)."
+        ),
+    ] = "wfbp,p3",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if "
+            "absent."
+        ),
+    ] = None,
+    compression: Annotated[
+        str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
+    ] = "1",
+    topology: Annotated[
+        str, typer.Option(help="Of ring-fused: flat, hierarchical, or both.")
+    ] = "flat",
+    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
+    ranks_per_node: Annotated[
+        str,
+        typer.Option(
+            help="Workers on each node, which share its port; such as 2,4,8. What does not fill "
+            "two nodes is left out."
+        ),
+    ] = "1",
+    workers_per_node: Annotated[
+        int, typer.Option(help="Of the hierarchical ring, without --ranks-per-node.")
+    ] = 8,
+    local_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate between the workers of a node, such as NCCL's; shared memory, as measured, "
+            "if absent (1000gbit for ring-fused)."
+        ),
+    ] = None,
+    additions: Annotated[
+        Path | None,
+        typer.Option(help="CSV of measured additions (elements,seconds), of ring-fused."),
+    ] = None,
+    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    slice_elems: Annotated[int | None, typer.Option(help="Elements a slice at most.")] = None,
+    stragglers: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: wait, drop, drop=1.5, backup=1: who a step goes on without."
+        ),
+    ] = "wait",
+    straggler: Annotated[
+        str | None,
+        typer.Option(
+            help="A rank that is stopped for moments: rank=3,share=0.1,burst=0.5 (seconds)."
+        ),
+    ] = None,
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+    ] = None,
+    free_host: Annotated[
+        bool, typer.Option("--free-host", help="Charge the host no time for frames and sums.")
+    ] = False,
+    costs: CostsPath = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the timeline of a single cluster, for Perfetto or Chrome."),
+    ] = None,
+    json_path: JsonPath = None,
+    html_path: HtmlPath = None,
+) -> None:
+    """Say whether the network is the bottleneck of a training, and what would help.
+
+    Simulates clusters of gradlane's own engine (ring-fused: a model of fused all-reduce) for
+    every combination of workers, rate, strategy and compression.
+    """
+    from gradlane.cli import whatif as command
+    from gradlane.formats.rates import parse_rate
+    from gradlane.lab.runs.display import wide_console
+    from gradlane.planning.simulation import lists
+    from gradlane.planning.simulation.costs import MachineCosts, read_costs
+    from gradlane.planning.simulation.profiles import find_profile
+    from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
+    from gradlane.planning.simulation.straggler import parse_straggler
+    from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
+    from gradlane.training.options.stragglers import WAIT
+
+    require_writable(json_path, html_path, trace)
+    numbers = lists.parse_workers(workers)
+    prefer_huge_pages(max(numbers))
+    rules = lists.parse_rules(stragglers)
+    late = straggler is not None or rules != [WAIT]
+    codecs = list(dict.fromkeys(codec or [RAW]))
+    for text in codecs:
+        check_codecs(codec_rules(text))
+    content = command.run_whatif(
+        find_profile(profile, batch_time_s),
+        workers=numbers,
+        rates_bps=lists.parse_rates(rate),
+        strategies=lists.parse_names(strategy, STRATEGIES, "strategy"),
+        compressions=lists.parse_compressions(compression),
+        topologies=lists.parse_names(topology, ("flat", "hierarchical"), "topology"),
+        base=Cluster(
+            workers=1,
+            rate_bps=0.0,
+            servers=parse_servers(servers).servers,
+            serving=parse_servers(servers).serving,
+            latency_s=latency_s,
+            slice_elems=slice_elems,
+            steps=LATE_STEPS if late else Cluster.steps,
+            compute_jitter=LATE_JITTER if late else 0.0,
+            straggler=None if straggler is None else parse_straggler(straggler),
+            free_host=free_host,
+            costs=MachineCosts() if costs is None else read_costs(costs),
+            workers_per_node=workers_per_node,
+            local_rate_bps=None if local_rate is None else parse_rate(local_rate),
+            additions=() if additions is None else lists.read_additions(additions),
+        ),
+        console=wide_console(),
+        codecs=codecs,
+        ranks_per_node=lists.parse_node_sizes(ranks_per_node),
+        rules=rules,
+        trace_path=trace,
+        html_path=html_path,
+    )
+    if json_path is not None:
+        command.write_json(json_path, content)
+        typer.echo(f"wrote {json_path}")
+
+
+def profile(
+    script: Annotated[str, typer.Argument(help="A training script, run as it is.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after `python -m`.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Recorded steps.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
+    to_the_end: Annotated[
+        bool, typer.Option("--to-the-end", help="Let the script go on after the last step.")
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a step, where the model's inputs do not tell.")
+    ] = None,
+    batch_time_s: Annotated[
+        float | None,
+        typer.Option(help="Time of a batch elsewhere: made from operations, not measured here."),
+    ] = None,
+    json_path: Annotated[Path, typer.Option("--json", help="Where the profile goes.")] = Path(
+        "profile.json"
+    ),
+) -> None:
+    """Record what a training script computes: times of layers and gradients, for `whatif`."""
+    from gradlane.cli.profile import run_profile
+    from gradlane.lab.runs.display import wide_console
+
+    require_writable(json_path)
+    run_profile(
+        script,
+        arguments or [],
+        console=wide_console(),
+        path=json_path.absolute(),
+        steps=steps,
+        warmup=warmup,
+        is_module=module,
+        to_the_end=to_the_end,
+        batch_size=batch_size,
+        batch_time_s=batch_time_s,
+    )
+
+
+def plan(
+    profile: Annotated[
+        str,
+        typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
+    ],
+    workers: Annotated[int, typer.Option(help="Ranks.")],
+    rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
+    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Ranks on each node, which share its port.")
+    ] = 1,
+    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
+        "worker"
+    ),
+    batch_time_s: Annotated[
+        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
+    rule: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            help="auto: settings by simulation, with schemes that sessions run; poseidon: the "
+            "scheme of each layer by Poseidon's formula.",
+        ),
+    ] = "auto",
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="A codec that may be used where fewer bytes help, such as qsgd:bits=8, or by "
+            "pattern: '*.bias=raw;*=qsgd:bits=4'. It changes what is learned."
+        ),
+    ] = "raw",
+    any_rounding: Annotated[
+        bool,
+        typer.Option(
+            "--any-rounding",
+            help="Schemes may add gradients up in another order than that of the ranks (a ring, "
+            "factors): results then differ in their last bits.",
+        ),
+    ] = False,
+    costs: CostsPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Choose the settings for a profile and a cluster, with the reason for each.
+
+    What --json writes is the plan: `session.prepare(model, optimizer, plan="plan.json")`.
+    """
+    from gradlane.cli.plan import run_plan
+    from gradlane.formats.rates import parse_rate
+    from gradlane.lab.runs.display import wide_console
+    from gradlane.planning.simulation.costs import read_costs
+    from gradlane.planning.simulation.profiles import find_profile
+    from gradlane.training.plans.settings import ClusterFacts
+
+    require_writable(json_path)
+    made = run_plan(
+        find_profile(profile, batch_time_s),
+        ClusterFacts(
+            workers,
+            parse_rate(rate),
+            latency_s,
+            update,
+            servers=parse_servers(servers).servers,
+            ranks_per_node=ranks_per_node,
+            serving=parse_servers(servers).serving,
+        ),
+        budget_s=budget_s,
+        console=wide_console(),
+        rule=rule,
+        costs=None if costs is None else read_costs(costs),
+        codec=codec,
+        any_rounding=any_rounding,
+    )
+    if json_path is not None:
+        made.save(json_path)
+        typer.echo(f"wrote {json_path}")
+
+
+def probe(
+    window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
+    interface: Annotated[str | None, typer.Option(help="Network interface to use.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Address that other ranks reach this one at.")
+    ] = None,
+    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure bandwidth and latency between the ranks of a real cluster.
+
+    Start it as a training is started, one process a node:
+    `torchrun --nnodes 4 --nproc-per-node 1 ... -m gradlane probe`.
+    """
+    from gradlane.cli.probe import run_probe
+    from gradlane.lab.runs.display import wide_console
+
+    require_writable(json_path)
+    measured = run_probe(
+        window_s=window_s,
+        interface=interface,
+        advertise=advertise,
+        connect_timeout_s=connect_timeout_s,
+        console=wide_console(),
+    )
+    if json_path is not None and measured is not None:
+        write_json(json_path, measured.to_json())
+        typer.echo(f"wrote {json_path}")
+
+
+def add_planning(app: typer.Typer) -> None:
+    """Put the commands among those of `gradlane`."""
+    app.command()(whatif)
+    app.command(context_settings={"allow_interspersed_args": False})(profile)
+    app.command()(plan)
+    app.command()(probe)

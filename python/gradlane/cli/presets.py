@@ -1,0 +1,195 @@
+"""The commands of the presets: the papers' experiments, each with its folder of results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradlane.lab.experiments.preset import Preset
+
+Output = Annotated[Path, typer.Option(help="Folder for results.json, results.csv, report.html.")]
+Workload = Annotated[
+    str, typer.Option(help="Only these networks, comma-separated; the preset's if absent.")
+]
+Rate = Annotated[
+    str, typer.Option(help="Nominal rates of every port, comma-separated; the preset's if absent.")
+]
+StrategyNames = Annotated[
+    str, typer.Option(help="Only these strategies, comma-separated; the preset's if absent.")
+]
+Dilation = Annotated[
+    float | None, typer.Option(help="Run this many times slower than nominal, at all rates.")
+]
+Workers = Annotated[int, typer.Option(help="Ranks, each on a node of its own.")]
+Steps = Annotated[int, typer.Option(help="Measured steps of a run.")]
+
+
+def lab_bandwidth(
+    output: Output = Path("bandwidth"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two networks, three rates, three strategies.")
+    ] = False,
+    workload: Workload = "",
+    rate: Rate = "",
+    strategy: StrategyNames = "",
+    workers: Workers = 4,
+    dilation: Dilation = None,
+    steps: Steps = 2,
+) -> None:
+    """Measure and simulate throughput against bandwidth, for every strategy, DDP and the bound.
+
+    The full preset takes up to two hours, --quick a quarter of one. What was interrupted goes on
+    where it stopped when the same command is given again.
+    """
+    from gradlane.lab.experiments.bandwidth import bandwidth
+    from gradlane.lab.experiments.tables import print_bandwidth
+
+    preset = bandwidth(
+        quick=quick,
+        workloads=_parts(workload),
+        rates_bps=_rates(rate),
+        strategies=_parts(strategy),
+        workers=workers,
+        dilation=dilation,
+        steps=steps,
+    )
+    _run(preset, output, print_bandwidth)
+
+
+def lab_utilization(
+    output: Output = Path("utilization"),
+    workload: Workload = "",
+    rate: Rate = "",
+    strategy: StrategyNames = "",
+    workers: Workers = 4,
+    dilation: Dilation = None,
+    steps: Steps = 3,
+) -> None:
+    """Measure bytes in and out of every port, and every rank's processor time, every 10 ms.
+
+    Tells how idle the busiest port is where communication is the limit, and how evenly nodes are
+    loaded.
+    """
+    from gradlane.lab.experiments.tables import print_utilization
+    from gradlane.lab.experiments.utilization import utilization
+
+    preset = utilization(
+        workloads=_parts(workload),
+        rates_bps=_rates(rate),
+        strategies=_parts(strategy),
+        workers=workers,
+        dilation=dilation,
+        steps=steps,
+    )
+    _run(preset, output, print_utilization)
+
+
+def lab_scaling(
+    output: Output = Path("scaling"),
+    workload: Workload = "",
+    rate: Annotated[str, typer.Option(help="Nominal rate of every port.")] = "10gbit",
+    strategy: StrategyNames = "",
+    workers: Annotated[str, typer.Option(help="Ranks to measure, such as 2,4,8.")] = "2,4,8",
+    dilation: Dilation = None,
+    steps: Steps = 2,
+) -> None:
+    """Measure 2, 4 and 8 workers, and simulate up to 1,024, as a share of linear scaling."""
+    from gradlane.formats.rates import parse_rate
+    from gradlane.lab.cluster.memory import available_bytes
+    from gradlane.lab.experiments.scaling import scaling, without_large_cells
+    from gradlane.lab.experiments.tables import print_scaling
+    from gradlane.planning.simulation.lists import parse_workers
+
+    preset, left_out = without_large_cells(
+        scaling(
+            workloads=_parts(workload),
+            rate_bps=parse_rate(rate),
+            strategies=_parts(strategy),
+            workers=parse_workers(workers),
+            dilation=dilation,
+            steps=steps,
+        ),
+        available_bytes(),
+    )
+    for sentence in left_out:
+        typer.echo(sentence)
+    _run(preset, output, print_scaling)
+
+
+def lab_slices(
+    output: Output = Path("slices"),
+    workload: Workload = "",
+    rate: Rate = "",
+    slice_elems: Annotated[
+        str,
+        typer.Option(help="Elements of a slice at most, comma-separated; or the preset's."),
+    ] = "",
+    workers: Workers = 4,
+    dilation: Dilation = None,
+    steps: Steps = 2,
+) -> None:
+    """Measure and simulate slices of 1,000 to 10^6 elements, beside the planner's choice."""
+    from gradlane.lab.experiments.slices import slices
+    from gradlane.lab.experiments.tables import print_slices
+
+    preset = slices(
+        workloads=_parts(workload),
+        rates_bps=_rates(rate),
+        sizes=_sizes(slice_elems),
+        workers=workers,
+        dilation=dilation,
+        steps=steps,
+    )
+    _run(preset, output, print_slices)
+
+
+def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], None]) -> None:
+    from gradlane.lab.cluster.errors import LabError
+    from gradlane.lab.cluster.privilege import ensure_namespaces
+    from gradlane.lab.experiments.folder import PresetFolder
+    from gradlane.lab.experiments.preset import run_preset
+    from gradlane.lab.runs.cells import still_missing
+    from gradlane.lab.runs.display import wide_console
+
+    folder = PresetFolder(output)
+    folder.prepare()
+    ensure_namespaces(sys.argv[1:])
+    console = wide_console()
+    rows = run_preset(preset, folder, console)
+    show(console, rows)
+    if missing := still_missing(preset.cells, rows):
+        raise LabError(f"{missing} runs are no evidence yet: give the same command again")
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _rates(text: str) -> list[int]:
+    from gradlane.formats.rates import parse_rate
+
+    return [parse_rate(part) for part in _parts(text)]
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for part in _parts(text):
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{part!r} is no number of elements: write for example 1000,50000")
+        sizes.append(int(part))
+    return sizes
+
+
+def add_presets(lab: typer.Typer) -> None:
+    """Add the presets to the commands of the lab."""
+    lab.command("bandwidth")(lab_bandwidth)
+    lab.command("utilization")(lab_utilization)
+    lab.command("scaling")(lab_scaling)
+    lab.command("slices")(lab_slices)

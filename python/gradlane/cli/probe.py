@@ -1,0 +1,80 @@
+"""The command `gradlane probe`: one process a rank, as for a training; rank 0 prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+import gradlane
+from gradlane.formats.rates import format_rate
+from gradlane.planning.probe.links import LinkReport
+
+
+def run_probe(
+    *,
+    window_s: float,
+    interface: str | None,
+    advertise: str | None,
+    connect_timeout_s: float,
+    console: Console,
+) -> LinkReport | None:
+    """Measure the links between all ranks and print a table on rank 0.
+
+    Args:
+        window_s: seconds that each stream is measured for.
+        interface: network interface to use, or None.
+        advertise: address that other ranks reach this one at, or None.
+        connect_timeout_s: how long to wait for other ranks.
+        console: where rank 0 prints.
+
+    Returns:
+        The report on rank 0, None on the others.
+
+    Raises:
+        ValueError: there is only one rank, or an option makes no sense.
+        RendezvousError: two ranks cannot reach each other.
+    """
+    with gradlane.init(
+        interface=interface, advertise=advertise, connect_timeout_s=connect_timeout_s
+    ) as session:
+        if session.world_size == 1:
+            raise ValueError(
+                "one rank has no links: start one process on each node, for example "
+                "`torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 "
+                "-m gradlane probe`"
+            )
+
+        def tell(text: str) -> None:
+            if session.rank == 0:
+                console.print(f"measuring {text}", style="dim", highlight=False)
+
+        report = session.probe(window_s=window_s, on_phase=tell)
+    if session.rank != 0:
+        return None
+    print_links(console, report)
+    return report
+
+
+def print_links(console: Console, report: LinkReport) -> None:
+    """Print what was measured."""
+    table = Table()
+    for name in ("rank", "send", "receive", "both: send", "both: receive", "round trips"):
+        table.add_column(name, justify="right")
+    for port in report.ports:
+        trips = [
+            f"{pair.peer}: {pair.round_trip_s * 1e3:.3g} ms"
+            for pair in report.round_trips
+            if pair.rank == port.rank
+        ]
+        rates = (port.send_bps, port.receive_bps, port.both_send_bps, port.both_receive_bps)
+        cells = ["" if rate is None else format_rate(rate) for rate in rates]
+        table.add_row(str(port.rank), *cells, ", ".join(trips))
+    console.print(table)
+    console.print(
+        f"ranks: {report.workers}; slowest port, both directions at once, headers included: "
+        f"{format_rate(report.rate_bps)}; one way {report.latency_s * 1e3:.3g} ms. For a plan: "
+        f"gradlane plan PROFILE --workers {report.workers} --rate {report.rate_bps / 1e6:.0f}mbit "
+        f"--latency-s {report.latency_s:.2g}",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,134 @@
+"""The command `gradlane profile`: records a script, prints what was found, writes the profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from gradlane.formats.profile import Profile
+from gradlane.planning.profiler.operations import count_operations, synthetic_step, with_operations
+from gradlane.planning.profiler.preserving import preserved
+from gradlane.planning.profiler.script import Found, replay, run_script
+
+
+def run_profile(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    console: Console,
+    path: Path,
+    steps: int,
+    warmup: int,
+    is_module: bool = False,
+    to_the_end: bool = False,
+    batch_size: int | None = None,
+    batch_time_s: float | None = None,
+    operations: bool = True,
+) -> Profile:
+    """Record a script, print a summary, and write the profile.
+
+    Args:
+        target: path of the script, or the name of a module.
+        arguments: the script's own.
+        console: where the summary goes; the script prints where it always does.
+        path: where the profile goes; under torchrun, only rank 0 writes.
+        steps: recorded steps.
+        warmup: steps before them.
+        is_module: whether `target` is a module.
+        to_the_end: whether the script goes on after the last step.
+        batch_size: samples in a step; None: from the model's inputs.
+        batch_time_s: time of a batch on another accelerator: times are then made from operation
+            counts, not taken from this machine.
+        operations: whether operations are counted, in one more forward and backward.
+
+    Raises:
+        ProfileError: nothing could be recorded; the text says why.
+        ValueError: an argument is out of range.
+    """
+
+    def tell(recorded: int) -> None:
+        if recorded == steps:
+            console.print(f"recorded {steps} steps", style="dim", highlight=False)
+
+    console.print(
+        f"running {target}; recording {steps} steps after {warmup} of warm-up",
+        style="dim",
+        highlight=False,
+    )
+    found = run_script(
+        target,
+        arguments,
+        steps=steps,
+        warmup=warmup,
+        is_module=is_module,
+        to_the_end=to_the_end,
+        batch_size=batch_size,
+        on_step=tell,
+    )
+    if batch_time_s is None:
+        profile = found.recorder.profile(found.name)
+        if operations:
+            profile = _counted(found, profile)
+    else:
+        profile = synthetic_step(
+            found.model,
+            replay(found),
+            batch_time_s,
+            batch_size=found.recorder.batch_size,
+            name=found.name,
+        )
+    if found.recorder.batch_size is None:
+        found.notes.append(
+            "the batch size is unknown and counts as 1: give --batch-size for samples a second"
+        )
+    _print(console, profile, found)
+    if os.environ.get("RANK", "0") == "0":
+        profile.save(path)
+        console.print(f"wrote {path}; ask it: gradlane whatif {path}", highlight=False)
+    return profile
+
+
+def _counted(found: Found, profile: Profile) -> Profile:
+    """Count operations after the script; a model that needs its script for that is left alone."""
+    try:
+        with preserved(found.model):
+            counts = count_operations(found.model, replay(found))
+    except Exception as error:
+        found.notes.append(
+            "operations were not counted: the model cannot be called with the inputs of its last "
+            f"step once more ({type(error).__name__}: {error})"
+        )
+        return profile
+    return with_operations(profile, counts)
+
+
+def _print(console: Console, profile: Profile, found: Found) -> None:
+    """Print what matters of a profile."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False)
+
+    say(
+        f"{profile.model}: {profile.size_bytes / 1e6:.1f} MB of gradients in "
+        f"{len(profile.tensors)} tensors, {profile.batch_size} samples a step, on {profile.device}"
+    )
+    spread = ""
+    if profile.batch is not None:
+        batch = profile.batch
+        spread = (
+            f" (quartiles {batch.lower_quartile_s * 1e3:.2f} and "
+            f"{batch.upper_quartile_s * 1e3:.2f}, {batch.steps} steps)"
+        )
+    counted = "" if profile.flops is None else f", {profile.flops / 1e9:.3g} GFLOP forward"
+    say(
+        f"step {profile.compute_s * 1e3:.2f} ms{spread}, forward {profile.forward_s * 1e3:.2f} ms"
+        f"{counted}"
+    )
+    unused = [tensor.name for tensor in profile.tensors if tensor.gradients == 0]
+    if unused:
+        say(f"without a gradient: {', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}")
+    for note in found.notes:
+        say(f"note: {note}")

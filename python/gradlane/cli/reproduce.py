@@ -1,0 +1,104 @@
+"""The command `gradlane reproduce`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gradlane.lab.papers import modern
+from gradlane.lab.papers.figures import FIGURES, chosen, reproduce
+from gradlane.lab.papers.simulations import Simulations
+from gradlane.lab.papers.writing import markdown_of, print_list, print_reproduction, write_page
+
+MODERN = "modern"
+
+
+def listed() -> dict[str, Any]:
+    """Return all figures as JSON has them."""
+    return {
+        "figures": [
+            {
+                "figure": one.name,
+                "title": one.title,
+                "setting": one.setting,
+                "can_be_reproduced": one.run is not None,
+                "needs": one.needs,
+            }
+            for one in FIGURES.values()
+        ]
+    }
+
+
+def run_list(console: Console) -> dict[str, Any]:
+    """Print what can be reproduced, and return it."""
+    print_list(console)
+    return listed()
+
+
+def run_reproduce(
+    names: Sequence[str],
+    *,
+    console: Console,
+    profile_dir: Path | None = None,
+    markdown: Path | None = None,
+    html_path: Path | None = None,
+) -> dict[str, Any]:
+    """Reproduce figures, print them and write the pages.
+
+    Args:
+        names: of figures; of papers, for all of theirs; `all`; or `modern` alone.
+        console: where to print.
+        profile_dir: folder with recorded profiles.
+        markdown: where the page of text goes.
+        html_path: where the page with plots goes.
+
+    Returns:
+        What is printed: `figures`, each with its `rows` and `curves`.
+
+    Raises:
+        ValueError: a name that there is not, or a figure that something is missing for.
+    """
+    is_modern = list(names) == [MODERN]
+    if not is_modern and MODERN in names:
+        raise ValueError("`modern` has a page of its own: ask for it alone")
+    figures = [] if is_modern else chosen(names)
+    if profile_dir is not None and not profile_dir.is_dir():
+        raise ValueError(f"there is no folder {profile_dir}")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    command = shlex.join(["gradlane", "reproduce", *names])
+    if profile_dir is not None:
+        command += f" --profiles {profile_dir.name}"
+    if markdown is not None:
+        command += f" --markdown {markdown}"
+    content: dict[str, Any]
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("simulating")
+        simulations = Simulations(
+            lambda text: progress.update(task, description=f"simulated {text}"), profile_dir
+        )
+        if is_modern:
+            study = modern.study(simulations)
+            modern.print_study(console, study)
+            text = modern.markdown_of(study, command)
+            content = {"rows": [row.to_json() for row in study]}
+            if html_path is not None:
+                modern.write_page(study, html_path)
+        else:
+            made = reproduce(
+                figures, simulations, lambda one: print_reproduction(progress.console, one)
+            )
+            text = markdown_of(made, command)
+            content = {"figures": [one.to_json() for one in made]}
+            if html_path is not None:
+                write_page(made, html_path)
+    if markdown is not None:
+        markdown.write_text(text, encoding="utf-8")
+        console.print(f"wrote {markdown}", highlight=False)
+    if html_path is not None:
+        console.print(f"wrote {html_path}", highlight=False)
+    return content

@@ -1,0 +1,262 @@
+"""The command `gradlane whatif`: a table, the answer in words, and files with both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from gradlane.formats.rates import format_rate
+from gradlane.formats.timeline.chrome import write_chrome
+from gradlane.planning.advice.advice import Answer, Need, answers_of, needs_of, text_of_needs
+from gradlane.planning.advice.pictures import Picture, picture_of, pictured
+from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.timeline import simulated_timeline
+from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.stragglers import WAIT
+
+
+def run_whatif(
+    profile: Profile,
+    *,
+    workers: Sequence[int],
+    rates_bps: Sequence[float],
+    strategies: Sequence[str],
+    compressions: Sequence[float],
+    topologies: Sequence[str],
+    base: Cluster,
+    console: Console,
+    codecs: Sequence[str] = (RAW,),
+    ranks_per_node: Sequence[int] = (1,),
+    rules: Sequence[str] = (WAIT,),
+    trace_path: Path | None = None,
+    html_path: Path | None = None,
+) -> dict[str, Any]:
+    """Simulate all combinations and print a table and the answer.
+
+    Args:
+        profile: what a step computes.
+        workers: numbers of ranks.
+        rates_bps: rates of every port.
+        strategies: names of strategies.
+        compressions: bytes of a gradient over bytes that travel.
+        topologies: of `ring-fused`.
+        base: everything else about the cluster.
+        console: where to print.
+        codecs: how gradients of the engine's strategies travel.
+        ranks_per_node: how many share a node and its port; numbers that do not go with one of
+            `workers` are left out there.
+        rules: what happens to ranks that are late.
+        trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
+        html_path: where an interactive page goes.
+
+    Returns:
+        `profile` (its figures), `rows`, `answers` and `needs`, as JSON has them.
+
+    Raises:
+        ValueError: a combination makes no sense, or several are to have one timeline.
+    """
+    clusters = clusters_of(
+        workers=workers,
+        rates_bps=rates_bps,
+        strategies=strategies,
+        compressions=compressions,
+        topologies=topologies,
+        base=base,
+        codecs=codecs,
+        ranks_per_node=ranks_per_node,
+        on_left_out=lambda why: console.print(f"left out: {why}", highlight=False),
+        rules=rules,
+    )
+    if html_path is not None and any(_has_late(cluster) for cluster in clusters):
+        raise ValueError(
+            "the page of --html compares networks where nobody is late: leave it out, or "
+            "--stragglers and --straggler"
+        )
+    if trace_path is not None:
+        _write_trace(trace_path, profile, clusters)
+    traced = pictured(clusters) if html_path is not None else ()
+    pictures: list[Picture] = []
+    keep = partial(_keep_picture, pictures, profile, clusters)
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(clusters))
+        rows = evaluate(
+            profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
+        )
+    # What is said about networks holds where nobody is late.
+    punctual = [row for row in rows if row.left_out_share is None]
+    answers, needs = answers_of(punctual), needs_of(punctual)
+    _print(console, profile, rows, answers, needs)
+    content = {
+        "profile": {
+            "model": profile.model,
+            "batch_size": profile.batch_size,
+            "compute_s": profile.compute_s,
+            "forward_s": profile.forward_s,
+            "gradient_bytes": profile.size_bytes,
+            "tensors": len(profile.tensors),
+        },
+        "rows": [row.to_json() for row in rows],
+        "answers": [answer.to_json() for answer in answers],
+        "needs": [need.to_json() for need in needs],
+    }
+    if html_path is not None:
+        from gradlane.planning.advice.page import report_from_whatif
+
+        report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
+        console.print(f"wrote {html_path}", highlight=False)
+    return content
+
+
+def _has_late(cluster: Cluster) -> bool:
+    return cluster.straggler is not None or cluster.stragglers != WAIT
+
+
+def _keep_picture(
+    pictures: list[Picture],
+    profile: Profile,
+    clusters: Sequence[Cluster],
+    number: int,
+    trace: dict[str, Any],
+) -> None:
+    picture = picture_of(profile, clusters[number], number, trace)
+    if picture is not None:
+        pictures.append(picture)
+
+
+def _pictures_json(profile: Profile, pictures: Sequence[Picture]) -> dict[str, Any]:
+    return {
+        "tensors": [tensor.name for tensor in profile.tensors],
+        "pictures": [picture.to_json() for picture in pictures],
+    }
+
+
+def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> None:
+    if len(clusters) > 1:
+        raise ValueError(
+            f"a timeline shows one cluster and these are {len(clusters)}: give one value each to "
+            "--workers, --rate, --strategy and --compression, such as --workers 4 --rate 4gbit "
+            "--strategy p3"
+        )
+    (cluster,) = clusters
+    if cluster.strategy == RING_FUSED:
+        raise ValueError(f"{RING_FUSED} is a formula and has no timeline: simulate p3, for example")
+    answer = run_scenario(scenario_of(profile, cluster, trace=True))
+    facts = {
+        "model": profile.model,
+        "strategy": cluster.strategy,
+        "codec": cluster.codec,
+        "workers": cluster.workers,
+        "compression": cluster.compression,
+        "ranks_per_node": cluster.ranks_per_node,
+        "step_s": answer["report"]["step_s"],
+    }
+    timeline = simulated_timeline(
+        answer["trace"],
+        rate_bps=cluster.rate_bps,
+        compression=cluster.compression,
+        facts=facts,
+    )
+    write_chrome(timeline, path)
+
+
+def _print(
+    console: Console,
+    profile: Profile,
+    rows: list[Row],
+    answers: list[Answer],
+    needs: Sequence[Need],
+) -> None:
+    console.print(
+        f"{profile.model}: {profile.size_bytes / 1e6:.1f} MB of gradients in "
+        f"{len(profile.tensors)} tensors, {profile.compute_s * 1e3:.1f} ms of compute for "
+        f"{profile.batch_size} samples",
+        highlight=False,
+    )
+    table = Table()
+    several = any(row.ranks_per_node > 1 for row in rows)
+    names = (
+        "nodes x ranks" if several else "workers",
+        *(("MB a port",) if several else ()),
+        "rate",
+        "strategy",
+        "compression",
+        "step ms",
+        "bound ms",
+        "scaling",
+        "samples/s",
+    )
+    for name in names:
+        is_text = name == "strategy"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in rows:
+        strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
+        if row.codec != RAW:
+            strategy += f" {row.codec}"
+        if row.stragglers != WAIT:
+            strategy += f"/{row.stragglers}"
+        table.add_row(
+            *(_node_cells(row) if several else (str(row.workers),)),
+            format_rate(row.rate_bps),
+            strategy,
+            f"{row.compression:g}",
+            f"{row.step_s * 1e3:.1f}",
+            f"{row.bound_step_s * 1e3:.1f}",
+            f"{row.scaling_factor * 100:.1f} %",
+            f"{row.samples_per_s:.0f}",
+        )
+    console.print(table)
+    for row in rows:
+        if row.staleness_mean is not None:
+            console.print(
+                f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}: gradients "
+                f"are applied {row.staleness_mean:.1f} updates late, {row.staleness_max} at most.",
+                highlight=False,
+            )
+    for row in rows:
+        if row.left_out_share is not None:
+            console.print(_text_of_late(row), highlight=False)
+    for answer in answers:
+        console.print(answer.text, highlight=False)
+    for sentence in text_of_needs(needs):
+        console.print(sentence, highlight=False)
+
+
+def _node_cells(row: Row) -> tuple[str, str]:
+    bytes_, each = row.tx_bytes_per_step, row.ranks_per_node
+    return f"{row.workers // each} x {each}", "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
+
+
+def _text_of_late(row: Row) -> str:
+    assert row.left_out_share is not None and row.passed_share is not None
+    stopped = "nobody is stopped"
+    if row.straggler is not None:
+        share, burst_s = row.straggler["share"], row.straggler["burst_s"]
+        stopped = (
+            f"rank {row.straggler['rank']} is stopped {share:.0%} of the time, {burst_s:g} s each"
+        )
+    out = [
+        f"rank {rank} left out of {share:.0%} of the steps"
+        + (f" ({row.passed_share[rank]:.0%} passed)" if row.passed_share[rank] else "")
+        for rank, share in enumerate(row.left_out_share)
+        if share
+    ]
+    return (
+        f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}/{row.stragglers}: "
+        f"{stopped}, the others' mean step is {row.step_s * 1e3:.1f} ms; "
+        f"{', '.join(out) or 'nobody is left out'}."
+    )
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write what was printed."""
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

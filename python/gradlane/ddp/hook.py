@@ -1,0 +1,318 @@
+"""`ddp_hook`: a communication hook for DDP that sends gradients encoded, and its state.
+
+The hook hands a bucket to two threads and returns at once; DDP waits for the futures at the end of
+backward, as always. All ranks get the same bits.
+"""
+
+# Annotations are evaluated here: DDP compares those of a communication hook with its own types.
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradlane.codecs import Codec
+from gradlane.ddp.layout import Part
+from gradlane.ddp.parameters import UNNAMED, Parameters
+from gradlane.ddp.pipeline import Pipeline
+from gradlane.ddp.residuals import OwnerKey, Residuals
+from gradlane.ddp.routes import Coding, Gather, Job, Peers, Route, Shards
+from gradlane.training.model.optimizers import gradlane_hook
+from gradlane.training.options.momentum import check_momentum, keeps_momentum
+
+FORMAT = 1
+"""Of a state dict."""
+ROUTES = ("auto", "gather", "shards")
+SPARSE = ("topk", "dgc")
+
+Hook = Callable[
+    ["HookState", dist.GradBucket],  # type: ignore[name-defined]
+    torch.futures.Future[torch.Tensor],
+]
+
+
+class HookState:
+    """What `ddp_hook` keeps between buckets and steps; the first argument of `register_comm_hook`.
+
+    Attributes:
+        spec: canonical text of the codec.
+        seed: of the draws of stochastic codecs.
+        route: `"gather"` or `"shards"`.
+        step: number of the step whose buckets come next.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        seed: int,
+        error_feedback: bool | None,
+        route: str,
+        small_elems: int | None,
+        codecs: Mapping[str, str],
+        model: nn.Module | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """See `ddp_hook`."""
+        if route not in ROUTES:
+            raise ValueError(f"there is no route {route!r}; there are: {', '.join(ROUTES)}")
+        if small_elems is not None and small_elems < 0:
+            raise ValueError(f"small_elems is {small_elems}, but must be at least 0")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed is {seed}, but must be a number of 64 bits")
+        codec = Codec(_with_feedback(spec, error_feedback))
+        self.spec = codec.spec
+        self.seed = seed
+        self.step = 0
+        self._parameters = Parameters(
+            self.spec,
+            names=() if model is None else _plain(model).named_parameters(),
+            overrides={name: _with_feedback(text, error_feedback) for name, text in codecs.items()},
+            small_elems=small_elems,
+        )
+        peers = _peers(group)
+        self.route = _choose_route(route, codec, peers.world_size)
+        self._residuals = Residuals(peers.world_size)
+        self._coding = Coding(peers, self._residuals, seed)
+        self._routes: dict[tuple[int, ...], Route] = {}
+        self._pipeline = Pipeline()
+        texts = [self.spec, *codecs.values()]
+        keeps = any(keeps_momentum(Codec(text).spec) for text in texts)
+        self._watch = _watch_momentum(self._parameters) if keeps else None
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """Canonical text of the codec of each parameter that is known or was seen."""
+        return self._parameters.codecs()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of encoded gradients that this rank has sent so far."""
+        return self._pipeline.sent_bytes
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why a bucket got no mean, with its traceback; DDP's error has its text alone."""
+        return self._pipeline.failure
+
+    def exchange(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average a bucket over all ranks."""
+        route = self._route_of(self._parameters.parts(bucket.parameters()))
+        target = bucket.buffer()
+        values = target
+        if target.dtype != torch.float32 or target.device.type != "cpu":
+            if target.is_complex():
+                raise TypeError("codecs encode real gradients; leave complex parameters to DDP")
+            values = target.to("cpu", torch.float32)
+        job = Job(values, target, self.step)
+        if bucket.is_last():
+            self.step += 1
+        return self._pipeline.submit(route, job)
+
+    def _route_of(self, parts: tuple[Part, ...]) -> Route:
+        """Return the route of a bucket; buckets that it replaces are forgotten."""
+        numbers = tuple(part.number for part in parts)
+        known = self._routes.get(numbers)
+        if known is not None:
+            return known
+        for old in [old for old in self._routes if not set(old).isdisjoint(numbers)]:
+            del self._routes[old]
+        route = (Gather if self.route == "gather" else Shards)(parts, self._coding)
+        self._residuals.reown(parts, route.owned())
+        self._routes[numbers] = route
+        return route
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, for `torch.save`: every rank keeps its own.
+
+        Call it between steps. Residuals are f32 on the CPU, by the parameter's name.
+        """
+        names = self._parameters.names
+        return {
+            "format": FORMAT,
+            "spec": self.spec,
+            "seed": self.seed,
+            "step": self.step,
+            "world_size": self._residuals.world_size,
+            "names": list(names),
+            "worker": {number: kept.clone() for number, kept in self._residuals.worker.items()},
+            "owner": {key: kept.clone() for key, kept in self._residuals.owner.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank.
+
+        With another number of ranks, ranks that are new begin without residuals; what ranks that
+        are gone have not sent is lost. What was kept of means goes back to gradients.
+
+        Raises:
+            ValueError: the state is of another codec or another model.
+        """
+        if state.get("format") != FORMAT:
+            raise ValueError(f"a state of format {state.get('format')!r}; this reads {FORMAT}")
+        if state["spec"] != self.spec:
+            raise ValueError(f"the state is of {state['spec']}, this hook is of {self.spec}")
+        known = self._parameters.names
+        saved = list(state["names"])
+        if saved and not known and not saved[0].startswith(UNNAMED):
+            raise ValueError(
+                "the state knows its parameters by name: give this hook the model, too"
+            )
+        if any(one != other for one, other in zip(known, saved, strict=False)):
+            raise ValueError(
+                "the state is of a model whose parameters have other names or another order"
+            )
+        worker: dict[int, torch.Tensor] = state["worker"]
+        owner: dict[OwnerKey, torch.Tensor] = state["owner"]
+        for part in self._parameters.by_number():
+            kept = worker.get(part.number)
+            if kept is not None and kept.numel() != part.numel * part.codec.residual_width:
+                raise ValueError(
+                    f"the state's residual of {known[part.number]} has {kept.numel()} numbers, "
+                    f"{part.numel * part.codec.residual_width} belong to its {part.numel} elements"
+                )
+        self.step = int(state["step"])
+        self.seed = int(state["seed"])
+        self._coding.seed = self.seed
+        self._residuals.worker = {number: kept.clone() for number, kept in worker.items()}
+        # A part of a mean of fewer or more ranks is as large a part of their sum.
+        scale = int(state["world_size"]) / self._residuals.world_size
+        self._residuals.owner = {key: kept * scale for key, kept in owner.items()}
+        self._routes.clear()
+
+    def close(self) -> None:
+        """End the threads; not needed at the end of a process."""
+        if self._watch is not None:
+            self._watch.remove()
+        self._pipeline.close()
+
+
+def _exchange(
+    state: HookState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a DDP bucket over ranks, encoded."""
+    return state.exchange(bucket)
+
+
+def ddp_hook(
+    spec: str = "qsgd:bits=4",
+    *,
+    seed: int = 0,
+    error_feedback: bool | None = None,
+    route: str = "auto",
+    small_elems: int | None = None,
+    codecs: Mapping[str, str] | None = None,
+    model: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[HookState, Hook]:
+    """Return state and function for `DistributedDataParallel.register_comm_hook`.
+
+    Every rank calls this after `init_process_group`, with the same arguments::
+
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp.register_comm_hook(*gradlane.ddp.ddp_hook("qsgd:bits=4"))
+
+    Gradients are encoded on the CPU and travel over Gloo, also where DDP itself uses another
+    backend. After the exchange all ranks hold the same bits.
+
+    Args:
+        spec: the codec, such as `qsgd:bits=4`, `onebit`, `topk:ratio=0.001`, `bf16`.
+        seed: of the draws of stochastic codecs.
+        error_feedback: whether what is not sent is added to the next step's gradient; None: as the
+            codec says, which is where it is biased.
+        route: `"gather"`: every rank sends its encoded gradient to all; `"shards"`: each rank sums
+            up a part and sends the mean encoded again, which is fewer bytes from three ranks on;
+            `"auto"`: `gather` for two ranks and for sparse codecs, else `shards`.
+        small_elems: parameters with fewer elements stay f32. None: where the model is given, as
+            many as leave more than 99 % of all elements encoded; else none.
+        codecs: codecs by patterns of parameter names, such as `{"*.bias": "f32"}`; needs `model`.
+        model: the model, before or after it was wrapped: it gives parameters their names.
+        group: the process group that DDP averages over; None: the default one.
+
+    Raises:
+        ValueError: an argument makes no sense; the message says what would do.
+        RuntimeError: there is no process group.
+    """
+    state = HookState(
+        spec,
+        seed=seed,
+        error_feedback=error_feedback,
+        route=route,
+        small_elems=small_elems,
+        codecs=codecs or {},
+        model=model,
+        group=group,
+    )
+    return state, _exchange
+
+
+def _watch_momentum(parameters: Parameters) -> Any:
+    """Check each optimizer in the process before it steps: DDP shows a hook none.
+
+    Returns:
+        A handle whose `remove` ends it.
+    """
+    watched = weakref.ref(parameters)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        current = watched()
+        if current is not None:
+            check_momentum(optimizer, current.momentum_codecs)
+
+    return register_optimizer_step_pre_hook(gradlane_hook(check))
+
+
+def _with_feedback(spec: str, error_feedback: bool | None) -> str:
+    """Return the codec's text with error feedback as asked for."""
+    if error_feedback is None or Codec(spec).name == "f32":
+        return spec
+    wanted = f"residual={'on' if error_feedback else 'off'}"
+    if "residual=" in spec:
+        if wanted in spec.replace(" ", ""):
+            return spec
+        raise ValueError(f"error_feedback={error_feedback} contradicts {spec!r}; say it once")
+    return f"{spec}{',' if ':' in spec else ':'}{wanted}"
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the model that DDP wraps."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def _peers(group: dist.ProcessGroup | None) -> Peers:
+    """Open a process group for each leg, on the ranks of `group`."""
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group before ddp_hook")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def open_leg() -> dist.ProcessGroup:
+        leg = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+        # A rank outside of the group gets a number in place of one.
+        assert isinstance(leg, dist.ProcessGroup), "this rank averages gradients with the group"
+        return leg
+
+    return Peers(dist.get_rank(group), len(ranks), open_leg(), open_leg())
+
+
+def _choose_route(route: str, codec: Codec, world_size: int) -> str:
+    is_sparse = codec.name in SPARSE
+    if route == "auto":
+        # The sum of sparse gradients is less sparse: a second leg would save nothing or lose more.
+        return "gather" if is_sparse or world_size <= 2 else "shards"
+    if route == "shards" and is_sparse:
+        warnings.warn(
+            f"{codec.name} over shards drops again from the mean what does not fit its ratio",
+            stacklevel=4,
+        )
+    return route

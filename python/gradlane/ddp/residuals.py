@@ -1,0 +1,80 @@
+"""What a hook keeps between steps: residuals of parameters, as a worker and as an owner of shards.
+
+They belong to parameters and not to buckets, since DDP makes its buckets anew after the first step.
+What a rank kept as the owner of a piece that is not its own any more goes back to where it came
+from: this rank's next gradient, times the number of ranks, since it is a part of a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradlane.ddp.layout import Part, Piece
+
+OwnerKey = tuple[int, int, int]
+"""Number of the parameter, first element of the piece, elements of the piece."""
+
+
+def key_of(piece: Piece) -> OwnerKey:
+    """Return what a piece of a mean is kept by."""
+    return (piece.part.number, piece.first, piece.numel)
+
+
+class Residuals:
+    """Residuals of one rank: f32 on the CPU, as many for an element as its codec keeps.
+
+    Attributes:
+        world_size: ranks whose gradients a mean is of.
+        worker: what was not sent of each parameter's gradient, by its number.
+        owner: what was not sent of the mean.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """Begin with nothing kept."""
+        self.world_size = world_size
+        self.worker: dict[int, torch.Tensor] = {}
+        self.owner: dict[OwnerKey, torch.Tensor] = {}
+
+    def of_worker(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of this rank's gradient, None where none is kept."""
+        width = piece.part.codec.residual_width
+        if width == 0:
+            return None
+        whole = self._whole(piece.part)
+        return whole[piece.first * width : (piece.first + piece.numel) * width]
+
+    def of_owner(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of the mean, None where none is kept."""
+        numbers = piece.numel * piece.part.codec.residual_width
+        if numbers == 0:
+            return None
+        kept = self.owner.get(key_of(piece))
+        if kept is None or kept.numel() != numbers:
+            kept = self.owner[key_of(piece)] = torch.zeros(
+                numbers, dtype=torch.float32, device="cpu"
+            )
+        return kept
+
+    def reown(self, parts: Sequence[Part], owned: Sequence[Piece]) -> None:
+        """Give back what was kept of the mean of these parameters, except for these pieces."""
+        by_number = {part.number: part for part in parts}
+        stays = {key_of(piece) for piece in owned}
+        for key in [key for key in self.owner if key[0] in by_number and key not in stays]:
+            kept = self.owner.pop(key)
+            number, first, numel = key
+            width = by_number[number].codec.residual_width
+            if width and kept.numel() == numel * width:
+                whole = self._whole(by_number[number])
+                unsent = whole[first * width : (first + numel) * width : width]
+                unsent += kept[::width] * self.world_size
+
+    def _whole(self, part: Part) -> torch.Tensor:
+        numbers = part.numel * part.codec.residual_width
+        kept = self.worker.get(part.number)
+        if kept is None or kept.numel() != numbers:
+            kept = self.worker[part.number] = torch.zeros(
+                numbers, dtype=torch.float32, device="cpu"
+            )
+        return kept

@@ -1,0 +1,233 @@
+"""Pieces of tensors as one run of bytes, each with a checksum: a file in the safetensors format.
+
+A length of eight bytes, a JSON header, and the pieces' bytes without a gap. Other tools read the
+header's own rows. Beside them, `__metadata__` has under `gradlane` what this module reads, a JSON
+text: the version, the facts of who wrote it, and for every piece the tensor, the first element and
+a CRC-32; and under `crc32` the checksum of that text. Both sets of rows have to say the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from gradlane.formats.serialization import strict_json
+from gradlane.formats.serialization.strict_json import FormatError
+from gradlane.formats.serialization.structure import DTYPES
+
+VERSION = 2
+"""1 had pickles; no release wrote it."""
+HEADER_BYTES_MAX = 100_000_000
+"""What readers of safetensors take."""
+_CHUNK_BYTES = 1 << 20
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Names of dtypes in the format. Other dtypes are shown as bytes."""
+_ROW_TYPES = {"name": str, "start": int, "dtype": str, "bytes": int, "crc32": int}
+
+
+class VersionError(FormatError):
+    """The bytes are of another version of this format."""
+
+    def __init__(self, found: object) -> None:
+        """Say which version was found."""
+        super().__init__(f"it has version {found!r:.40}, and this gradlane reads version {VERSION}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some elements of a tensor.
+
+    Attributes:
+        name: the tensor's.
+        start: number of the first element, in the order of its indices.
+        values: the elements, in one dimension, on the host.
+    """
+
+    name: str
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A piece as the header describes it."""
+
+    name: str
+    start: int
+    dtype: str
+    bytes: int
+    crc32: int
+
+
+def image(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
+    """Return the bytes of a file, as buffers in order.
+
+    Args:
+        pieces: what goes in; no two have the same name and start.
+        facts: JSON-able, such as step and rank.
+
+    Raises:
+        FormatError: its header would be too large to be read.
+    """
+    payloads = [_bytes_of(piece.values) for piece in pieces]
+    rows = [
+        _Row(piece.name, piece.start, str(piece.values.dtype), len(data), zlib.crc32(data))
+        for piece, data in zip(pieces, payloads, strict=True)
+    ]
+    own = strict_json.dumps(
+        {**facts, "version": VERSION, "pieces": [vars(row) for row in rows]}
+    ).decode()
+    header = {
+        **_rows_for_others(rows),
+        # A changed step or start would not show in the checksums of the pieces.
+        "__metadata__": {"gradlane": own, "crc32": str(zlib.crc32(own.encode()))},
+    }
+    head = strict_json.dumps(header)
+    # Eight bytes of alignment, which the format allows to be spaces.
+    head += b" " * (-len(head) % 8)
+    if len(head) > HEADER_BYTES_MAX:
+        raise FormatError(
+            f"its header has {len(head)} bytes for {len(rows)} pieces, over {HEADER_BYTES_MAX}"
+        )
+    return [len(head).to_bytes(8, "little"), head, *payloads]
+
+
+def read_image(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[Piece]]:
+    """Read a file, and check every byte of it.
+
+    Args:
+        file: at its beginning.
+        size: bytes in it.
+
+    Returns:
+        The facts, and the pieces.
+
+    Raises:
+        FormatError: it is cut off, changed, or no such file.
+        VersionError: it is of another version.
+    """
+    facts, rows = _read_header(file, size)
+    return facts, [_read_piece(file, row) for row in rows]
+
+
+def check_image(file: IO[bytes], size: int) -> None:
+    """Check every byte of a file without keeping any.
+
+    Args and errors: as `read_image`.
+    """
+    room = memoryview(bytearray(_CHUNK_BYTES))
+    for row in _read_header(file, size)[1]:
+        checksum, left = 0, row.bytes
+        while left:
+            part = room[: min(left, _CHUNK_BYTES)]
+            _read_into(file, part, row.name)
+            checksum = zlib.crc32(part, checksum)
+            left -= len(part)
+        _compare(row, checksum)
+
+
+def _rows_for_others(rows: Sequence[_Row]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    end = 0
+    for row in rows:
+        name, begin = _NAMES.get(DTYPES[row.dtype]), end
+        end += row.bytes
+        found[f"{row.name}@{row.start}"] = {
+            "dtype": name or "U8",
+            "shape": [row.bytes // DTYPES[row.dtype].itemsize if name else row.bytes],
+            "data_offsets": [begin, end],
+        }
+    if len(found) != len(rows):
+        raise FormatError("its header has a piece twice")
+    return found
+
+
+def _read_header(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[_Row]]:
+    head_bytes = int.from_bytes(file.read(8), "little")
+    if size < 8 or head_bytes > size - 8:
+        raise FormatError(f"it is cut off: it has {size} bytes, its header alone {head_bytes}")
+    if head_bytes > HEADER_BYTES_MAX:
+        raise FormatError(f"its header has {head_bytes} bytes, over {HEADER_BYTES_MAX}")
+    header = strict_json.loads(file.read(head_bytes))
+    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    own = metadata.get("gradlane") if isinstance(metadata, dict) else None
+    if not isinstance(own, str) or not isinstance(metadata, dict):
+        raise FormatError("its header is no header of gradlane's")
+    if metadata.get("crc32") != str(zlib.crc32(own.encode("utf-8", "surrogatepass"))):
+        raise FormatError("the checksum of its header is wrong")
+    facts = strict_json.loads(own.encode("utf-8", "surrogatepass"))
+    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        raise VersionError(facts.get("version") if isinstance(facts, dict) else None)
+    rows = _rows_of(facts.pop("pieces", None))
+    if header != _rows_for_others(rows) or set(metadata) != {"gradlane", "crc32"}:
+        raise FormatError("its header says different things about its pieces")
+    described = 8 + head_bytes + sum(row.bytes for row in rows)
+    if described != size:
+        raise FormatError(f"it is cut off or too long: it has {size} bytes, not {described}")
+    return facts, rows
+
+
+def _rows_of(listed: Any) -> list[_Row]:
+    if not isinstance(listed, list):
+        raise FormatError("its header has no list of pieces")
+    rows = []
+    for one in listed:
+        if not isinstance(one, dict) or {key: type(one[key]) for key in one} != _ROW_TYPES:
+            raise FormatError(f"its header has a bad piece {one!r:.80}")
+        row = _Row(**one)
+        if row.dtype not in DTYPES:
+            raise FormatError(f"{row.name[:80]!r} has the unknown dtype {row.dtype[:40]}")
+        if row.start < 0 or row.bytes < 0 or row.bytes % DTYPES[row.dtype].itemsize:
+            raise FormatError(f"{row.name[:80]!r} has {row.bytes} bytes from {row.start} on")
+        rows.append(row)
+    return rows
+
+
+def _read_piece(file: IO[bytes], row: _Row) -> Piece:
+    # The file is as large as its rows say: so much memory is asked for, and no more.
+    with torch.inference_mode(False):
+        data = torch.empty(row.bytes, dtype=torch.uint8, device="cpu")
+    room = data.numpy().data
+    if row.bytes:
+        _read_into(file, room, row.name)
+    _compare(row, zlib.crc32(room))
+    dtype = DTYPES[row.dtype]
+    if dtype is torch.bool and row.bytes and int(data.max()) > 1:
+        raise FormatError(f"{row.name[:80]!r} has booleans that are neither 0 nor 1")
+    return Piece(row.name, row.start, data.view(dtype))
+
+
+def _read_into(file: IO[bytes], room: memoryview, name: str) -> None:
+    done = 0
+    while done < len(room):
+        count = file.readinto(room[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise FormatError(f"it is cut off in {name[:80]!r}")
+        done += count
+
+
+def _compare(row: _Row, checksum: int) -> None:
+    if checksum != row.crc32:
+        raise FormatError(f"the checksum of {row.name[:80]!r} is wrong")
+
+
+def _bytes_of(values: Tensor) -> Any:
+    flat = values.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""

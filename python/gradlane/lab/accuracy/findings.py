@@ -1,0 +1,169 @@
+"""What the rows of the study say: means over seeds, spreads, and differences from full precision.
+
+Everything that a table, a page or a sentence shows is computed here, from rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradlane.lab.accuracy.schemes import FULL_PRECISION
+from gradlane.lab.accuracy.study import ALL
+from gradlane.lab.accuracy.tasks import TASKS
+
+Row = Mapping[str, Any]
+EQUAL_TIME_SHARE = 0.25
+"""Of the time that full precision takes for all steps at a rate: where curves are compared."""
+RESOLUTION = 0.0005
+"""Of accuracies as shares: tables give tenths of a point."""
+TARGET_MARGIN = 0.02
+"""Below the final accuracy of full precision: what time to accuracy is measured to."""
+T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""By number of seeds: half of a 95 % interval in standard errors (Student's t)."""
+T_QUANTILE_MANY = 2.23
+"""The same of eleven seeds, a little too much for more."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values over seeds."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """Their standard deviation; 0 of one value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+
+def select(rows: Sequence[Row], **fields: Any) -> list[Row]:
+    """Return the rows with these values."""
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+
+
+def distinct(rows: Sequence[Row], name: str) -> list[Any]:
+    """Return the values of a field in the order of first appearance."""
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def final(rows: Sequence[Row], name: str) -> Spread:
+    """Return the last values of `loss` or `accuracy`; no number counts as infinite."""
+    return Spread(
+        tuple(float("inf") if row[name][-1] is None else float(row[name][-1]) for row in rows)
+    )
+
+
+def difference(rows: Sequence[Row], full: Sequence[Row]) -> Spread:
+    """Return final accuracy minus that of full precision with the same seed."""
+    by_seed = {row["seed"]: row["accuracy"][-1] for row in full}
+    return Spread(
+        tuple(row["accuracy"][-1] - by_seed[row["seed"]] for row in rows if row["seed"] in by_seed)
+    )
+
+
+def is_noise(change: Spread) -> bool:
+    """Whether nothing lies in the 95 % interval of a mean difference; always so of one seed.
+
+    What rounds to no tenth of a point is none, however alike the seeds are.
+    """
+    count = len(change.values)
+    if count < 2 or abs(change.mean) < RESOLUTION:
+        return True
+    width = T_QUANTILES.get(count, T_QUANTILE_MANY) * change.deviation / math.sqrt(count)
+    return abs(change.mean) <= width
+
+
+def equal_time_s(rows: Sequence[Row], task: str, rate_bps: int) -> float | None:
+    """Return when curves of a task are compared at a rate; None without full precision."""
+    full = select(rows, task=task, scheme=FULL_PRECISION, layers=ALL)
+    if not full:
+        return None
+    return EQUAL_TIME_SHARE * float(full[0]["time_s"][str(rate_bps)][-1])
+
+
+def accuracy_at(row: Row, rate_bps: int, time_s: float) -> float:
+    """Return the accuracy of a run at a time, between evaluations on a straight line.
+
+    A run whose steps are over stays where it ended.
+    """
+    return float(np.interp(time_s, row["time_s"][str(rate_bps)], row["accuracy"]))
+
+
+def target(rows: Sequence[Row], task: str) -> float | None:
+    """Return the accuracy that time is measured to; None without full precision."""
+    full = select(rows, task=task, scheme=FULL_PRECISION, layers=ALL)
+    return final(full, "accuracy").mean - TARGET_MARGIN if full else None
+
+
+def time_to(row: Row, rate_bps: int, accuracy: float) -> float | None:
+    """Return when a run first reached an accuracy, between evaluations; None if it never did."""
+    times, values = row["time_s"][str(rate_bps)], row["accuracy"]
+    for index, value in enumerate(values):
+        if value >= accuracy:
+            if index == 0:
+                return float(times[0])
+            before = values[index - 1]
+            share = (accuracy - before) / (value - before)
+            return float(times[index - 1] + share * (times[index] - times[index - 1]))
+    return None
+
+
+def speedup_to(
+    rows: Sequence[Row], full: Sequence[Row], rate_bps: int, accuracy: float
+) -> float | None:
+    """Return full precision's mean time to an accuracy over that of these rows.
+
+    None where a run did not get there, or where all were there before their first step.
+    """
+    own = [time_to(row, rate_bps, accuracy) for row in rows]
+    theirs = [time_to(row, rate_bps, accuracy) for row in full]
+    reached = [one for one in own if one is not None]
+    reached_full = [one for one in theirs if one is not None]
+    if len(reached) < len(own) or not reached or not reached_full:
+        return None
+    mean_s = statistics.fmean(reached)
+    return statistics.fmean(reached_full) / mean_s if mean_s > 0.0 else None
+
+
+def loses(rows: Sequence[Row]) -> list[tuple[str, str, Spread]]:
+    """Return (task, scheme, difference) where full precision is better by more than noise."""
+    found = []
+    for task in distinct(rows, "task"):
+        own = select(rows, task=task, layers=ALL)
+        full = select(own, scheme=FULL_PRECISION)
+        for scheme in distinct(own, "scheme"):
+            change = difference(select(own, scheme=scheme), full)
+            if change.values and change.mean < 0 and not is_noise(change):
+                found.append((task, scheme, change))
+    return found
+
+
+def summary(rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """Return the final accuracies by network and scheme, seed by seed.
+
+    Args:
+        rows: of the study, of all layers; each scheme with the same seeds.
+        command: that made them.
+    """
+    tasks = {}
+    for task in distinct(rows, "task"):
+        own = sorted(select(rows, task=task, layers=ALL), key=lambda row: int(row["seed"]))
+        tasks[task] = {
+            **{"what": TASKS[task].what, "steps": own[0]["steps"], "workers": own[0]["workers"]},
+            "accuracy": {
+                scheme: list(final(select(own, scheme=scheme), "accuracy").values)
+                for scheme in distinct(own, "scheme")
+            },
+        }
+    return {"format": "gradlane-trained", "command": command, "tasks": tasks}

@@ -1,0 +1,264 @@
+"""The study in words and tables: for the terminal, the page and `docs/accuracy.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.accuracy import findings
+from gradlane.lab.accuracy.findings import Row, Spread, distinct, select
+from gradlane.lab.accuracy.schemes import FULL_PRECISION
+from gradlane.lab.accuracy.study import ALL, BUCKETS, CONVOLUTIONS, RATES_BPS, STUDIED_CLOSELY
+from gradlane.lab.accuracy.tasks import TASKS
+
+FEW_SAVED = 0.5
+"""Of the saving on the best task: less on another is worth a sentence."""
+Cell = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A table."""
+
+    columns: list[str]
+    body: list[list[Cell]] = field(default_factory=list)
+    caption: str = ""
+
+    def to_markdown(self) -> str:
+        """Return the table as text."""
+        rows = [self.columns, ["---"] * len(self.columns)]
+        rows += [["-" if cell is None else str(cell) for cell in row] for row in self.body]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def points(change: Spread) -> str:
+    """Return a difference of accuracies in points, with its spread over seeds."""
+    noise = " (noise)" if findings.is_noise(change) else ""
+    return f"{100 * change.mean:+.1f} ± {100 * change.deviation:.1f}{noise}"
+
+
+def _percent(values: Spread) -> str:
+    return f"{100 * values.mean:.1f} ± {100 * values.deviation:.1f}"
+
+
+def main_table(rows: Sequence[Row], task: str) -> Lines:
+    """Return a line for each scheme of a task: what it sends, and what it learned."""
+    own = select(rows, task=task, layers=ALL)
+    own = [row for row in own if row["scheme"] not in BUCKETS]
+    full = select(own, scheme=FULL_PRECISION)
+    goal = findings.target(rows, task)
+    lines = Lines(
+        [
+            "scheme",
+            "times fewer bytes",
+            "loss",
+            "accuracy, %",
+            "points from p3",
+            *(f"accuracy, % in equal time at {format_rate(rate)}" for rate in RATES_BPS),
+            *(f"x p3's time to accuracy at {format_rate(rate)}" for rate in RATES_BPS),
+        ],
+        caption="Means over seeds ± standard deviation.",
+    )
+    for scheme in distinct(own, "scheme"):
+        here = select(own, scheme=scheme)
+        equal: list[Cell] = []
+        faster: list[Cell] = []
+        for rate_bps in RATES_BPS:
+            time_s = findings.equal_time_s(rows, task, rate_bps)
+            at = None
+            if time_s is not None:
+                found = [findings.accuracy_at(row, rate_bps, time_s) for row in here]
+                at = f"{100 * Spread(tuple(found)).mean:.1f}"
+            equal.append(at)
+            speedup = None if goal is None else findings.speedup_to(here, full, rate_bps, goal)
+            faster.append(None if speedup is None else f"{speedup:.2f}")
+        ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
+        lines.body.append(
+            [
+                scheme,
+                f"{ratio:.2f}",
+                f"{findings.final(here, 'loss').mean:.3f}",
+                _percent(findings.final(here, "accuracy")),
+                points(findings.difference(here, full)) if full else None,
+                *equal,
+                *faster,
+            ]
+        )
+    return lines
+
+
+def buckets_table(rows: Sequence[Row]) -> Lines:
+    """Return a line for each codec with each of its buckets."""
+    own = select(rows, task=STUDIED_CLOSELY, layers=ALL)
+    full = select(own, scheme=FULL_PRECISION)
+    lines = Lines(
+        ["codec", "times fewer bytes", "accuracy, %", "points from p3"],
+        caption=f"Of the task {STUDIED_CLOSELY}; the canonical text names the bucket.",
+    )
+    swept = {text.split(",bucket")[0].split(":bucket")[0] for text in BUCKETS}
+    chosen = [
+        scheme
+        for scheme in distinct(own, "scheme")
+        if scheme.split(",bucket")[0].split(":bucket")[0] in swept
+    ]
+    if full and any(scheme in BUCKETS for scheme in chosen):
+        for scheme in sorted(chosen):
+            here = select(own, scheme=scheme)
+            ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
+            lines.body.append(
+                [
+                    here[0]["codec"],
+                    f"{ratio:.2f}",
+                    _percent(findings.final(here, "accuracy")),
+                    points(findings.difference(here, full)),
+                ]
+            )
+    return lines
+
+
+def convolutions_table(rows: Sequence[Row]) -> Lines:
+    """Return a line for each codec of which convolutions alone were encoded."""
+    own = select(rows, task=STUDIED_CLOSELY)
+    full = select(own, scheme=FULL_PRECISION, layers=ALL)
+    lines = Lines(
+        ["codec", "layers", "times fewer bytes", "accuracy, %", "points from p3"],
+        caption=f"Of the task {STUDIED_CLOSELY}.",
+    )
+    for scheme in distinct(select(own, layers=CONVOLUTIONS), "scheme"):
+        for layers in (CONVOLUTIONS, ALL):
+            here = select(own, scheme=scheme, layers=layers)
+            if here and full:
+                ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
+                lines.body.append(
+                    [
+                        scheme,
+                        layers,
+                        f"{ratio:.2f}",
+                        _percent(findings.final(here, "accuracy")),
+                        points(findings.difference(here, full)),
+                    ]
+                )
+    return lines
+
+
+def losses_in_words(rows: Sequence[Row]) -> str:
+    """Return a sentence for each scheme that ends below full precision by more than noise."""
+    found = findings.loses(rows)
+    if not found:
+        return "No codec ends below full precision by more than the noise of seeds.\n"
+    by_scheme: dict[str, list[str]] = {}
+    for task, scheme, change in found:
+        by_scheme.setdefault(scheme, []).append(f"{task} {points(change)}")
+    return "".join(f"- `{scheme}`: {'; '.join(texts)}\n" for scheme, texts in by_scheme.items())
+
+
+def eight_bits_in_words(rows: Sequence[Row]) -> str:
+    """Return whether 8-bit QSGD ends where full precision does."""
+    texts = []
+    for task in distinct(rows, "task"):
+        own = select(rows, task=task, layers=ALL)
+        full = select(own, scheme=FULL_PRECISION)
+        change = findings.difference(select(own, scheme="qsgd:bits=8"), full)
+        if change.values:
+            texts.append(f"{task} {points(change)}")
+    if not texts:
+        return ""
+    return f"Points of 8-bit QSGD from full precision: {'; '.join(texts)}.\n"
+
+
+def bytes_in_words(rows: Sequence[Row]) -> str:
+    """Return a sentence for each scheme that saves far fewer bytes on some task than on another."""
+    lines = []
+    for scheme in distinct(rows, "scheme"):
+        own = select(rows, scheme=scheme, layers=ALL)
+        ratios = {str(row["task"]): float(row["wire_ratio"]) for row in own}
+        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        if ratios[least] < FEW_SAVED * ratios[most]:
+            why = (
+                "; its two averages are those of a run of the last dimension, which is short in "
+                "convolutions"
+                if own[0]["codec"].startswith("onebit:bucket=column")
+                else ""
+            )
+            lines.append(
+                f"- `{scheme}` saves few bytes on {least}: {ratios[least]:.1f} times fewer, where "
+                f"{most} has {ratios[most]:.1f}{why}\n"
+            )
+    return "".join(lines)
+
+
+def page_text(rows: Sequence[Row], command: str) -> str:
+    """Return `docs/accuracy.md`.
+
+    Args:
+        rows: of the study; at least one.
+        command: what made them.
+    """
+    seeds = len(distinct(rows, "seed"))
+    steps = ", ".join(
+        f"{task} {select(rows, task=task)[0]['steps']}" for task in distinct(rows, "task")
+    )
+    parts = [
+        "# What codecs do to learning",
+        INTRODUCTION.format(
+            command=command,
+            workers=rows[0]["workers"],
+            seeds=seeds,
+            steps=steps,
+            share=f"{findings.EQUAL_TIME_SHARE:.0%}",
+            margin=round(100 * findings.TARGET_MARGIN),
+        ),
+        "## Where a codec loses",
+        losses_in_words(rows) + bytes_in_words(rows),
+        eight_bits_in_words(rows),
+    ]
+    for task in distinct(rows, "task"):
+        one = select(rows, task=task)[0]
+        optimizer = TASKS[task].optimizer
+        parts += [
+            f"## {task}",
+            f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}: {one['parameters']:,} "
+            f"parameters, {optimizer}, {1e3 * one['compute_s']:g} ms of compute a step.",
+            main_table(rows, task).to_markdown(),
+        ]
+    for title, lines in (
+        ("Buckets", buckets_table(rows)),
+        ("Convolutions or all layers", convolutions_table(rows)),
+    ):
+        if lines.body:
+            parts += [f"## {title}", lines.caption, lines.to_markdown()]
+    parts.append(LIMITS)
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+INTRODUCTION = """
+Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
+Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
+which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
+t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
+large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
+are none, one falls outside by chance.
+
+- Every worker's gradient goes through the kernels that training uses, with its residual; the mean
+  is summed in rank order and encoded once more with the owner's residual; all workers decode the
+  same bytes. Small tensors stay in full precision by the 99 % rule.
+- *Times fewer bytes* counts both directions, with scales, positions and small tensors.
+- *Equal time* at a rate is {share} of the time that `p3` takes for all its steps there. A scheme
+  that has taken all its steps by then stays where it ended.
+- *x p3's time to accuracy*: how many times sooner the mean run comes within {margin} points of
+  where `p3` ends; `-` where a seed never does.
+- A step takes the perfect-overlap bound for the network's own sizes and the bytes that were encoded
+  in it. The time of encoding is not in it.
+- `asgd`: each worker's gradient is applied alone, with the full learning rate, on parameters that
+  are `workers - 1` updates old. `dgc` takes the optimizer's momentum into the codec where the
+  optimizer is SGD, and sends a share of a sparse mean that holds all workers' elements.
+"""
+LIMITS = """
+## What this does not show
+
+Networks of about 100,000 parameters and few steps: in long trainings, residuals have more time to
+bring everything across, and sparse codecs may lose less than here. Differences of tenths of a point
+that the papers report need more seeds and more steps than this. One learning rate was used for all
+schemes of a task, the one that suits full precision.
+"""

@@ -1,0 +1,147 @@
+"""The study's page: curves with bands over seeds, against steps and against time, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.accuracy import findings
+from gradlane.lab.accuracy.findings import Row, distinct, select
+from gradlane.lab.accuracy.markdown import Lines, buckets_table, convolutions_table, main_table
+from gradlane.lab.accuracy.study import ALL, RATES_BPS
+from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.report.page import Block, Paragraph, Section, Table, measured_here, write_report
+from gradlane.report.plots import Plot
+
+SHOWN_AT_FIRST = ("p3", "asgd", "qsgd:bits=8", "qsgd:bits=2", "onebit", "dgc")
+"""Beginnings of the names of lines that show without a click."""
+PALETTE = 8
+"""Colours of a page before they repeat."""
+
+
+def write_page(rows: Sequence[Row], path: Path) -> None:
+    """Write the page.
+
+    Args:
+        rows: of the study; at least one.
+        path: the HTML file.
+    """
+    main = _without_sweeps(rows)
+    schemes = distinct(main, "scheme")
+    sections = []
+    for task in distinct(main, "task"):
+        own = select(main, task=task)
+        blocks: list[Block] = [Paragraph(_about(task, own)), _table(main_table(rows, task))]
+        blocks.append(_curves("Accuracy against steps", own, schemes, None))
+        for rate_bps in RATES_BPS:
+            title = f"Accuracy against time at {format_rate(rate_bps)}"
+            blocks.append(_curves(title, own, schemes, rate_bps))
+        sections.append(Section(task, blocks))
+    for title, lines in (
+        ("Buckets", buckets_table(rows)),
+        ("Convolutions or all layers", convolutions_table(rows)),
+    ):
+        if lines.body:
+            sections.append(Section(title, [_table(lines)]))
+    sections.append(Section("Measurement", [measured_here()]))
+    write_report(path, "What codecs do to learning", sections, summary=_summary(rows))
+
+
+def _without_sweeps(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of schemes that more than one task has, or all where there is one task."""
+    tasks = {
+        scheme: {row["task"] for row in rows if row["scheme"] == scheme}
+        for scheme in distinct(rows, "scheme")
+    }
+    several = len(distinct(rows, "task")) > 1
+    return [
+        row
+        for row in rows
+        if row["layers"] == ALL and (not several or len(tasks[row["scheme"]]) > 1)
+    ]
+
+
+def _about(task: str, rows: Sequence[Row]) -> str:
+    seeds = len(distinct(rows, "seed"))
+    return (
+        f"{TASKS[task].what}, {rows[0]['parameters']:,} parameters, {rows[0]['workers']} workers, "
+        f"{rows[0]['steps']} steps, {seeds} seed{'s' if seeds > 1 else ''}. Bands reach from the "
+        "least to the greatest seed."
+    )
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    worst = findings.loses(rows)
+    if not worst:
+        return "No codec ends below full precision by more than the noise of seeds."
+    texts = [
+        f"{scheme} on {task} by {-100 * change.mean:.1f} points"
+        for task, scheme, change in sorted(worst, key=lambda it: it[2].mean)[:3]
+    ]
+    return f"Most is lost by {', '.join(texts)}."
+
+
+def _table(lines: Lines) -> Table:
+    return Table(lines.columns, lines.body, lines.caption)
+
+
+def _curves(title: str, rows: Sequence[Row], schemes: Sequence[str], rate_bps: int | None) -> Plot:
+    """Plot mean accuracy and a band over seeds of every scheme."""
+    traces: list[dict[str, Any]] = []
+    for scheme in distinct(rows, "scheme"):
+        own = select(rows, scheme=scheme)
+        values = 100.0 * np.array([row["accuracy"] for row in own])
+        xs = list(
+            own[0]["evaluated"]
+            if rate_bps is None
+            else np.mean([row["time_s"][str(rate_bps)] for row in own], axis=0).round(6).tolist()
+        )
+        number = schemes.index(scheme)
+        shown = scheme.startswith(SHOWN_AT_FIRST)
+        common = {
+            "type": "scatter",
+            "mode": "lines",
+            "legendgroup": scheme,
+            "visible": True if shown else "legendonly",
+            "meta": {"color": number % PALETTE},
+        }
+        dash = "solid" if number < PALETTE else "dash"
+        traces.append(
+            {
+                **common,
+                "name": scheme,
+                "x": xs,
+                "y": values.mean(axis=0).round(3).tolist(),
+                "line": {"width": 2, "dash": dash},
+            }
+        )
+        if len(own) > 1:
+            low, high = values.min(axis=0).round(3), values.max(axis=0).round(3)
+            traces.append(
+                {
+                    **common,
+                    "name": scheme,
+                    "showlegend": False,
+                    "hoverinfo": "skip",
+                    "x": [*xs, *reversed(xs)],
+                    "y": [*low.tolist(), *high[::-1].tolist()],
+                    "line": {"width": 0},
+                    "fill": "toself",
+                    "opacity": 0.25,
+                }
+            )
+    layout: dict[str, Any] = {
+        "xaxis": {
+            "title": {"text": "step" if rate_bps is None else "emulated time, s"},
+            "automargin": True,
+        },
+        "yaxis": {"title": {"text": "held-out accuracy, %"}, "automargin": True},
+    }
+    if rate_bps is not None:
+        slowest = max(row["time_s"][str(rate_bps)][-1] for row in rows)
+        layout["xaxis"]["range"] = [0, slowest / 2]
+    return Plot(title, traces, layout, "Click a name in the legend to show or hide its line.")

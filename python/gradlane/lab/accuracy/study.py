@@ -1,0 +1,246 @@
+"""The runs of the study, which of them are missing, and the rows that they leave.
+
+A row is one run of one scheme on one task with one seed. All rows are in one file that is whole
+after every run; a run that is in it is not made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradlane.lab.accuracy.schemes import FULL_PRECISION, parse_scheme
+from gradlane.lab.accuracy.tasks import CIFAR10, TASKS
+from gradlane.lab.accuracy.timing import step_s
+from gradlane.lab.accuracy.training import train
+from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.runs.cells import read_json, save_rows
+from gradlane.lab.runs.run import LabProgress
+
+NAME = "accuracy"
+RATES_BPS = (100_000_000, 1_000_000_000, 10_000_000_000)
+WORKERS = 4
+SPARSE_SCHEMES = (
+    "topk:ratio=0.01,broadcast_ratio=0.04",
+    "dgc:ratio=0.01,broadcast_ratio=0.04",
+)
+QUICK_SCHEMES = (
+    FULL_PRECISION,
+    "asgd",
+    "asgd:lr=mean",
+    "bf16",
+    "qsgd:bits=8",
+    "qsgd:bits=4",
+    "qsgd:bits=2",
+    "int8",
+    "onebit",
+    "onebit:bucket=64",
+    *SPARSE_SCHEMES,
+)
+SCHEMES = (
+    *QUICK_SCHEMES,
+    "f16",
+    "qsgd:bits=16",
+    "qsgd:bits=2,residual=on",
+    "asgd:order=random",
+    "topk:ratio=0.01",
+    "dgc:ratio=0.001,broadcast_ratio=0.004",
+)
+"""Codecs and rules; sparse means are sent whole, up to `workers` times the ratio."""
+BUCKETS = (
+    "qsgd:bits=4,bucket=64",
+    "qsgd:bits=4,bucket=8192",
+    "qsgd:bits=2,bucket=32",
+    "qsgd:bits=2,bucket=2048",
+    "onebit:bucket=512",
+    "onebit:bucket=tensor",
+)
+"""Beside the default buckets of the same codecs."""
+CONVOLUTION_SCHEMES = ("qsgd:bits=2", "onebit", "topk:ratio=0.01,broadcast_ratio=0.04")
+STUDIED_CLOSELY = "resnet"
+"""The task of the bucket sweep and of the comparison of layers."""
+EVERY = "all"
+"""In place of a list of schemes: those of the full study, with buckets and layers."""
+ALL, CONVOLUTIONS = "all", "convolutions"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what makes it different from all others.
+
+    Attributes:
+        task: name of a task.
+        scheme: text of a scheme.
+        layers: `"all"`, or `"convolutions"`: only their weights are encoded.
+        seed: of model, batches and draws.
+        workers: how many are emulated.
+        steps: how many are taken.
+    """
+
+    task: str
+    scheme: str
+    layers: str
+    seed: int
+    workers: int
+    steps: int
+
+
+def runs_of(
+    *,
+    quick: bool,
+    tasks: Sequence[str] = (),
+    schemes: Sequence[str] = (),
+    seeds: int | None = None,
+    workers: int = WORKERS,
+) -> list[Run]:
+    """Return all runs of the study, seed by seed: an interrupted study has some of everything.
+
+    Args:
+        quick: fewer steps, seeds and schemes.
+        tasks: only these; where none is named all but the one that needs data.
+        schemes: in place of the study's, buckets and layers are left out then; or `all` alone, for
+            those of the full study.
+        seeds: in place of the study's 5, or 3 where it is quick.
+        workers: how many are emulated.
+
+    Raises:
+        ValueError: a task or scheme is unknown, or a number is out of its range.
+    """
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"there is no task {task!r}; there are: {', '.join(TASKS)}")
+    every = list(schemes) == [EVERY]
+    if every:
+        schemes = ()
+    for text in schemes:
+        parse_scheme(text, workers)
+    if seeds is None:
+        seeds = 3 if quick else 5
+    if not 1 <= seeds <= 1000:
+        raise ValueError(f"seeds is {seeds}, but must be from 1 to 1000")
+    if not 2 <= workers <= 16:
+        raise ValueError(f"workers is {workers}, but must be from 2 to 16")
+    chosen = list(tasks or (name for name in TASKS if name != CIFAR10))
+    pairs = [
+        (task, scheme, ALL)
+        for scheme in (schemes or (QUICK_SCHEMES if quick and not every else SCHEMES))
+        for task in chosen
+    ]
+    if not schemes and STUDIED_CLOSELY in chosen:
+        pairs += [(STUDIED_CLOSELY, scheme, ALL) for scheme in BUCKETS]
+        pairs += [(STUDIED_CLOSELY, scheme, CONVOLUTIONS) for scheme in CONVOLUTION_SCHEMES]
+    return [
+        Run(
+            task,
+            scheme,
+            layers,
+            seed,
+            workers,
+            TASKS[task].quick_steps if quick else TASKS[task].steps,
+        )
+        for seed in range(seeds)
+        for task, scheme, layers in pairs
+    ]
+
+
+def make_run(run: Run, progress: LabProgress) -> dict[str, Any]:
+    """Make a run and return its row."""
+    task = TASKS[run.task]
+    scheme = parse_scheme(run.scheme, run.workers)
+    start_s = time.process_time()
+    curve = train(
+        task,
+        scheme,
+        workers=run.workers,
+        seed=run.seed,
+        steps=run.steps,
+        only_convolutions=run.layers == CONVOLUTIONS,
+        advance=progress.advance,
+    )
+    sizes = [parameter.numel() for parameter in task.build(0).parameters()]
+    mean_bytes = sum(curve.wire_bytes) / len(curve.wire_bytes)
+    times_s = {
+        str(rate_bps): _times_s(run, curve.wire_bytes, rate_bps, curve.evaluated)
+        for rate_bps in RATES_BPS
+    }
+    return {
+        "preset": NAME,
+        **asdict(run),
+        "codec": scheme.codec_for(task.optimizer, run.steps),
+        "parameters": sum(sizes),
+        "compute_s": task.compute_s,
+        "wire_bytes_per_step": mean_bytes,
+        "wire_ratio": 2 * 4 * sum(sizes) / mean_bytes,
+        "final_loss": curve.loss[-1],
+        "final_accuracy": curve.accuracy[-1],
+        "diverged": curve.diverged,
+        "evaluated": curve.evaluated,
+        "loss": [_number(value) for value in curve.loss],
+        "accuracy": curve.accuracy,
+        "time_s": times_s,
+        "cpu_s": time.process_time() - start_s,
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no number that is none."""
+    return value if abs(value) < float("inf") else None
+
+
+def _times_s(
+    run: Run, wire_bytes: Sequence[int], rate_bps: int, evaluated: Sequence[int]
+) -> list[float]:
+    """Return the nominal time at each evaluation."""
+    ends_s = [0.0]
+    for one in wire_bytes:
+        ends_s.append(ends_s[-1] + step_s(run.task, one, float(rate_bps), run.workers))
+    return [ends_s[steps] for steps in evaluated]
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Return the rows that were made so far; none where there is no file yet.
+
+    Raises:
+        ValueError: the file is none of this study's.
+    """
+    rows = read_json(path)
+    if not isinstance(rows, list) or any(row.get("preset") != NAME for row in rows):
+        raise ValueError(f"{path} holds other rows than this study's; name another folder")
+    return rows
+
+
+def key_of(row: Mapping[str, Any]) -> Run:
+    """Return the run that a row is of."""
+    return Run(**{name: row[name] for name in Run.__dataclass_fields__})
+
+
+def missing(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[Run]:
+    """Return the runs of which there is no row."""
+    have = {key_of(row) for row in rows}
+    return [run for run in runs if run not in have]
+
+
+def make_missing(
+    runs: Sequence[Run], folder: PresetFolder, progress: LabProgress, *, budget_s: float
+) -> list[dict[str, Any]]:
+    """Make the runs that are missing, as many as fit, and return all rows.
+
+    Args:
+        runs: of the study.
+        folder: its file of rows is whole after every run.
+        progress: told of runs and steps.
+        budget_s: real seconds after which no further run is begun; one is always made.
+    """
+    rows = read_runs(folder.results)
+    end_s = time.monotonic() + budget_s
+    for number, run in enumerate(missing(runs, rows)):
+        if number > 0 and time.monotonic() >= end_s:
+            break
+        layers = "" if run.layers == ALL else f", {run.layers} only"
+        progress.phase(f"{run.task} with {run.scheme}{layers}, seed {run.seed}")
+        rows.append(make_run(run, progress))
+        save_rows(rows, folder.results)
+    return rows

@@ -1,0 +1,188 @@
+"""Trains one task once under one scheme, with workers emulated one after another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gradlane.lab.accuracy.exchange import Exchange
+from gradlane.lab.accuracy.schemes import Scheme
+from gradlane.lab.accuracy.tasks import Task
+
+EVALUATIONS = 11
+"""Evaluations of a run, with the one before the first step."""
+
+
+@dataclass
+class Curve:
+    """What a run learned.
+
+    Attributes:
+        evaluated: numbers of steps that were taken before each evaluation.
+        loss: on held-out samples, nats.
+        accuracy: on held-out samples, 0 to 1.
+        wire_bytes: of each step: a worker's encoded gradient and the encoded means.
+        diverged: whether a loss was no number.
+    """
+
+    evaluated: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    diverged: bool = False
+
+    def note(self, step: int, task: Task, model: nn.Module) -> None:
+        """Evaluate the model after so many steps."""
+        loss, accuracy = task.evaluate(model)
+        self.evaluated.append(step)
+        self.loss.append(loss)
+        self.accuracy.append(accuracy)
+        self.diverged |= loss != loss
+
+
+def evaluation_steps(steps: int) -> list[int]:
+    """Return after how many steps a run is evaluated: from 0 to all, evenly spread."""
+    return sorted({round(steps * index / (EVALUATIONS - 1)) for index in range(EVALUATIONS)})
+
+
+def train(
+    task: Task,
+    scheme: Scheme,
+    *,
+    workers: int,
+    seed: int,
+    steps: int,
+    only_convolutions: bool = False,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Curve:
+    """Train and return the curve.
+
+    Args:
+        task: what is learned.
+        scheme: how gradients become updates.
+        workers: how many are emulated; each sees its own samples.
+        seed: of model, batches and draws.
+        steps: each takes one batch of every worker.
+        only_convolutions: encode the weights of convolutions alone.
+        advance: told of each step.
+    """
+    threads = torch.get_num_threads()
+    # Gradients must not depend on how many processors there are.
+    torch.set_num_threads(1)
+    try:
+        if scheme.is_asynchronous:
+            return _train_alone(task, scheme, workers, seed, steps, advance)
+        return _train_together(task, scheme, workers, seed, steps, only_convolutions, advance)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train_together(
+    task: Task,
+    scheme: Scheme,
+    workers: int,
+    seed: int,
+    steps: int,
+    only_convolutions: bool,
+    advance: Callable[[int], None],
+) -> Curve:
+    model = task.build(seed)
+    optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
+    codec = scheme.codec_for(task.optimizer, steps)
+    exchange = Exchange(
+        model, codec, workers=workers, seed=seed, only_convolutions=only_convolutions
+    )
+    parameters = list(model.parameters())
+    curve = Curve()
+    stops = set(evaluation_steps(steps))
+    curve.note(0, task, model)
+    for step in range(steps):
+        gradients = [
+            _gradient(task, model, parameters, seed, worker, workers, step)
+            for worker in range(workers)
+        ]
+        for parameter, mean in zip(parameters, exchange.average(gradients, step), strict=True):
+            parameter.grad = mean
+        _update(task, parameters, optimizer)
+        curve.wire_bytes.append(round(exchange.push_bytes + exchange.broadcast_bytes))
+        if step + 1 in stops:
+            curve.note(step + 1, task, model)
+        advance(1)
+    return curve
+
+
+def _train_alone(
+    task: Task,
+    scheme: Scheme,
+    workers: int,
+    seed: int,
+    steps: int,
+    advance: Callable[[int], None],
+) -> Curve:
+    """Apply each worker's gradient alone; workers compute with the parameters that they last got.
+
+    In round-robin order every gradient is `workers` - 1 updates old. In random order, drawn from
+    the seed, some are older and some younger, as they are where workers are not equally fast.
+    """
+    model = task.build(seed)
+    optimizer = task.make_optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] *= scheme.lr_share
+    parameters = list(model.parameters())
+    plain_bytes = 2 * 4 * sum(parameter.numel() for parameter in parameters)
+    newest = [parameter.detach().clone() for parameter in parameters]
+    pulled = [newest for _ in range(workers)]
+    taken = [0] * workers
+    draws = random.Random(seed)
+    curve = Curve()
+    stops = set(evaluation_steps(steps))
+    curve.note(0, task, model)
+    for update in range(steps * workers):
+        worker = update % workers if scheme.order == "round" else draws.randrange(workers)
+        _copy(pulled[worker], parameters)
+        gradient = _gradient(task, model, parameters, seed, worker, workers, taken[worker])
+        taken[worker] += 1
+        _copy(newest, parameters)
+        for parameter, own in zip(parameters, gradient, strict=True):
+            parameter.grad = own
+        _update(task, parameters, optimizer)
+        newest = [parameter.detach().clone() for parameter in parameters]
+        pulled[worker] = newest
+        step, rest = divmod(update + 1, workers)
+        if rest == 0:
+            curve.wire_bytes.append(plain_bytes)
+            if step in stops:
+                curve.note(step, task, model)
+            advance(1)
+    return curve
+
+
+def _gradient(
+    task: Task,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    seed: int,
+    worker: int,
+    workers: int,
+    step: int,
+) -> list[torch.Tensor]:
+    loss = task.loss(model, task.batch(seed, worker, workers, step))
+    return [one.contiguous() for one in torch.autograd.grad(loss, parameters)]
+
+
+def _update(
+    task: Task, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    if task.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+    optimizer.step()
+
+
+def _copy(values: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)

@@ -1,0 +1,1 @@
+"""Constants of the simulator measured on this machine, and predictions beside measurements."""

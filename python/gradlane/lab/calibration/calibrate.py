@@ -1,0 +1,404 @@
+"""Measures the simulator's constants on this machine, by running gradlane's own transport.
+
+Two runs that differ in the size of frames tell what a frame and what a byte costs the I/O thread;
+two that differ in the size of slices tell what a work and what a byte of a contribution costs the
+work thread. Latencies are those of single tensors on idle ports. Rates and times are real.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from gradlane.lab.calibration import node_costs as calibrate_local
+from gradlane.lab.cluster.awake import kept_awake
+from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.ranks import RankPool
+from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measured_cost
+from gradlane.training.options.option_fields import check_options, on_command_line, option
+from gradlane.training.options.options import Options
+
+FORMAT = "gradlane-costs"
+VERSION = 1
+WORKERS = 4
+TENSORS = 10
+SMALL_FRAME_BYTES = 8_192
+LARGE_FRAME_BYTES = Options.frame_bytes
+SMALL_SLICE_ELEMS = 20_000
+LARGE_SLICE_ELEMS = 500_000
+LATENCY_ELEMS = 10_000
+"""One frame, and more bytes than are reduced on the I/O thread itself."""
+ASKED_BUFFER_BYTES = 72 << 10
+"""What `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
+
+_PROGRAM = ("-m", "gradlane.lab.calibration.rank_program")
+_FIRST_PORT = 22_000
+_FLOAT_BYTES = 4
+_STREAM = {"ramp_s": 1.0, "window_s": 3.0}
+_STREAM_LEAD_S = 0.5
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to measure with.
+
+    Attributes:
+        rate_bps: bits a second of every port in each direction.
+        megabytes: f32 gradients that each rank hands over in a step, in 10^6 bytes.
+        steps: measured steps of a run.
+        repeat: how often all runs take turns; medians count.
+        trials: single tensors for the latencies.
+    """
+
+    rate_bps: int = 500_000_000
+    megabytes: float = option(40.0, least=1, most=1_000)
+    steps: int = option(2, least=1, most=100)
+    repeat: int = option(3, least=1, most=100)
+    trials: int = option(40, least=3, most=10_000)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        check_options(self, on_command_line)
+
+    @property
+    def tensor_elems(self) -> list[int]:
+        """Elements of each tensor that is exchanged."""
+        return [round(self.megabytes * 1e6 / _FLOAT_BYTES / TENSORS)] * TENSORS
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One constant, how it was found, and how far its repeats lie apart."""
+
+    value: float
+    how: str
+    spread: float | None = None
+    """Largest over smallest of its repeats; None where it was measured once."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run asked of a rank's threads, mean over ranks, and what they took.
+
+    Attributes:
+        frames: sent and received.
+        frame_bytes: sent and received, payload and headers.
+        works: reductions.
+        contribution_bytes: bytes of all contributions that were reduced.
+        io_s: processor time of the I/O thread.
+        work_s: processor time of the work thread.
+    """
+
+    frames: float
+    frame_bytes: float
+    works: float
+    contribution_bytes: float
+    io_s: float
+    work_s: float
+
+
+def load_of(
+    results: Sequence[dict[str, Any]], tensor_elems: Sequence[int], slice_elems: int, steps: int
+) -> Load:
+    """Return the load of a run.
+
+    Args:
+        results: one a rank, as `transport_node.GradlaneExchange.run` returns them.
+        tensor_elems: elements of every tensor.
+        slice_elems: elements of a slice at most.
+        steps: steps of the run.
+    """
+
+    def mean(name: str) -> float:
+        return statistics.fmean(result[name] for result in results)
+
+    ranks = len(results)
+    slices = sum(math.ceil(elems / slice_elems) for elems in tensor_elems)
+    return Load(
+        frames=2 * mean("gradlane_tx_frames"),
+        frame_bytes=mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes"),
+        works=steps * slices / ranks,
+        # Each owner reads all ranks' contributions to its share.
+        contribution_bytes=steps * sum(tensor_elems) * _FLOAT_BYTES,
+        io_s=mean("gradlane_io_cpu_s"),
+        work_s=mean("gradlane_work_cpu_s"),
+    )
+
+
+def solve(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return what one of each of two things costs, by least squares, neither below zero.
+
+    Args:
+        counts: how many of both each run had.
+        seconds: how long each run took.
+    """
+    matrix = np.array(counts, dtype=np.float64)
+    scale = matrix.max(axis=0)
+    target = np.array(seconds, dtype=np.float64)
+    both = np.linalg.lstsq(matrix / scale, target, rcond=None)[0] / scale
+    if both[0] >= 0.0 and both[1] >= 0.0:
+        return float(both[0]), float(both[1])
+    alone = 1 if both[0] < 0.0 else 0
+    column = matrix[:, alone]
+    value = float(column @ target / (column @ column))
+    return (value, 0.0) if alone == 0 else (0.0, value)
+
+
+def run_calibration(
+    options: CalibrationOptions, on_phase: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        options: what with.
+        on_phase: told what is being done.
+
+    Returns:
+        The contents of a costs file: `constants`, each with `value` and `how`, `codecs`, and
+        `measured`.
+
+    Raises:
+        LabError: the cluster could not be built, or a rank failed.
+    """
+    start_s = time.monotonic()
+    on_phase("encoding and decoding")
+    codecs = {codec: asdict(measured_cost(codec)) for codec in CALIBRATED_CODECS}
+    on_phase("copies and sums on a node")
+    local = local_costs(options.repeat, options.trials)
+    on_phase("building the cluster")
+    with (
+        Cluster(WORKERS, options.rate_bps) as cluster,
+        RankPool(cluster, program=_PROGRAM) as pool,
+        kept_awake(),
+    ):
+        calibration = _Calibration(options, cluster, pool, on_phase)
+        constants = {
+            "goodput_share": calibration.goodput_share(),
+            **calibration.thread_costs(),
+            **calibration.latencies(),
+            "send_buffer_floor_bytes": calibration.send_buffer(),
+            **local,
+        }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "measured": {
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "command": " ".join(["gradlane", *sys.argv[1:]]),
+            "kernel": platform.release(),
+            "processors": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "cpu_share": calibration.cpu_share,
+            "stolen_share": calibration.stolen_share,
+            "seconds": time.monotonic() - start_s,
+            "options": asdict(options),
+        },
+        "constants": {
+            name: {key: value for key, value in asdict(it).items() if value is not None}
+            for name, it in constants.items()
+        },
+        "codecs": codecs,
+    }
+
+
+class _Calibration:
+    """The ranks of one cluster, asked one thing after another."""
+
+    def __init__(
+        self,
+        options: CalibrationOptions,
+        cluster: Cluster,
+        pool: RankPool,
+        on_phase: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._pool = pool
+        self._on_phase = on_phase
+        self._port = _FIRST_PORT
+        self.cpu_share = 0.0
+        self.stolen_share = 0.0
+        self._reduce_byte_s = 0.0
+
+    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
+        return self._pool.ask([{"kind": kind, **named}] * WORKERS)
+
+    def _next_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    def goodput_share(self) -> Constant:
+        """Payload of plain TCP streams, both directions at once, over the port's rate."""
+        self._on_phase("TCP streams on all ports")
+        shares = []
+        for _ in range(self._options.repeat):
+            results = self._ask(
+                "stream",
+                addresses=self._cluster.addresses,
+                port=self._next_port(),
+                start_s=time.monotonic() + _STREAM_LEAD_S,
+                **_STREAM,
+            )
+            median_bps = statistics.median(result["goodput_bps"] for result in results)
+            shares.append(median_bps / self._options.rate_bps)
+        return _constant(shares, "plain TCP streams from neighbour to neighbour, both directions")
+
+    def _open(
+        self,
+        tensor_elems: Sequence[int],
+        frame_bytes: int,
+        slice_elems: int,
+        *,
+        trace: bool = False,
+    ) -> None:
+        self._ask(
+            "open",
+            job=f"calibrate-{secrets.token_hex(4)}",
+            addresses=self._cluster.addresses,
+            store_port=self._next_port(),
+            tensor_elems=list(tensor_elems),
+            settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "trace": trace},
+        )
+
+    def _load(self, frame_bytes: int, slice_elems: int) -> Load:
+        options = self._options
+        self._open(options.tensor_elems, frame_bytes, slice_elems)
+        results = self._ask("run", steps=options.steps, warmup=1)
+        self._ask("close")
+        total_s = max(results[0]["machine_total_s"], 1e-9)
+        self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)
+        self.stolen_share = max(self.stolen_share, results[0]["machine_stolen_s"] / total_s)
+        return load_of(results, options.tensor_elems, slice_elems, options.steps)
+
+    def thread_costs(self) -> dict[str, Constant]:
+        """Processor time of both threads over what they had to do."""
+        shapes = (
+            (LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS),
+            (SMALL_FRAME_BYTES, LARGE_SLICE_ELEMS),
+            (LARGE_FRAME_BYTES, SMALL_SLICE_ELEMS),
+        )
+        frames, bytes_, works, sums = [], [], [], []
+        for repeat in range(self._options.repeat):
+            loads = []
+            for frame_bytes, slice_elems in shapes:
+                self._on_phase(
+                    f"repeat {repeat + 1} of {self._options.repeat}: frames of {frame_bytes} "
+                    f"bytes, slices of {slice_elems}"
+                )
+                loads.append(self._load(frame_bytes, slice_elems))
+            frame_s, byte_s = solve(
+                [(it.frames, it.frame_bytes) for it in loads], [it.io_s for it in loads]
+            )
+            work_s, sum_s = solve(
+                [(it.works, it.contribution_bytes) for it in loads], [it.work_s for it in loads]
+            )
+            frames.append(frame_s)
+            bytes_.append(byte_s)
+            works.append(work_s)
+            sums.append(sum_s)
+        self._reduce_byte_s = statistics.median(sums)
+        frame = _constant(
+            frames,
+            f"processor time of the I/O thread with frames of {SMALL_FRAME_BYTES} and of "
+            f"{LARGE_FRAME_BYTES} bytes, up to three times as large on fast connections, as they "
+            "were counted; as many are sent as received, each counts half",
+        )
+        byte = _constant(bytes_, "the same runs: what does not go with the number of frames")
+        return {
+            "send_frame_s": frame,
+            "receive_frame_s": frame,
+            "send_byte_s": byte,
+            "receive_byte_s": byte,
+            "reduce_byte_s": _constant(
+                sums,
+                f"processor time of the work thread with slices of {SMALL_SLICE_ELEMS} and of "
+                f"{LARGE_SLICE_ELEMS} elements, a byte of a contribution",
+            ),
+        }
+
+    def latencies(self) -> dict[str, Constant]:
+        """What an idle cluster takes for one tensor of one frame, part by part."""
+        self._on_phase("single tensors on idle ports")
+        self._open([LATENCY_ELEMS], LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS, trace=True)
+        results = self._ask("latency", trials=self._options.trials)
+        self._ask("close")
+
+        def middle(name: str) -> float:
+            return float(statistics.median(it for result in results for it in result[name]))
+
+        reduced_s = self._reduce_byte_s * WORKERS * LATENCY_ELEMS * _FLOAT_BYTES
+        return {
+            "command_s": Constant(
+                middle("command_s"),
+                f"from the call to the frame's being with the kernel, median of single tensors of "
+                f"{LATENCY_ELEMS} elements on idle ports",
+            ),
+            "work_s": Constant(
+                max(0.0, middle("turn_s") - reduced_s),
+                "from an owner's last contribution to its first reply's being with the kernel, "
+                "less the sum",
+            ),
+            "wake_s": Constant(
+                middle("wake_s"), "from the result's last frame to the end of the wait"
+            ),
+        }
+
+    def send_buffer(self) -> Constant:
+        """What the kernel takes of a connection whose peer has gone."""
+        self._on_phase("filling a send buffer")
+        self._ask(
+            "connect",
+            address=self._cluster.addresses[0],
+            port=self._next_port(),
+            asked_bytes=ASKED_BUFFER_BYTES,
+        )
+        self._cluster.set_link(0, connected=False)
+        try:
+            filled = self._ask("fill")[1]
+        finally:
+            self._cluster.set_link(0, connected=True)
+        return Constant(
+            float(filled["option_bytes"]),
+            f"SO_SNDBUF of a connection that asked for {ASKED_BUFFER_BYTES}; cut off from its "
+            f"peer it took {filled['taken_bytes']}",
+        )
+
+
+def local_costs(repeat: int, trials: int) -> dict[str, Constant]:
+    """What adding up in shared memory costs the ranks of a node."""
+    size = f"{calibrate_local.PART_BYTES >> 20} of {calibrate_local.REGION_BYTES >> 20} MiB"
+    return {
+        "local_copy_byte_s": _constant(
+            calibrate_local.copy_byte_s(repeat), f"processor time of copying {size}, a byte"
+        ),
+        "local_sum_byte_s": _constant(
+            calibrate_local.sum_byte_s(repeat),
+            f"processor time of adding up {size} of each of {calibrate_local.RANKS} ranks, a byte "
+            "of one of them",
+        ),
+        "local_word_s": _constant(
+            calibrate_local.middle_word_s(trials, repeat),
+            "half of a word's way to another process and back, median",
+        ),
+    }
+
+
+def _constant(values: Sequence[float], how: str) -> Constant:
+    least = min(values)
+    spread = max(values) / least if least > 0.0 else None
+    return Constant(statistics.median(values), how, spread if len(values) > 1 else None)

@@ -1,0 +1,324 @@
+"""The grid's predictions beside its measurements, as a page; and the fit of the fitted constant.
+
+One constant is fitted, how unequal the connections are that meet at a port, and on the rows of
+ResNet-50 alone; the other workloads test it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.calibration.grid import cells_of, in_grid_order
+from gradlane.lab.calibration.prediction import Prediction, can_predict, predict, summary_of
+from gradlane.lab.runs.cells import missing_strategies, read_rows, with_compute_times
+from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.planning.simulation.costs import MachineCosts, read_costs
+from gradlane.training.options.options import RING
+
+FITTED_WORKLOAD = "resnet50"
+"""The workload whose rows the fitted constant comes from."""
+FITTED_CONSTANT = "share_spread"
+MEDIAN_ERROR_TARGET = 0.03
+WORST_ERROR_TARGET = 0.08
+_TRIALS = tuple(round(0.05 * index, 2) for index in range(13))
+
+
+def predict_grid(
+    path: Path,
+    *,
+    workloads: Sequence[str],
+    costs_path: Path | None,
+    fit: bool,
+    markdown: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Predict every measured run of the grid, print the table and write the page.
+
+    Args:
+        path: the file of measured rows.
+        workloads: only these; all where none is named.
+        costs_path: constants of the machine, or None for the simulator's own.
+        fit: whether to fit the fitted constant first, and print it.
+        markdown: where the page goes, or None.
+        console: where to print.
+
+    Returns:
+        `rows`, `median_error`, `worst_error`, `by_workload`, and `fitted` where asked for.
+
+    Raises:
+        ValueError: there is nothing to predict, or a file makes no sense.
+    """
+    rows = with_compute_times(read_rows(path))
+    chosen = [
+        row
+        for row in in_grid_order(rows)
+        if can_predict(row) and (not workloads or row["workload"] in workloads)
+    ]
+    costs = MachineCosts() if costs_path is None else read_costs(costs_path)
+    content: dict[str, Any] = {}
+    if fit:
+        training = [row for row in chosen if row["workload"] == FITTED_WORKLOAD]
+        spread, error = fit_spread(training, costs, lambda text: console.print(text, style="dim"))
+        console.print(
+            f"{FITTED_CONSTANT} {spread:.3f} fits {len(training)} rows of {FITTED_WORKLOAD} best: "
+            f"mean error {error * 100:.2f} %",
+            highlight=False,
+        )
+        costs = with_spread(costs, spread)
+        content["fitted"] = {FITTED_CONSTANT: spread, "mean_error": error}
+    predictions = [
+        predict(row, costs) for row in track(chosen, "simulating", console=console, transient=True)
+    ]
+    summary = summary_of(predictions)
+    page = page_of(predictions, rows)
+    console.print(table_of(predictions), highlight=False, soft_wrap=True)
+    console.print(verdict_of(predictions), highlight=False, soft_wrap=True)
+    if markdown is not None:
+        markdown.write_text(page, encoding="utf-8")
+        console.print(f"wrote {markdown}", highlight=False)
+    return {
+        **content,
+        "rows": [it.to_json() for it in predictions],
+        **summary,
+        "by_workload": {name: summary_of(group) for name, group in _by_workload(predictions)},
+    }
+
+
+def with_spread(costs: MachineCosts, spread: float) -> MachineCosts:
+    """Return the constants with this value of the fitted one."""
+    return replace(costs, network={**costs.network, FITTED_CONSTANT: spread})
+
+
+def fit_spread(
+    rows: Sequence[Mapping[str, Any]],
+    costs: MachineCosts,
+    on_trial: Callable[[str], None] = lambda text: None,
+) -> tuple[float, float]:
+    """Return the spread with the smallest mean error without sign, and that error.
+
+    Args:
+        rows: measured rows, of one workload.
+        costs: all other constants.
+        on_trial: told about each value that was tried.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError(f"nothing to fit: no rows of {FITTED_WORKLOAD} were measured")
+
+    def error_at(spread: float) -> float:
+        error = statistics.fmean(
+            abs(predict(row, with_spread(costs, spread)).error) for row in rows
+        )
+        on_trial(f"{FITTED_CONSTANT} {spread:.3f}: mean error {error * 100:.2f} %")
+        return error
+
+    errors = {spread: error_at(spread) for spread in _TRIALS}
+    best = min(errors, key=errors.__getitem__)
+    return best, errors[best]
+
+
+def _by_workload(predictions: Sequence[Prediction]) -> list[tuple[str, list[Prediction]]]:
+    names = list(dict.fromkeys(it.workload for it in predictions))
+    return [(name, [it for it in predictions if it.workload == name]) for name in names]
+
+
+def table_of(predictions: Sequence[Prediction]) -> str:
+    """Return every cell as a table: measured, predicted, error."""
+    lines = [
+        "| workload | rate | dilation | strategy | measured | predicted | error |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {it.workload} | {format_rate(it.rate_bps)} | {it.dilation:g} | {it.strategy} "
+        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
+        f"| {it.error * 100:+.1f} % |"
+        for it in predictions
+    ]
+    return "\n".join(lines)
+
+
+def verdict_of(predictions: Sequence[Prediction]) -> str:
+    """Return the errors of each workload and of those that nothing was fitted to, as a table."""
+    lines = [
+        "| workload | runs | median error | worst error |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    groups = _by_workload(predictions)
+    tested = [it for it in predictions if it.workload != FITTED_WORKLOAD]
+    for name, group in [
+        *((f"{name} (fitted)" if name == FITTED_WORKLOAD else name, it) for name, it in groups),
+        ("all that nothing was fitted to", tested),
+        ("all", list(predictions)),
+    ]:
+        if group:
+            summary = summary_of(group)
+            lines.append(
+                f"| {name} | {len(group)} | {summary['median_error'] * 100:.1f} % "
+                f"| {summary['worst_error'] * 100:.1f} % |"
+            )
+    return "\n".join(lines)
+
+
+def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page: what was done, the errors, every cell, and what was measured beside it.
+
+    Args:
+        predictions: in the order of the grid.
+        rows: all measured rows, those of other strategies included.
+    """
+    summary = summary_of(predictions)
+    first = rows[0]
+    warmups = sorted({int(row["warmup"]) for row in rows})
+    busiest = max(float(row["cpu_share"]) for row in rows)
+    baselines = [row for row in rows if str(row["strategy"]).startswith("ddp")]
+    parts = [
+        "# Predictions against the lab\n",
+        "Written by `gradlane lab grid docs/predictions.json --markdown docs/predictions.md` from "
+        "the rows that were measured;\nwith `--measure` it measures what the file lacks (all of "
+        "it: about an hour on an idle machine, in pieces with `--budget-s`).\n",
+        f"{len(predictions)} runs of four emulated nodes: median error "
+        f"{summary['median_error'] * 100:.1f} %, worst {summary['worst_error'] * 100:.1f} % "
+        f"(wanted: {MEDIAN_ERROR_TARGET * 100:g} % and {WORST_ERROR_TARGET * 100:g} %).\n",
+        verdict_of(predictions) + "\n",
+        f"One constant, `{FITTED_CONSTANT}`, is fitted, on the rows of {FITTED_WORKLOAD} alone "
+        "(`--fit` repeats it). How long\nconnections stay unequal was chosen with one row of vgg19 "
+        "in sight (docs/simulator.md). All others are measured by themselves\n"
+        "(`gradlane lab calibrate`, "
+        "`crates/gradlane-sim/src/costs.rs`). Compute time is that of the cell's own run without\n"
+        "communication. Steps are nominal: dilation is divided out.\n",
+        f"Measured: {first['steps']} steps after {warmups[0]} to {warmups[-1]} of warm-up, "
+        f"{first['machine']['processors']} processors, Linux {first['versions']['kernel']}, "
+        f"torch {first['versions']['torch']}; the machine was\nbusy to {busiest * 100:.0f} % at "
+        "most.\n",
+        "## Every cell\n",
+        table_of(predictions) + "\n",
+    ]
+    found = auto_table(rows)
+    if found:
+        parts += [
+            "## `auto` beside the fixed strategies\n",
+            "What a session finds by itself in its first seven steps, measured after them and "
+            "three more. The best fixed one is of those\nwith the same bits, and of all for "
+            "`auto:any-rounding`; `auto` is to be over 2 % slower nowhere. A session takes ports "
+            "for wires, where flows that meet queue; those of the lab\nare token buckets, so that "
+            "it expects a few per cent more than comes where the network decides.\n",
+            found + "\n",
+        ]
+    missing = _missing(rows)
+    if missing:
+        parts += ["## Not measured yet\n", "\n".join(missing) + "\n"]
+    if baselines:
+        parts += [
+            "## Beside them\n",
+            "DDP over Gloo, the fastest that was measured in the same cells; the simulator has no "
+            "model of it.\n",
+            _baseline_table(baselines, predictions),
+        ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def auto_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of `auto` beside the best fixed strategy of their cells; empty for none."""
+    usable = [row for row in rows if not row["cpu_bound"] and row["codec"] == "raw"]
+    lines = []
+    for row in usable:
+        strategy = parse_strategy(str(row["strategy"]))
+        if not strategy.is_planned:
+            continue
+        others = [one for one in usable if is_beside(one, row, strategy)]
+        best = min(others, key=lambda one: float(one["step_s_median"]), default=None)
+        plan = row["metrics"].get("plan", {})
+        over, fixed = "-", "-"
+        if best is not None:
+            ratio = float(row["step_s_median"]) / float(best["step_s_median"])
+            over = f"{(ratio - 1.0) * 100:+.1f} %"
+            fixed = f"{float(best['step_s_median']) * 1e3:.1f} ms ({best['strategy']})"
+        predicted_s = plan.get("prediction", {}).get("step_s")
+        # A session plans for the cluster as it is, dilated and all.
+        nominal_ms = None if predicted_s is None else predicted_s * 1e3 / float(row["dilation"])
+        predicted = "-" if nominal_ms is None else f"{nominal_ms:.1f} ms"
+        lines.append(
+            f"| {row['workload']} | {format_rate(row['rate_bps'])} | {row['strategy']} | {fixed} "
+            f"| {float(row['step_s_median']) * 1e3:.1f} ms | {over} | {predicted} "
+            f"| {_chosen(plan)} |"
+        )
+    if not lines:
+        return ""
+    head = [
+        "| workload | rate | strategy | best fixed | measured | over it | it expected | it chose |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    return "\n".join([*head, *sorted(lines)])
+
+
+def is_beside(one: Mapping[str, Any], row: Mapping[str, Any], strategy: Strategy) -> bool:
+    """Whether a row is a fixed strategy of gradlane's in the cell of another row.
+
+    Args:
+        one: the row that is asked for.
+        row: of a strategy that finds its own plan.
+        strategy: that strategy.
+    """
+    keys = ("workload", "rate_bps", "workers", "dilation")
+    fixed = parse_strategy(str(one["strategy"]))
+    same_bits = fixed.sums_in_rank_order and not fixed.sends_factors
+    comparable = same_bits or strategy.any_rounding
+    is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
+    return is_fixed and comparable and all(one.get(key) == row.get(key) for key in keys)
+
+
+def _chosen(plan: Mapping[str, Any]) -> str:
+    """What a plan chose, in a few words."""
+    settings = plan.get("settings", {})
+    words = [str(settings.get("strategy", "-"))]
+    if plan.get("schemes") not in (None, "ps", RING):
+        words.append(str(plan["schemes"]))
+    if settings.get("slice_elems"):
+        words.append(f"slices of {settings['slice_elems']:,}")
+    return ", ".join(words)
+
+
+def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each cell of the grid that lacks runs."""
+    lines = []
+    for cell in cells_of([]):
+        missing = missing_strategies(cell, rows)
+        if missing:
+            names = "all" if len(missing) == len(cell.strategies) else ", ".join(missing)
+            lines.append(f"- {cell.workload} at {format_rate(cell.rate_bps)}: {names}")
+    return lines
+
+
+def _baseline_table(
+    baselines: Sequence[Mapping[str, Any]], predictions: Sequence[Prediction]
+) -> str:
+    measured = {
+        (it.workload, it.rate_bps): it.measured_step_s for it in predictions if it.strategy == "p3"
+    }
+    lines = [
+        "| workload | rate | compute | DDP | buckets | p3 | DDP over p3 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    slowest_first = sorted(baselines, key=lambda it: float(it["step_s_median"]), reverse=True)
+    fastest = {(it["workload"], it["rate_bps"]): it for it in slowest_first}
+    for _, row in sorted(fastest.items()):
+        p3_s = measured.get((row["workload"], float(row["rate_bps"])))
+        own = ["-", "-"]
+        if p3_s is not None:
+            own = [f"{p3_s * 1e3:.1f} ms", f"{row['step_s_median'] / p3_s:.2f}"]
+        lines.append(
+            f"| {row['workload']} | {format_rate(row['rate_bps'])} "
+            f"| {row['compute_s'] * 1e3:.1f} ms | {row['step_s_median'] * 1e3:.1f} ms "
+            f"| {parse_strategy(str(row['strategy'])).bucket_mb:g} MB | {own[0]} | {own[1]} |"
+        )
+    return "\n".join(lines)

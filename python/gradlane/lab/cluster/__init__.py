@@ -1,0 +1,1 @@
+"""The emulated cluster: network namespaces, shaped ports, and the processes in them."""

@@ -1,0 +1,286 @@
+"""The ranks of an emulated cluster, as the one who gives them work sees them.
+
+A rank that errs, dies or stops making progress fails the request within a bounded time, with that
+rank's own words; the ranks are then killed, since the others wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from gradlane.lab.cluster.errors import RankError
+from gradlane.lab.cluster.fork_server import ForkedRank, running_nursery
+from gradlane.lab.cluster.namespaces import Cluster
+
+_START_TIMEOUT_S = 180.0
+_STALL_TIMEOUT_S = 180.0
+_STACKS_S = 0.5
+_ECHO_S = 1.5
+_STDERR_TAIL_BYTES = 6000
+
+Progress = Callable[[int, int], None]
+"""Called with a rank and its number of finished steps."""
+
+
+class _Member:
+    """One rank's process and pipes."""
+
+    def __init__(
+        self, rank: int, child: subprocess.Popen[bytes] | ForkedRank, stderr: IO[bytes]
+    ) -> None:
+        self.rank = rank
+        self.child = child
+        self.stderr = stderr
+        self._partial = b""
+        assert child.stdin is not None and child.stdout is not None
+        self.requests: IO[bytes] = child.stdin
+        self.answers: IO[bytes] = child.stdout
+        os.set_blocking(self.answers.fileno(), False)
+
+    def write(self, request: Mapping[str, Any]) -> None:
+        """Send a request; raises `OSError` where the rank reads no more."""
+        self.requests.write(json.dumps(request).encode() + b"\n")
+        self.requests.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the answers that have arrived; the end of the pipe counts as an error."""
+        chunk = os.read(self.answers.fileno(), 1 << 20)
+        if not chunk:
+            end = {"message": self.describe_end(), "traceback": self.stderr_tail()}
+            return [{"kind": "error", "dead": True, **end}]
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        return [{"dead": False, **json.loads(line)} for line in lines]
+
+    def stderr_tail(self) -> str:
+        """Return the end of what the rank wrote to standard error."""
+        size = os.fstat(self.stderr.fileno()).st_size
+        start = max(0, size - _STDERR_TAIL_BYTES)
+        return os.pread(self.stderr.fileno(), _STDERR_TAIL_BYTES, start).decode(errors="replace")
+
+    def describe_end(self) -> str:
+        """Return how the process ended."""
+        try:
+            code = self.child.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code is None:
+            return "ended"
+        if code >= 0:
+            return f"ended with status {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+
+class RankPool:
+    """One rank program on each node of a cluster, as a context manager."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        ranks_per_node: int = 1,
+        program: Sequence[str] = ("-m", "gradlane.lab.runs.node"),
+        stall_timeout_s: float = _STALL_TIMEOUT_S,
+    ) -> None:
+        """Plan ranks for each node.
+
+        Args:
+            cluster: entered, and kept so while this is in use.
+            ranks_per_node: how many; ranks of one node are numbered one after the other.
+            program: arguments to the Python interpreter; the rank is appended. A module, `-m NAME`,
+                is run by a process that has loaded torch already.
+            stall_timeout_s: longest time without any rank's progress.
+        """
+        self._cluster = cluster
+        self._ranks_per_node = ranks_per_node
+        self._program = list(program)
+        self._stall_timeout_s = stall_timeout_s
+        self._members: list[_Member] = []
+
+    def __enter__(self) -> RankPool:
+        """Start the ranks and wait until all are ready."""
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        try:
+            for rank in range(self._cluster.nodes * self._ranks_per_node):
+                stderr = tempfile.TemporaryFile()
+                own = {
+                    **environment,
+                    "LOCAL_RANK": str(rank % self._ranks_per_node),
+                    "LOCAL_WORLD_SIZE": str(self._ranks_per_node),
+                }
+                self._members.append(_Member(rank, self._start(rank, own, stderr), stderr))
+            self._collect("ready", _START_TIMEOUT_S, None)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(
+        self, rank: int, environment: Mapping[str, str], stderr: IO[bytes]
+    ) -> subprocess.Popen[bytes] | ForkedRank:
+        node = rank // self._ranks_per_node
+        if self._program[0] == "-m":
+            return running_nursery(environment).fork(
+                rank,
+                self._program[1],
+                namespace=self._cluster.namespace_descriptor(node),
+                environment=environment,
+                stderr=stderr,
+                timeout_s=_START_TIMEOUT_S,
+            )
+        return self._cluster.spawn(
+            node,
+            [sys.executable, *self._program, str(rank)],
+            environment=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all ranks."""
+        self.close()
+
+    def close(self) -> None:
+        """Kill all ranks; closing twice does nothing."""
+        for member in self._members:
+            member.child.kill()
+        for member in self._members:
+            member.child.wait()
+            with contextlib.suppress(OSError):
+                member.requests.close()
+            member.answers.close()
+            member.stderr.close()
+        self._members.clear()
+
+    def processes(self) -> list[int]:
+        """Return the ranks' process identifiers."""
+        return [member.child.pid for member in self._members]
+
+    def ask(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        on_progress: Progress | None = None,
+        on_count: Callable[[], None] = lambda: None,
+    ) -> list[dict[str, Any]]:
+        """Give each rank its request and return the ranks' results, in rank order.
+
+        Args:
+            requests: one a rank, JSON-serializable, each with a `kind`.
+            on_progress: called as ranks report steps.
+            on_count: called when a rank says that nothing is under way; it waits for the return.
+
+        Raises:
+            RankError: a rank failed, died or stalled; all ranks are dead then.
+        """
+        for member, request in zip(self._members, requests, strict=True):
+            try:
+                member.write(request)
+            except OSError:
+                failure = RankError(member.rank, member.describe_end(), member.stderr_tail())
+                self.close()
+                raise failure from None
+        answers = self._collect("result", self._stall_timeout_s, on_progress, on_count)
+        return [answer["result"] for answer in answers]
+
+    def _collect(
+        self,
+        kind: str,
+        stall_timeout_s: float,
+        on_progress: Progress | None,
+        on_count: Callable[[], None] = lambda: None,
+    ) -> list[dict[str, Any]]:
+        """Return one answer of this kind from each rank."""
+        finished: dict[int, dict[str, Any]] = {}
+        steps = dict.fromkeys(range(len(self._members)), 0)
+        deadline_s = time.monotonic() + stall_timeout_s
+        with selectors.DefaultSelector() as selector:
+            for member in self._members:
+                selector.register(member.answers, selectors.EVENT_READ, member)
+            while len(finished) < len(self._members):
+                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    raise self._stalled(finished, steps, stall_timeout_s)
+                deadline_s = time.monotonic() + stall_timeout_s
+                for key, _ in ready:
+                    speaker: _Member = key.data
+                    for answer in speaker.read():
+                        if answer["kind"] == "error":
+                            raise self._failed(selector, speaker, answer)
+                        if answer["kind"] == "progress":
+                            steps[speaker.rank] = answer["done_steps"]
+                            if on_progress is not None:
+                                on_progress(speaker.rank, answer["done_steps"])
+                        elif answer["kind"] == "count":
+                            on_count()
+                            # A rank that has died meanwhile says so at the end of its answers.
+                            with contextlib.suppress(OSError):
+                                speaker.write({"kind": "counted"})
+                        elif answer["kind"] == kind:
+                            finished[speaker.rank] = answer
+        return [finished[rank] for rank in range(len(self._members))]
+
+    def _failed(
+        self, selector: selectors.BaseSelector, first: _Member, answer: dict[str, Any]
+    ) -> RankError:
+        """Return the error for a failed rank, together with what the others soon say.
+
+        One rank's failure makes others fail, sometimes before the first one can tell: so the
+        error names them all, and leads with a rank that died, if one did.
+        """
+        failures = {first.rank: answer}
+        deadline_s = time.monotonic() + _ECHO_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                member: _Member = key.data
+                for later in member.read():
+                    if later["kind"] == "error":
+                        failures.setdefault(member.rank, later)
+                        if later["dead"]:
+                            selector.unregister(member.answers)
+        self.close()
+        ranks = sorted(failures, key=lambda rank: not failures[rank]["dead"])
+        message = failures[ranks[0]]["message"]
+        for rank in ranks[1:]:
+            message += f"\nrank {rank}: {failures[rank]['message']}"
+        details = "\n".join(f"rank {rank}:\n{failures[rank]['traceback']}" for rank in ranks)
+        return RankError(ranks[0], message, details)
+
+    def _stalled(
+        self, finished: Mapping[int, object], steps: Mapping[int, int], stall_timeout_s: float
+    ) -> RankError:
+        """Return the error for the rank that is furthest behind, with its threads' stacks."""
+        behind = min(
+            (member for member in self._members if member.rank not in finished),
+            key=lambda member: steps[member.rank],
+        )
+        behind.child.send_signal(signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        message = (
+            f"no rank made progress for {stall_timeout_s:.0f} s; this one finished "
+            f"{steps[behind.rank]} steps"
+        )
+        failure = RankError(behind.rank, message, behind.stderr_tail())
+        self.close()
+        return failure

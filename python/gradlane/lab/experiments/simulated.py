@@ -1,0 +1,226 @@
+"""Simulated rows beside measured ones: the same fields, from the simulator under the lab's terms.
+
+A row is simulated as it would be run: with its dilation, compute takes longer and ports are slower,
+while the host takes its real time for frames and sums. Results are nominal, as in measured rows.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import statistics
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.calibration.prediction import SEEDS, STEPS, replayed_profile, reports_of
+from gradlane.lab.runs.cells import CEILING, MEASURED
+from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.planning.models import ARCHITECTURES
+from gradlane.planning.simulation.bound import Bound, bound_step_s
+from gradlane.planning.simulation.grid import GOODPUT_SHARE
+from gradlane.planning.simulation.profiles import timings_in
+from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster, run_scenario, scenario_of
+
+SIMULATED = "simulated"
+"""Source of a row that was not run."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One cluster that is simulated."""
+
+    workload: str
+    strategy: str
+    workers: int
+    rate_bps: int
+    dilation: float
+    compute_s: float
+    """Nominal."""
+    slice_elems: int | None = None
+    """Asked for; None: the strategy's own."""
+    is_real: bool = False
+    """Whether the cluster is real: neither dilated nor shaped by token buckets as in the lab."""
+    seeds: tuple[int, ...] = SEEDS
+    """Draws of how unequal connections are; their mean counts."""
+
+    @property
+    def text(self) -> str:
+        """What is simulated, in words."""
+        return (
+            f"{self.workload} with {self.strategy}, {self.workers} workers at "
+            f"{format_rate(self.rate_bps)}"
+        )
+
+    def is_row(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is this simulation's."""
+        return all(row.get(name) == value for name, value in self._inputs().items())
+
+    def _inputs(self) -> dict[str, Any]:
+        if self.strategy == RING_FUSED:
+            slice_elems = None
+        else:
+            slice_elems = parse_strategy(self.strategy).slice_elems(self.slice_elems)
+        return {
+            "source": SIMULATED,
+            "workload": self.workload,
+            "strategy": self.strategy,
+            "workers": self.workers,
+            "rate_bps": self.rate_bps,
+            "dilation": self.dilation,
+            "slice_elems": slice_elems,
+            "compute_s": self.compute_s,
+            "is_real": self.is_real,
+        }
+
+    def _real_report(self) -> dict[str, Any]:
+        profile = replayed_profile(self.workload, 1.0, self.compute_s)
+        cluster = Cluster(
+            workers=self.workers,
+            rate_bps=float(self.rate_bps),
+            strategy=self.strategy,
+            slice_elems=self.slice_elems,
+        )
+        report: dict[str, Any] = run_scenario(scenario_of(profile, cluster))["report"]
+        return report
+
+    def run(self) -> dict[str, Any]:
+        """Simulate, and return a row.
+
+        Raises:
+            ValueError: the simulator refuses the cluster.
+        """
+        inputs = self._inputs()
+        reports = [self._real_report()] if self.is_real else reports_of(inputs, seeds=self.seeds)
+        bound = bound_of(
+            self.workload,
+            self.dilation,
+            workers=self.workers,
+            goodput_bps=self.rate_bps * GOODPUT_SHARE,
+            compute_s=self.compute_s,
+        )
+
+        def mean(name: str) -> float:
+            # A formula knows fewer figures than a simulation.
+            values = [float(report[name]) for report in reports if name in report]
+            return statistics.fmean(values) if values else 0.0
+
+        batch_size = ARCHITECTURES[self.workload]().batch_size
+        step_s = mean("step_s") / self.dilation
+        return {
+            **inputs,
+            "codec": "raw",
+            "steps": STEPS,
+            "batch_size": batch_size,
+            "samples_per_s": self.workers * batch_size / step_s,
+            "step_s_median": step_s,
+            "wall_step_s_median": None,
+            "bound_step_s": bound.step_s,
+            "bound_binding": bound.binding,
+            "step_over_bound": step_s / bound.step_s,
+            "goodput_bps": self.rate_bps * GOODPUT_SHARE,
+            "tx_bytes_per_step": mean("tx_bytes_per_step_mean"),
+            "link_utilization": mean("tx_utilization"),
+            "io_utilization": mean("io_utilization"),
+            "cpu_s_per_step": None,
+            "cpu_bound": False,
+            "param_digest": None,
+        }
+
+
+def bound_of(
+    workload: str, dilation: float, *, workers: int, goodput_bps: float, compute_s: float
+) -> Bound:
+    """Return the perfect-overlap bound of a replay workload, in nominal seconds.
+
+    Args:
+        workload: one of the replay workloads.
+        dilation: layers too short to sleep exactly lend their time to a neighbour, as in the
+            replay.
+        workers: number of ranks.
+        goodput_bps: nominal payload bits a second of a port.
+        compute_s: nominal compute time, measured without communication.
+    """
+    profile = replayed_profile(workload, dilation, compute_s).scaled(1.0 / dilation)
+    return bound_step_s(
+        timings_in(profile), workers=workers, goodput_bps=goodput_bps, compute_s=compute_s
+    )
+
+
+def compute_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the compute time of each workload in the rows: measured alone, else as planned."""
+    times: dict[str, float] = {}
+    for workload in dict.fromkeys(str(row["workload"]) for row in rows):
+        own = [row for row in rows if row["workload"] == workload and row.get("source") == MEASURED]
+        alone = [
+            float(row["step_s_median"])
+            for row in own
+            if row["strategy"] == CEILING and not row["cpu_bound"]
+        ]
+        planned = [float(row["compute_s"]) for row in own]
+        if alone or planned:
+            times[workload] = statistics.median(alone or planned)
+    return times
+
+
+def simulate_missing(
+    simulations: Sequence[Simulation],
+    rows: Sequence[dict[str, Any]],
+    *,
+    keep: Callable[[list[dict[str, Any]]], None],
+    on_run: Callable[[Simulation], None] = lambda simulation: None,
+) -> list[dict[str, Any]]:
+    """Simulate what no row has, and drop simulated rows that nothing asks for any more.
+
+    Args:
+        simulations: what is asked for.
+        rows: all rows so far.
+        keep: called with all rows after each simulation.
+        on_run: called with each simulation whose result is waited for.
+
+    Returns:
+        All rows: the measured ones first, then one for each simulation.
+    """
+    measured = [row for row in rows if row.get("source") != SIMULATED]
+    before = [row for row in rows if row.get("source") == SIMULATED]
+    found: list[dict[str, Any] | None] = [
+        next((row for row in before if simulation.is_row(row)), None) for simulation in simulations
+    ]
+    missing = [number for number, row in enumerate(found) if row is None]
+    runs = _in_threads([simulations[number] for number in missing])
+    for number, run in zip(missing, runs, strict=True):
+        on_run(simulations[number])
+        found[number] = run.result()
+        keep([*measured, *(row for row in found if row is not None)])
+    return [*measured, *(row for row in found if row is not None)]
+
+
+def _in_threads(simulations: Sequence[Simulation]) -> list[Future[dict[str, Any]]]:
+    """Run simulations on all processors, since the compiled core lets other threads run.
+
+    The threads are nobody's to wait for: a simulation of a thousand workers takes a minute, and
+    whoever ends the program shall not have to wait for it.
+    """
+    todo: queue.SimpleQueue[tuple[Simulation, Future[dict[str, Any]]]] = queue.SimpleQueue()
+    runs: list[Future[dict[str, Any]]] = []
+    for simulation in simulations:
+        runs.append(Future())
+        todo.put((simulation, runs[-1]))
+
+    def work() -> None:
+        while True:
+            try:
+                simulation, run = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                run.set_result(simulation.run())
+            except BaseException as failure:
+                run.set_exception(failure)
+
+    for _ in range(min(len(runs), os.cpu_count() or 1)):
+        threading.Thread(target=work, name="gradlane-simulate", daemon=True).start()
+    return runs

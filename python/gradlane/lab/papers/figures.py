@@ -1,0 +1,93 @@
+"""All figures that can be asked for, and those that cannot yet with what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.lab.papers import lowprec, p3, poseidon, trained, whatif_paper
+from gradlane.lab.papers.comparison import Comparison, Curve, Figure, compared, published_content
+from gradlane.lab.papers.simulations import Simulations
+
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for module in (p3, trained, whatif_paper, poseidon, lowprec)
+    for figure in module.FIGURES
+}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A figure with its numbers beside the paper's.
+
+    Attributes:
+        figure: what it is.
+        rows: numbers that the paper gives, or describes.
+        curves: lines of its picture, ours alone.
+    """
+
+    figure: Figure
+    rows: tuple[Comparison, ...]
+    curves: tuple[Curve, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, units in the rows."""
+        return {
+            "figure": self.figure.name,
+            "paper": paper_of(self.figure.name),
+            "title": self.figure.title,
+            "setting": self.figure.setting,
+            "rows": [row.to_json() for row in self.rows],
+            "curves": [curve.to_json() for curve in self.curves],
+        }
+
+
+def paper_of(name: str) -> str:
+    """Return the title of a figure's paper."""
+    title: str = published_content()["papers"][name.partition(":")[0]]
+    return title
+
+
+def chosen(names: Sequence[str]) -> list[Figure]:
+    """Return the figures that somebody means: by name, a paper's name for all of its, or `all`.
+
+    Raises:
+        ValueError: there is no such figure, or it cannot be reproduced yet.
+    """
+    found: dict[str, Figure] = {}
+    for name in names:
+        wanted = [one for one in FIGURES.values() if name in ("all", one.name.partition(":")[0])]
+        wanted = [one for one in wanted if one.run is not None]
+        if name in FIGURES:
+            wanted = [FIGURES[name]]
+            if FIGURES[name].run is None:
+                raise ValueError(f"{name} ({FIGURES[name].title}) needs {FIGURES[name].needs}")
+        if not wanted:
+            raise ValueError(
+                f"there is no figure {name!r}; `gradlane reproduce --list` shows them all"
+            )
+        found |= {one.name: one for one in wanted}
+    return list(found.values())
+
+
+def reproduce(
+    figures: Sequence[Figure],
+    simulations: Simulations,
+    on_done: Callable[[Reproduction], None] = lambda made: None,
+) -> list[Reproduction]:
+    """Compute figures, one after another.
+
+    Args:
+        figures: of `chosen`.
+        simulations: where they are simulated.
+        on_done: called with each.
+    """
+    made = []
+    for figure in figures:
+        assert figure.run is not None
+        ours = figure.run(simulations)
+        curves = tuple(one for one in ours if isinstance(one, Curve))
+        made.append(Reproduction(figure, tuple(compared(figure.name, ours)), curves))
+        on_done(made[-1])
+    return made

@@ -1,0 +1,394 @@
+"""Networks of today on Ethernet: where the order of sending still helps, and where it does not.
+
+Simulated with the engine: `wfbp` stands for a well-tuned DDP (first come first served beside
+backward, a barrier before the next step), `p3` for urgency across the barrier. Hosts are free, so
+that the network alone is judged; one table says what the project's own host would make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradlane.formats.profile import DTYPE_BYTES
+from gradlane.formats.rates import format_rate
+from gradlane.lab.papers.simulations import FREE, MEASURED, Simulations
+from gradlane.planning.models import ARCHITECTURES
+from gradlane.planning.models.transformers import H100_UTILIZATION
+from gradlane.planning.simulation.bound import bound_step_s
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.grid import GOODPUT_SHARE
+from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
+from gradlane.planning.simulation.scenarios import Cluster
+
+DTYPES = {
+    "gpt2_small": "bf16",
+    "gpt2_medium": "bf16",
+    "bert_base": "bf16",
+    "vit_b16": "bf16",
+    "llama_1b": "bf16",
+    "dlrm": "f32",
+}
+"""What gradients travel as: bf16 where the model is trained in it, f32 for DLRM's tables."""
+RATES_GBPS = (1, 10, 25, 100)
+WORKERS = (4, 8, 16)
+SLICE_ELEMS = 50_000
+"""Of both: with pieces of 2 MB, as `wfbp` has them by itself, 16 owners of a small model are loaded
+unevenly, and urgency would be praised for being even."""
+STEPS = 2
+"""Simulated; a third one moves the step by less than 0.3 %."""
+LEFT_OUT = {"llama_1b": (8,), "dlrm": (8,)}
+"""Workers that are not simulated: two gigabytes a step take their time, and lie between."""
+FRAME_BYTES = 131_072
+"""A slice of 50,000 bf16 elements goes in one frame: fewer events, and nothing else changes."""
+TEMPLATE = Path(__file__).with_name("modern.md")
+"""The page's text."""
+ENOUGH = 0.95
+HELPS = 0.05
+"""Gain from which on scheduling counts as a help."""
+HOSTS = (("gpt2_small", 16), ("vit_b16", 16))
+"""Where the project's own host is looked at."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network on one cluster.
+
+    Attributes:
+        model: name of the network.
+        workers: accelerators, each behind a port of its own.
+        rate_bps: of every port.
+        host: `free`, or `measured`: the project's own, with one I/O thread.
+        gradient_bytes: of one step.
+        compute_s: forward and backward.
+        wfbp_step_s: step with first come, first served, and a barrier.
+        p3_step_s: step with urgency.
+        bound_step_s: what no order can beat.
+        scaling_8bit: what no order can beat with 8 bits an element, compute over step.
+        scaling_1bit: the same with one bit.
+        fewer_needed: by how much bytes have to shrink, or batches to grow, for 95 % scaling with
+            perfect overlap.
+    """
+
+    model: str
+    workers: int
+    rate_bps: float
+    host: str
+    gradient_bytes: int
+    compute_s: float
+    wfbp_step_s: float
+    p3_step_s: float
+    bound_step_s: float
+    scaling_8bit: float
+    scaling_1bit: float
+    fewer_needed: float
+
+    @property
+    def gain(self) -> float:
+        """What urgency gives over first come, first served: throughput, as a share."""
+        return self.wfbp_step_s / self.p3_step_s - 1.0
+
+    @property
+    def verdict(self) -> str:
+        """What helps here, in a word."""
+        if self.compute_s / self.wfbp_step_s >= ENOUGH:
+            return "nothing is needed"
+        if self.compute_s / self.p3_step_s >= ENOUGH:
+            return "scheduling is enough"
+        if self.gain >= HELPS:
+            return "scheduling helps, bytes decide"
+        return "only fewer bytes help"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with what follows from it."""
+        return {**asdict(self), "gain": self.gain, "verdict": self.verdict}
+
+
+def profile_of(model: str) -> Profile:
+    """Return what an H100 computes, with the gradients' type on the wire."""
+    profile = synthetic_profile(model)
+    tensors = tuple(replace(tensor, dtype=DTYPES[model]) for tensor in profile.tensors)
+    return replace(profile, tensors=tensors)
+
+
+def study(
+    simulations: Simulations,
+    models: Sequence[str] = tuple(DTYPES),
+    workers: Sequence[int] = WORKERS,
+    rates_gbps: Sequence[float] = RATES_GBPS,
+) -> list[Row]:
+    """Simulate every network on every cluster, and some with the project's own host.
+
+    Args:
+        simulations: where they are simulated.
+        models: keys of `DTYPES`.
+        workers: numbers of accelerators.
+        rates_gbps: rates of ports.
+    """
+    cases = [
+        (model, _cluster(count, rate, FREE), "free")
+        for model in models
+        for count in workers
+        for rate in rates_gbps
+        if count not in LEFT_OUT.get(model, ())
+    ]
+    cases += [
+        (model, _cluster(count, rate, MEASURED), "measured")
+        for model, count in HOSTS
+        if model in models and count in workers
+        for rate in rates_gbps
+    ]
+    profiles = {model: profile_of(model) for model in models}
+    jobs = [
+        (profiles[model], replace(cluster, strategy=strategy))
+        for model, cluster, _ in cases
+        for strategy in ("wfbp", "p3")
+    ]
+    steps_s = simulations.profile_steps_s(jobs, frame_bytes=FRAME_BYTES)
+    return [
+        _row(profiles[model], cluster, host, steps_s[2 * index], steps_s[2 * index + 1])
+        for index, (model, cluster, host) in enumerate(cases)
+    ]
+
+
+def _cluster(workers: int, rate_gbps: float, costs: MachineCosts) -> Cluster:
+    return Cluster(workers, rate_gbps * 1e9, slice_elems=SLICE_ELEMS, steps=STEPS, costs=costs)
+
+
+def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: float) -> Row:
+    def bound_s(ratio: float) -> float:
+        return bound_step_s(
+            timings_in(profile),
+            workers=cluster.workers,
+            goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
+            compute_s=profile.compute_s,
+            codec_ratio=ratio,
+        ).step_s
+
+    bits = 8 * DTYPE_BYTES[profile.tensors[0].dtype]
+    low, high = 1.0, 1.0
+    while profile.compute_s / bound_s(high) < ENOUGH:
+        low, high = high, 2.0 * high
+    for _ in range(20):
+        middle = (low + high) / 2.0
+        if profile.compute_s / bound_s(middle) < ENOUGH:
+            low = middle
+        else:
+            high = middle
+    return Row(
+        model=profile.model,
+        workers=cluster.workers,
+        rate_bps=cluster.rate_bps,
+        host=host,
+        gradient_bytes=profile.size_bytes,
+        compute_s=profile.compute_s,
+        wfbp_step_s=wfbp_s,
+        p3_step_s=p3_s,
+        bound_step_s=bound_s(1.0),
+        scaling_8bit=profile.compute_s / bound_s(bits / 8),
+        scaling_1bit=profile.compute_s / bound_s(bits),
+        fewer_needed=high if high > 1.0 else 1.0,
+    )
+
+
+COLUMNS = (
+    "network",
+    "workers",
+    "rate",
+    "compute ms",
+    "DDP-like ms",
+    "p3 ms",
+    "bound ms",
+    "DDP-like scaling",
+    "p3 scaling",
+    "p3 gains",
+    "8 bits: at most",
+    "1 bit: at most",
+    "95 % needs",
+    "what helps",
+)
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """Return a row's cells, in the order of `COLUMNS`."""
+    return (
+        row.model,
+        str(row.workers),
+        format_rate(row.rate_bps),
+        f"{row.compute_s * 1e3:.1f}",
+        f"{row.wfbp_step_s * 1e3:.1f}",
+        f"{row.p3_step_s * 1e3:.1f}",
+        f"{row.bound_step_s * 1e3:.1f}",
+        f"{100 * row.compute_s / row.wfbp_step_s:.1f} %",
+        f"{100 * row.compute_s / row.p3_step_s:.1f} %",
+        f"{100 * row.gain:+.1f} %",
+        f"{100 * row.scaling_8bit:.1f} %",
+        f"{100 * row.scaling_1bit:.1f} %",
+        f"{row.fewer_needed:.1f}x" if row.fewer_needed > 1.001 else "-",
+        row.verdict,
+    )
+
+
+def answers(rows: Sequence[Row]) -> list[str]:
+    """Say in words what the rows show."""
+    free = [row for row in rows if row.host == "free"]
+    found = []
+    for rate_bps in sorted({row.rate_bps for row in free}):
+        here = [row for row in free if row.rate_bps == rate_bps]
+        helped = [row for row in here if row.gain >= HELPS]
+        fine = [row for row in here if row.verdict == "nothing is needed"]
+        closed = [row for row in here if row.verdict == "scheduling is enough"]
+        best = max(here, key=lambda row: row.gain)
+        needs = [row.fewer_needed for row in here if row.compute_s / row.p3_step_s < ENOUGH]
+        text = (
+            f"{format_rate(rate_bps)}: of {len(here)} clusters {len(fine)} need nothing, in "
+            f"{len(closed)} scheduling alone reaches 95 %, in {len(helped)} it gains 5 % or more "
+            f"(most: {100 * best.gain:.0f} %, {best.model} on {best.workers})."
+        )
+        eight = sum(row.scaling_8bit >= ENOUGH for row in here)
+        one = sum(row.scaling_1bit >= ENOUGH for row in here)
+        text += f" 8 bits an element could bring {eight} to 95 %, one bit {one}."
+        if needs:
+            text += (
+                f" Without fewer bytes {len(needs)} stay below: they need {min(needs):.1f} to "
+                f"{max(needs):,.0f} times fewer, or batches so many times larger between two "
+                "exchanges."
+            )
+        found.append(text)
+    return found
+
+
+def host_answer(rows: Sequence[Row]) -> str:
+    """Say what the project's own host makes of the fastest ports."""
+    measured = [row for row in rows if row.host == "measured"]
+    if not measured:
+        return ""
+    fast = max(row.rate_bps for row in measured)
+    texts = []
+    for row in measured:
+        cluster = (row.model, row.workers, fast)
+        free = next(
+            one
+            for one in rows
+            if one.host == "free" and (one.model, one.workers, one.rate_bps) == cluster
+        )
+        if row.rate_bps == fast:
+            texts.append(
+                f"{row.model} on {row.workers} scales by "
+                f"{100 * row.compute_s / row.p3_step_s:.0f} % instead of "
+                f"{100 * free.compute_s / free.p3_step_s:.0f} %"
+            )
+    return (
+        f"Ports of {format_rate(fast)} are out of reach of the host that the simulator's constants "
+        "were measured on (two virtual processors, one I/O thread, 0.3 ns a byte each way): "
+        f"{', '.join(texts)}. There the transport is the bottleneck, not the link."
+    )
+
+
+def print_study(console: Console, rows: Sequence[Row]) -> None:
+    """Print every row, and the answer."""
+    table = Table()
+    for name in COLUMNS:
+        table.add_column(name)
+    for row in rows:
+        if row.host == "free":
+            table.add_row(*cells_of(row))
+    console.print(table)
+    for text in (*answers(rows), host_answer(rows)):
+        if text:
+            console.print(text, highlight=False)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| " + " | ".join(COLUMNS) + " |",
+        "| --- | " + " | ".join("---:" for _ in COLUMNS[1:-1]) + " | --- |",
+    ]
+    lines += ["| " + " | ".join(cells_of(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _assumptions(row: Row) -> str:
+    """Return the row of a network in the table of what is assumed."""
+    architecture = ARCHITECTURES[row.model]()
+    tokens = architecture.batch_size * architecture.layers[0].positions
+    samples = f"{architecture.batch_size:,} samples"
+    if tokens > architecture.batch_size:
+        samples += f", {tokens:,} tokens"
+    cells = (
+        row.model,
+        f"{architecture.numel / 1e6:,.0f} million",
+        samples,
+        f"{row.compute_s * 1e3:.1f} ms",
+        f"{row.gradient_bytes / 1e6:,.0f} MB {DTYPES[row.model]}",
+        f"{8 * row.gradient_bytes / row.compute_s / 1e9:,.0f} Gbit/s",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def markdown_of(rows: Sequence[Row], command: str) -> str:
+    """Return the page of text: `modern.md` with its places filled."""
+    free = [row for row in rows if row.host == "free"]
+    measured = [row for row in rows if row.host == "measured"]
+    gains = sorted(row.gain for row in free)
+    first = {row.model: row for row in reversed(free)}
+    section = f"\n## With the project's own host\n\n{_table(measured)}" if measured else ""
+    return (
+        TEMPLATE.read_text(encoding="utf-8")
+        .format(
+            command=command,
+            helped=sum(gain >= HELPS for gain in gains),
+            clusters=len(free),
+            median_gain=f"{100 * gains[len(gains) // 2]:.1f}",
+            largest_gain=f"{100 * gains[-1]:.0f}",
+            largest_loss=f"{100 * max(0.0, -gains[0]):.1f}",
+            answers="\n".join(f"- {text}" for text in answers(rows)),
+            host=host_answer(rows),
+            assumed="\n".join(_assumptions(first[model]) for model in DTYPES if model in first),
+            utilization=f"{100 * H100_UTILIZATION:.0f}",
+            rows=_table(free),
+            measured=section,
+        )
+        .rstrip()
+        + "\n"
+    )
+
+
+def write_page(rows: Sequence[Row], path: Path) -> None:
+    """Write the page with plots: scaling over rate, a plot for each number of workers.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
+    from gradlane.report.page import Table as PageTable
+    from gradlane.report.plots import line_plot
+
+    free = [row for row in rows if row.host == "free"]
+    blocks: list[Block] = [Paragraph(text) for text in (*answers(rows), host_answer(rows)) if text]
+    for model in dict.fromkeys(row.model for row in free):
+        series: dict[str, tuple[list[float], list[float | None]]] = {}
+        for row in free:
+            if row.model == model:
+                for name, step_s in (("DDP-like", row.wfbp_step_s), ("p3", row.p3_step_s)):
+                    xs, ys = series.setdefault(f"{name}, {row.workers} workers", ([], []))
+                    xs.append(row.rate_bps / 1e9)
+                    ys.append(100.0 * row.compute_s / step_s)
+        blocks.append(
+            line_plot(
+                model,
+                series,
+                x_label="Gbit/s",
+                y_label="scaling, %",
+                markers=True,
+                y_from_zero=True,
+            )
+        )
+    blocks.append(PageTable(COLUMNS, [cells_of(row) for row in free]))
+    sections = [Section("", blocks), Section("", [measured_here()])]
+    write_report(path, "Networks of today on Ethernet", sections)

@@ -1,0 +1,382 @@
+"""The figures of Poseidon (Zhang et al., USENIX ATC 2017), simulated and by bytes.
+
+Figures 5 and 8 are simulated: the engine sends slices of 2 MB first come first served on servers,
+and factors where the paper's formula says so; hosts take no time, and rebuilding takes the
+accelerator's. Beside them, and for what the engine has no scheme for, stands the model
+`planning/schemes/hybrid.py`: ports that carry table 1's bytes and nothing else that takes time.
+
+Both are given twice: with ports that are fully used, and with the share of 40 Gbit/s with which the
+model of bytes makes *one* published number right (VGG19-22K by WFBP on 32 nodes, 21.5x), as what
+their transport reached. All other rows with that share are predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradlane.lab.papers.comparison import Curve, Figure, Ours, given
+from gradlane.lab.papers.poseidon_bytes import (
+    BATCHES,
+    NODES,
+    curves_of,
+    fitted_share,
+    profile_of,
+    seconds,
+    speedup,
+    step,
+)
+from gradlane.lab.papers.simulations import Job, Simulations
+from gradlane.planning.schemes.costs import SCHEMES, Counts
+from gradlane.planning.schemes.layers import schemes_by_rule
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.grid import GOODPUT_SHARE
+from gradlane.planning.simulation.profiles import synthetic_profile
+from gradlane.planning.simulation.scenarios import FREE_HOST, Cluster
+
+
+def simulated_job(model: str, nodes: int, rate_gbps: float, system: str, share: float) -> Job:
+    """Return the simulation of a system with Caffe's batch times.
+
+    Args:
+        model: one of `BATCHES`.
+        nodes: each with one accelerator, worker and server.
+        rate_gbps: of every port.
+        system: `wfbp`, or `poseidon`: the same with factors where the formula says so.
+        share: of the port's goodput that the transport uses.
+    """
+    profile = profile_of(model, "caffe")
+    schemes = schemes_by_rule("poseidon", profile, nodes) if system == "poseidon" else ()
+    costs = MachineCosts(host=FREE_HOST, network={"goodput_share": GOODPUT_SHARE * share})
+    cluster = Cluster(nodes, rate_gbps * 1e9, "wfbp", schemes=schemes, costs=costs)
+    return Job(model, cluster, profile.compute_s)
+
+
+def simulated_speedups(simulations: Simulations, jobs: Sequence[Job]) -> list[float]:
+    """Return throughput over that of one node, of each job."""
+    return [
+        job.cluster.workers * profile_of(job.model, "caffe").compute_s / step_s
+        for job, step_s in zip(jobs, simulations.steps_s(jobs), strict=True)
+    ]
+
+
+def _simulated(
+    simulations: Simulations,
+    key: str,
+    model: str,
+    nodes: int,
+    rate_gbps: float,
+    system: str,
+    whys: tuple[str, str],
+) -> list[Ours]:
+    """Rows of one published number: simulated, and by bytes, each with both shares of the port."""
+    shares = (1.0, fitted_share())
+    jobs = [simulated_job(model, nodes, rate_gbps, system, share) for share in shares]
+    rows = []
+    speedups = simulated_speedups(simulations, jobs)
+    for share, simulated, why in zip(shares, speedups, whys, strict=True):
+        port = "full ports" if share == 1.0 else f"{100 * share:.0f} % of the port"
+        by_bytes = speedup(model, "caffe", nodes, rate_gbps, system, share)
+        rows.append(Ours(key, simulated, why, f"simulated, {port}"))
+        rows.append(Ours(key, by_bytes, "What bytes alone allow.", f"by bytes, {port}"))
+    return rows
+
+
+def _both(
+    key: str, model: str, engine: str, nodes: int, rate_gbps: float, system: str, why: str
+) -> list[Ours]:
+    share = fitted_share()
+    full = step(model, engine, nodes, rate_gbps, system, 1.0)
+    limit = "What full ports and free hosts allow at most."
+    if system == "tf":
+        limit = "Servers take whole layers in turn; where theirs put them is not known."
+    elif full.rebuild_s > 0.01 * full.step_s:
+        limit = (
+            "The port does not decide. Rebuilding the others' gradients is taken to be as fast as "
+            "the step's own arithmetic, and is all that is missing to linear."
+        )
+    return [
+        Ours(key, speedup(model, engine, nodes, rate_gbps, system), limit, "full ports"),
+        Ours(
+            key,
+            speedup(model, engine, nodes, rate_gbps, system, share),
+            why,
+            f"{100 * share:.0f} % of the port",
+        ),
+    ]
+
+
+def figure_5(simulations: Simulations) -> list[Ours | Curve]:
+    """Caffe at 40 GbE, 32 nodes."""
+    limit = "What full ports and free hosts allow at most."
+    rebuilding = (
+        "The port does not decide. Rebuilding the others' gradients is taken to be as fast as the "
+        "step's own arithmetic, and is all that is missing to linear."
+    )
+    rows: list[Ours | Curve] = [
+        *_simulated(
+            simulations,
+            *("googlenet_wfbp", "googlenet", 32, 40, "wfbp"),
+            (limit, "As published: near linear."),
+        ),
+        *_simulated(
+            simulations,
+            *("vgg19_wfbp", "vgg19", 32, 40, "wfbp"),
+            (limit, "Where the port is nearly full, queues and unequal flows cost a tenth."),
+        ),
+        *_simulated(
+            simulations,
+            *("vgg19_22k_wfbp", "vgg19_22k", 32, 40, "wfbp"),
+            (limit, "The number to which the share was fitted, by bytes."),
+        ),
+        *_simulated(
+            simulations,
+            *("vgg19_22k_poseidon", "vgg19_22k", 32, 40, "poseidon"),
+            (rebuilding, "The same: factors are so few bytes that a third of the port is enough."),
+        ),
+    ]
+    rows += _simulated_curves(simulations, ("googlenet", "vgg19", "vgg19_22k"), 40)
+    rows += _sequential()
+    return rows
+
+
+def _sequential() -> list[Curve]:
+    """Caffe+PS: nothing overlaps, and one node is as slow as the paper says."""
+    curves = []
+    for model in ("googlenet", "vgg19", "vgg19_22k"):
+        slow_s = BATCHES[model] / given(f"poseidon_{model}_ps")
+        alone_s = seconds(model, "caffe")
+        points = []
+        for nodes in NODES:
+            made = step(model, "caffe", nodes, 40, "ps", fitted_share())
+            step_s = slow_s + made.step_s - alone_s
+            points.append((float(nodes), nodes * alone_s / step_s))
+        name = f"{model} by Caffe+PS, 40 GbE, fitted share"
+        curves.append(Curve(name, "nodes", "speed-up", tuple(points)))
+    return curves
+
+
+def _simulated_curves(
+    simulations: Simulations, models: tuple[str, ...], rate_gbps: float
+) -> list[Curve]:
+    """The lines of a picture, simulated: both systems on every number of nodes."""
+    jobs = {
+        f"{model} by {system}, {rate_gbps} GbE, simulated, {text}": [
+            simulated_job(model, nodes, rate_gbps, system, share) for nodes in NODES
+        ]
+        for model in models
+        for system in ("wfbp", "poseidon")
+        for share, text in ((1.0, "full ports"), (fitted_share(), "fitted share"))
+    }
+    simulations.run([job for line in jobs.values() for job in line])
+    return [
+        Curve(
+            name,
+            "nodes",
+            "speed-up",
+            tuple(zip(map(float, NODES), simulated_speedups(simulations, line), strict=True)),
+        )
+        for name, line in jobs.items()
+    ]
+
+
+def figure_6(simulations: Simulations) -> list[Ours | Curve]:
+    """TensorFlow at 40 GbE, 32 nodes."""
+    del simulations
+    whole = (
+        "Whole layers on one server each, which the fitted share makes too slow: TensorFlow's own "
+        "transport is another one."
+    )
+    rows: list[Ours | Curve] = [
+        *_both(
+            "inception_v3_poseidon",
+            "inception_v3",
+            "tf",
+            32,
+            40,
+            "poseidon",
+            "Near linear with either.",
+        ),
+        *_both("inception_v3_tf", "inception_v3", "tf", 32, 40, "tf", whole),
+        *_both(
+            "vgg19_22k_wfbp",
+            "vgg19_22k",
+            "tf",
+            32,
+            40,
+            "wfbp",
+            "A prediction: the share was fitted to Caffe's number.",
+        ),
+        *_both(
+            "vgg19_22k_poseidon",
+            "vgg19_22k",
+            "tf",
+            32,
+            40,
+            "poseidon",
+            "The same with a third of the port.",
+        ),
+    ]
+    return [*rows, *curves_of(("inception_v3", "vgg19", "vgg19_22k"), "tf")]
+
+
+def figure_7(simulations: Simulations) -> list[Ours]:
+    """Stall of the accelerator on eight nodes at 40 GbE."""
+    del simulations
+    share = fitted_share()
+    return [
+        Ours(
+            "stall",
+            100.0 * step(model, "tf", 8, 40, system, share).stall_share,
+            "The picture has no numbers; TensorFlow waits most, Poseidon hardly, as it shows.",
+            f"{model}, {system}, {100 * share:.0f} % of the port",
+        )
+        for model in ("inception_v3", "vgg19", "vgg19_22k")
+        for system in ("tf", "wfbp", "poseidon")
+    ]
+
+
+def figure_8(simulations: Simulations) -> list[Ours | Curve]:
+    """Caffe at lower bandwidth."""
+    limit = "What full ports and free hosts allow at most."
+    lower = (
+        "The published number lies between: their transport used more of a port of 10 Gbit/s than "
+        "of one of 40."
+    )
+    rows: list[Ours | Curve] = [
+        *_simulated(simulations, "vgg19_ps", "vgg19", 16, 10, "wfbp", (limit, lower)),
+        *_simulated(simulations, "vgg19_22k_ps", "vgg19_22k", 16, 10, "wfbp", (limit, lower)),
+        *_simulated(
+            simulations,
+            *("vgg19_22k_poseidon", "vgg19_22k", 16, 10, "poseidon"),
+            (
+                "The port does not decide; what is missing to linear is rebuilding.",
+                "Convolutions wait behind factors that meet at ports: 1.06 s before rebuilding, "
+                "and 0.94 s in the order of p3.",
+            ),
+        ),
+        *_simulated(
+            simulations,
+            *("vgg19_ps_30", "vgg19", 16, 30, "wfbp"),
+            (
+                limit,
+                "The paper: servers would need 30 GbE or more for what factors do at 10.",
+            ),
+        ),
+    ]
+    rows += _simulated_curves(simulations, ("vgg19", "vgg19_22k"), 10)
+    for rate in (2, 5):
+        rows += curves_of(("googlenet",), "caffe", rate)
+    for rate in (5, 20):
+        rows += curves_of(("vgg19", "vgg19_22k"), "caffe", rate)
+    return rows
+
+
+def figure_9(simulations: Simulations) -> list[Ours]:
+    """ResNet-152 on 32 nodes, its throughput."""
+    del simulations
+    why = "ResNet-152's single-node speed is not in the paper; it is Inception-V3's, by operations."
+    return _both("throughput", "resnet152", "tf", 32, 40, "poseidon", why)
+
+
+def figure_10(simulations: Simulations) -> list[Ours]:
+    """Traffic of each node, VGG-19 on eight nodes."""
+    del simulations
+    share = fitted_share()
+    rows: list[Ours] = []
+    for system in ("wfbp", "adam", "poseidon"):
+        traffic = step("vgg19", "tf", 8, 40, system, share).node_bytes
+        rows.append(
+            Ours(
+                "balance",
+                max(traffic) / min(traffic),
+                f"{min(traffic) / 1e6:.0f} to {max(traffic) / 1e6:.0f} MB a node and step, by "
+                "table 1's counts; under Adam three nodes own the three large layers.",
+                system,
+            )
+        )
+    rows += _both(
+        "adam_speedup",
+        "vgg19",
+        "tf",
+        8,
+        40,
+        "adam",
+        "The server of the largest layer sends 2.9 GB a step.",
+    )
+    return rows
+
+
+def table_1(simulations: Simulations) -> list[Ours]:
+    """The worked example: 4096 x 4096, K = 32, eight workers and servers."""
+    del simulations
+    counts = Counts(rows=32, workers=8, servers=8)
+    ps, sfb, adam = SCHEMES["ps"], SCHEMES["sfb"], SCHEMES["adam"]
+    assert ps.server_floats and ps.both_floats and adam.both_floats and adam.server_floats
+    cells = {
+        "ps_worker": ps.worker_floats,
+        "ps_server": ps.server_floats,
+        "ps_both": ps.both_floats,
+        "sfb": sfb.worker_floats,
+        "adam_server": adam.server_floats,
+        "adam_worker": adam.worker_floats,
+        "adam_both": adam.both_floats,
+    }
+    return [
+        Ours(key, floats(4096, 4096, counts) / 1e6, "Table 1's formula.")
+        for key, floats in cells.items()
+    ]
+
+
+def table_3(simulations: Simulations) -> list[Ours]:
+    """Parameters of the networks."""
+    del simulations
+    whys = {
+        "cifar10_quick": "The same layers.",
+        "googlenet": "torchvision's; the paper counts another variant (Caffe's has 7.0 million).",
+        "inception_v3": "Without the auxiliary classifier, with which it has 27.2 million.",
+        "vgg19": "The same layers; the paper rounds down.",
+        "vgg19_22k": "The same layers.",
+        "resnet152": "The same layers.",
+    }
+    return [
+        Ours(model, sum(t.numel for t in synthetic_profile(model).tensors) / 1e6, why)
+        for model, why in whys.items()
+    ]
+
+
+def section_2(simulations: Simulations) -> list[Ours]:
+    """What AlexNet would need on eight nodes."""
+    del simulations
+    profile = synthetic_profile("alexnet")
+    sends = 7 / 8 * profile.size_bytes / profile.compute_s * 8 / 1e9
+    why = (
+        "The paper's 840 million are bytes (240 million gradients x 7/8 x 4), which it takes for "
+        "floats: its own numbers make 6.7 Gbit/s. As a server a node sends as much again."
+    )
+    return [Ours("alexnet_rate", sends, why)]
+
+
+_SIMULATED = (
+    "simulated, 2 to 32 ranks: slices of 2 MB first come first served, free hosts, Titan X batch "
+    "times of section 5.1; and the model of bytes (`gradlane.planning.schemes.hybrid`)"
+)
+_BYTES = (
+    "the model of bytes (`gradlane.planning.schemes.hybrid`), Titan X batch times of section 5.1"
+)
+FIGURES = (
+    Figure("poseidon:sec2", "what AlexNet asks of a network", "counted", section_2),
+    Figure("poseidon:table1", "numbers that each scheme moves", "counted", table_1),
+    Figure("poseidon:table3", "the networks", "counted", table_3),
+    Figure("poseidon:fig5", "scaling with Caffe at 40 GbE", _SIMULATED, figure_5),
+    Figure("poseidon:fig6", "scaling with TensorFlow at 40 GbE", _BYTES, figure_6),
+    Figure("poseidon:fig7", "busy and stalled accelerators", _BYTES, figure_7),
+    Figure("poseidon:fig8", "scaling with Caffe at lower bandwidth", _SIMULATED, figure_8),
+    Figure("poseidon:fig9", "ResNet-152: throughput", _BYTES, figure_9),
+    Figure("poseidon:fig10", "traffic of each node", _BYTES, figure_10),
+    Figure(
+        "poseidon:fig11",
+        "convergence with 1-bit gradients",
+        needs="training runs on CIFAR-10. Small networks instead: `gradlane lab accuracy --scheme "
+        "onebit`",
+    ),
+)

@@ -1,0 +1,148 @@
+"""Reproduced figures on a terminal, as a page of text, and as a page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gradlane.lab.papers.comparison import Comparison, Curve
+from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of
+
+COLUMNS = ("number", "paper", "ours", "difference", "why")
+
+
+def number(value: float | None) -> str:
+    """Return a number with as many digits as it deserves; a dash for none."""
+    if value is None:
+        return "-"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 100 or value == round(value):
+        return f"{value:.4g}"
+    # Parameters of a small network are a fraction of a million; a thousandth of a percent is none.
+    return f"{value:.4f}" if 0.005 <= abs(value) < 0.5 else f"{value:.2f}"
+
+
+def cells_of(row: Comparison) -> tuple[str, ...]:
+    """Return a row's cells, in the order of `COLUMNS`."""
+    name = row.what + (f" ({row.variant})" if row.variant else "")
+    paper = number(row.published) if row.published is not None else row.says
+    difference = "-"
+    if row.difference is not None:
+        difference = f"{row.difference:+.1f}" if abs(row.difference) < 1000 else "-"
+        if row.published and row.unit not in ("%",):
+            difference = f"{100 * row.difference / row.published:+.1f} %"
+        elif row.unit == "%":
+            difference += " points"
+    return f"{name}, {row.unit}" if row.unit else name, paper, number(row.ours), difference, row.why
+
+
+def curve_text(curve: Curve) -> str:
+    """Return a curve in one line."""
+    points = ", ".join(f"{x:g}: {number(y)}" for x, y in curve.points)
+    return f"{curve.name} ({curve.y} over {curve.x}): {points}"
+
+
+def print_list(console: Console) -> None:
+    """Print all figures, and what is missing for those that cannot be reproduced yet."""
+    table = Table()
+    for name in ("figure", "what", "how"):
+        table.add_column(name)
+    for figure in FIGURES.values():
+        how = figure.setting if figure.run is not None else f"not yet: needs {figure.needs}"
+        table.add_row(figure.name, figure.title, how)
+    table.add_row("modern", "networks of today: where scheduling helps", "a page of its own")
+    console.print(table)
+
+
+def print_reproduction(console: Console, made: Reproduction) -> None:
+    """Print one figure."""
+    figure = made.figure
+    console.print(f"{figure.name}: {figure.title}", style="bold", highlight=False)
+    console.print(f"{paper_of(figure.name)}; ours: {figure.setting}", style="dim", highlight=False)
+    if made.rows:
+        table = Table()
+        for name in COLUMNS:
+            justify = "right" if name in ("ours", "difference") else "left"
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for row in made.rows:
+            table.add_row(*cells_of(row))
+        console.print(table)
+    for curve in made.curves:
+        console.print(curve_text(curve), highlight=False)
+
+
+def markdown_of(made: Sequence[Reproduction], command: str) -> str:
+    """Return the page of text: every number beside the paper's, and what is missing."""
+    parts = [
+        "# Figures of the papers, and ours\n",
+        f"Written by `{command}`. Nothing here is measured: ours are simulations of the engine "
+        "that trains, a model of bytes where the\nengine lacks a scheme, or arithmetic, and for "
+        "accuracy what small networks learned; they come out the same each time. Differences are "
+        "relative, those of percentages in points. "
+        "Published numbers\nare those in the papers' text and tables (`python/gradlane/lab/papers/"
+        "published.json`, each with its place): curves in pictures have none.\n",
+    ]
+    paper = ""
+    for one in made:
+        if paper_of(one.figure.name) != paper:
+            paper = paper_of(one.figure.name)
+            parts.append(f"## {paper}\n")
+        parts.append(f"### `{one.figure.name}`: {one.figure.title}\n")
+        parts.append(f"Ours: {one.figure.setting}.\n")
+        if one.rows:
+            lines = ["| " + " | ".join(COLUMNS) + " |", "| --- | ---: | ---: | ---: | --- |"]
+            lines += ["| " + " | ".join(cells_of(row)) + " |" for row in one.rows]
+            parts.append("\n".join(lines) + "\n")
+        if one.curves:
+            parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
+    missing = [figure for figure in FIGURES.values() if figure.run is None]
+    lines = [f"- `{one.name}`, {one.title}: needs {one.needs}" for one in missing]
+    parts += ["## Not yet\n", "\n".join(lines) + "\n"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def write_page(made: Sequence[Reproduction], path: Path) -> None:
+    """Write the page with plots.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
+    from gradlane.report.page import Table as PageTable
+    from gradlane.report.plots import line_plot
+
+    sections = []
+    for one in made:
+        blocks: list[Block] = [
+            Paragraph(f"{paper_of(one.figure.name)}. Ours: {one.figure.setting}.")
+        ]
+        if one.rows:
+            columns = ("number", "unit", "paper", "ours", "difference", "why")
+            rows = [
+                (
+                    row.what + (f" ({row.variant})" if row.variant else ""),
+                    row.unit,
+                    row.published if row.published is not None else row.says,
+                    row.ours,
+                    row.difference,
+                    row.why,
+                )
+                for row in one.rows
+            ]
+            blocks.append(PageTable(columns, rows))
+        for x, y in dict.fromkeys((curve.x, curve.y) for curve in one.curves):
+            series = {
+                curve.name: ([p[0] for p in curve.points], [p[1] for p in curve.points])
+                for curve in one.curves
+                if (curve.x, curve.y) == (x, y)
+            }
+            title = f"{y} over {x}"
+            blocks.append(line_plot(title, series, x_label=x, y_label=y, markers=True))
+        sections.append(Section(f"{one.figure.name}: {one.figure.title}", blocks))
+    measured = measured_here()
+    sections.append(Section("", [measured]))
+    write_report(path, "Figures of the papers, and ours", sections)

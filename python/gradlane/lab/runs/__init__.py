@@ -1,0 +1,1 @@
+"""Runs of workloads under strategies on the emulated cluster, and their rows."""

@@ -1,0 +1,289 @@
+"""How a rank's model is connected to the other ranks: one class for each family of strategies.
+
+Each is used for one run: `attach` before the first step, `settle` after the last, `close` always.
+After `settle` all parameters hold the last step's update.
+"""
+
+# Annotations are evaluated here: DDP compares those of a communication hook with its own types.
+import datetime
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradlane.lab.runs.strategy import Strategy
+from gradlane.training.options.options import Options
+from gradlane.training.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_GLOO_TIMEOUT = datetime.timedelta(seconds=180)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a run.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks.
+        address: this rank's IPv4 address.
+        interface: the network interface with that address.
+        slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
+        job: a name that no other run has.
+        trace_path: record a timeline there (gradlane only), or None.
+        codec: how gradients travel (gradlane only); `raw` is none.
+        servers: the first so many ranks own slices (gradlane only); None: all.
+        serving: so many ranks beside these own all slices instead (gradlane only).
+        plan: for the model (gradlane only), or None.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    interface: str
+    slice_elems: int | None
+    job: str
+    trace_path: str | None = None
+    codec: str = "raw"
+    servers: int | None = None
+    serving: int = 0
+    plan: Plan | None = None
+
+
+class Communication(Protocol):
+    """A rank's connection to the others during one run."""
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return what the training loop shall use in place of the model and the optimizer."""
+
+    def settle(self) -> None:
+        """Wait until every parameter holds the last step's update."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the implementation's own counters, JSON-serializable."""
+
+    def owner_counters(self) -> dict[str, int]:
+        """Return what this rank has done as an owner of gradients; empty: nobody owns any.
+
+        `owned_bytes` are those of gradients that it adds up or makes for all ranks, `rx_bytes` and
+        `tx_bytes` payloads that it got and sent for these so far.
+        """
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
+
+    def schemes(self) -> list[str]:
+        """Return the scheme of each parameter; empty: there is none, or it is not known."""
+
+    def close(self) -> None:
+        """Disconnect; a later run may connect anew."""
+
+
+def prefixed(place: Place, store: "Store") -> "Store":
+    """Return the store with the run's own keys."""
+    prefixed: Store = dist.PrefixStore(place.job, store)  # type: ignore[attr-defined]
+    return prefixed
+
+
+class _Uncounted:
+    """What nobody knows of communication that is none of gradlane's."""
+
+    def settle(self) -> None:
+        """Nothing is under way: DDP, too, finishes inside backward."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return nothing: no bytes are counted."""
+        return {}
+
+    def owner_counters(self) -> dict[str, int]:
+        """Nobody owns anything."""
+        return {}
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Nothing is encoded by tensor."""
+        return []
+
+    def schemes(self) -> list[str]:
+        """DDP's buckets go round a ring or a tree, as Gloo has it: nothing is known of tensors."""
+        return []
+
+
+class Silence(_Uncounted):
+    """No communication: every rank trains alone, which shows the ceiling that compute sets."""
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return both as they are."""
+        return model, optimizer
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _mean_in_rank_order(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a DDP bucket over ranks as ((g0 + g1) + g2 ...) / N: a communication hook."""
+    own = bucket.buffer()
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    future = dist.all_gather(gathered, own, group=group, async_op=True).get_future()
+
+    def mean(_: torch.futures.Future[Any]) -> torch.Tensor:
+        total = gathered[0]
+        for contribution in gathered[1:]:
+            total += contribution
+        return total.div_(len(gathered))
+
+    result: torch.futures.Future[torch.Tensor] = future.then(mean)
+    return result
+
+
+class DistributedDataParallel(_Uncounted):
+    """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
+
+    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+        """Join the process group through the store."""
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+        self._strategy = strategy
+        dist.init_process_group(
+            "gloo",
+            store=prefixed(place, store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=_GLOO_TIMEOUT,
+        )
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model; the optimizer stays, since the wrapper shares the parameters."""
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, bucket_cap_mb=self._strategy.bucket_mb, gradient_as_bucket_view=True
+        )
+        if self._strategy.family == "ddp-gather":
+            group = dist.group.WORLD
+            assert group is not None
+            wrapped.register_comm_hook(group, _mean_in_rank_order)
+        elif self._strategy.hook:
+            from gradlane.lab.runs.ddp_hooks import register_hook
+
+            register_hook(wrapped, self._strategy.hook)
+        return wrapped, optimizer
+
+    def close(self) -> None:
+        """Leave the process group."""
+        # The wrapper's reducer must be gone before its group is.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+class Gradlane:
+    """gradlane's own engine, through its public interface only."""
+
+    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+        """Open a session over the store."""
+        import gradlane
+
+        self._plan = "auto" if strategy.is_planned else place.plan
+        own = strategy.is_planned or strategy.sends_factors
+        self._session: Any = gradlane.init(
+            store=prefixed(place, store),
+            rank=place.rank,
+            world_size=place.world_size + place.serving,
+            workers=place.world_size if place.serving else None,
+            strategy=Options.strategy if own else strategy.setting,
+            scheme=strategy.scheme,
+            slice_elems=place.slice_elems,
+            codec=place.codec,
+            local=strategy.local,
+            local_sums=strategy.local_sums,
+            exact_order=not strategy.any_rounding,
+            update="server" if strategy.is_asynchronous else "worker",
+            stragglers=strategy.stragglers,
+            late=strategy.late,
+            servers=place.servers,
+            interface=None,
+            advertise=place.address,
+            job=place.job,
+            trace_path=place.trace_path,
+        )
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Hook the model and the optimizer."""
+        prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(
+            model, optimizer, plan=self._plan
+        )
+        return prepared
+
+    def keep_pace(self, steps: Iterable[int], on_pass: Callable[[], None]) -> Iterator[int]:
+        """Go through those steps that this rank takes part in."""
+        found: Iterator[int] = self._session.keep_pace(steps, on_pass)
+        return found
+
+    def settle(self) -> None:
+        """Wait for the last step's updates."""
+        self._session.synchronize()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the session's counters."""
+        counters = dict(self._session.metrics())
+        counters["tensors_by_scheme"] = dict(Counter(self.schemes()))
+        if staleness := self._session.staleness():
+            counters["staleness_by_rank"] = staleness
+        if self._session.plan is not None:
+            plan = self._session.plan.to_json()
+            del plan["tensors"]
+            counters["plan"] = plan
+        return counters
+
+    def owner_counters(self) -> dict[str, int]:
+        """Return the session's own counters, of all its models."""
+        counters = self._session.metrics()
+        return {
+            # Where another rank carries for this one there are no peers.
+            "owned_bytes": sum(
+                peer.get("owned_bytes", 0)
+                for peer in counters["peers"]
+                if peer["rank"] == self._session.rank
+            ),
+            "rx_bytes": counters["served_rx_bytes"],
+            "tx_bytes": counters["served_tx_bytes"],
+        }
+
+    def codecs(self) -> list[tuple[str, int | None]]:
+        """Return what the session has chosen."""
+        return [
+            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
+            for choice in self._session.codecs
+        ]
+
+    def schemes(self) -> list[str]:
+        """Return what is in force."""
+        return list(self._session.schemes.values())
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+def connect(strategy: Strategy, place: Place, store: "Store") -> Communication:
+    """Connect this rank to the others; every rank calls it with the same strategy."""
+    if strategy.family == "none":
+        return Silence()
+    if strategy.family == "gradlane":
+        return Gradlane(strategy, place, store)
+    return DistributedDataParallel(strategy, place, store)

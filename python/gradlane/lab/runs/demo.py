@@ -1,0 +1,127 @@
+"""The demonstration: does gradlane train faster than DDP here, and does it learn the same?
+
+First a real model on real data, then a large model replayed, both on four emulated nodes whose
+links are about as slow as the compute is long: there communication can be hidden, or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.runs.display import bar_progress, format_time, print_tables
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.results import Row, save_rows
+from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
+
+REAL = LabOptions(
+    workload="char-transformer",
+    strategies=parse_strategies("none,ddp-gloo:25,ddp-gloo:1,p3"),
+    workers=4,
+    # A step moves 6.1 MB through each port, both ways at once: about the compute's 0.36 s.
+    rates_bps=[150_000_000],
+    dilation=1.0,
+    steps=50,
+    warmup=3,
+)
+"""A transformer of a million parameters that learns to write Python."""
+
+REPLAY = LabOptions(
+    workload="resnet50",
+    strategies=parse_strategies("none,ddp-gloo:25,p3"),
+    workers=4,
+    rates_bps=[4_000_000_000],
+    dilation=10.0,
+    steps=4,
+    warmup=3,
+)
+"""ResNet-50 at 4 Gbit/s, everything ten times slower than nominal."""
+
+
+def run_demo(
+    console: Console,
+    *,
+    json_path: Path | None,
+    html_path: Path | None,
+    parts: Sequence[LabOptions] = (REAL, REPLAY),
+) -> None:
+    """Run all parts, print a table and a verdict for each, and write the files.
+
+    Args:
+        console: where to print.
+        json_path: where to write all rows, or None.
+        html_path: where to write the page, or None.
+        parts: what to run.
+
+    Raises:
+        LabError: the cluster could not be built, or a rank failed.
+    """
+    rows: list[Row] = []
+    for number, options in enumerate(parts, start=1):
+        console.print(
+            f"[bold]{number}/{len(parts)}[/bold]  {options.workload} on {options.workers} emulated "
+            f"nodes at {format_rate(options.rates_bps[0])}",
+            highlight=False,
+        )
+        with bar_progress(console, options.steps_in_total) as progress:
+            part = run_lab(options, progress=progress, on_rows=_keeper(json_path, rows))
+        rows += part
+        print_tables(console, part)
+        for sentence in verdict(part):
+            console.print(f"  {sentence}", highlight=False, soft_wrap=True)
+        console.print()
+    if json_path is not None:
+        save_rows(rows, json_path)
+        console.print(f"wrote {json_path}", highlight=False)
+    if html_path is not None:
+        from gradlane.lab.experiments.pages.results import report_from_results
+
+        report_from_results(
+            [asdict(row) for row in rows], html_path, title="gradlane beside DDP, four nodes"
+        )
+        console.print(f"wrote {html_path}", highlight=False)
+
+
+def _keeper(json_path: Path | None, before: Sequence[Row]) -> Callable[[list[Row]], None]:
+    """Return what saves finished rows of a part behind those of earlier parts."""
+
+    def keep(rows: list[Row]) -> None:
+        if json_path is not None:
+            save_rows([*before, *rows], json_path)
+
+    return keep
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Return what summarized rows of one workload at one rate say, in sentences."""
+    baselines = [row for row in rows if parse_strategy(row.strategy).is_baseline]
+    ours = [row for row in rows if parse_strategy(row.strategy).family == "gradlane"]
+    sentences: list[str] = []
+    for row in ours:
+        text = f"{row.strategy}: {format_time(row.step_s_median)} a step"
+        if row.speedup_over_ddp is not None:
+            best = min(baselines, key=lambda other: other.step_s_median)
+            text += f", {row.speedup_over_ddp:.2f} times as fast as the best DDP ({best.strategy})"
+        if row.step_over_bound is not None:
+            text += f", {100 * (row.step_over_bound - 1):+.1f}% from the bound of perfect overlap"
+        sentences.append(text + ".")
+        equal = "bit-identical" if row.params_equal else "NOT identical"
+        sentences.append(f"{row.strategy}: parameters are {equal} on all {row.workers} ranks.")
+        if baselines and any(row.loss):
+            difference = abs(row.loss[-1] - baselines[0].loss[-1]) / abs(baselines[0].loss[-1])
+            sentences.append(
+                f"{row.strategy}: the last loss is {row.loss[-1]:.4f}, {baselines[0].strategy}'s "
+                f"{baselines[0].loss[-1]:.4f} ({100 * difference:.3f}% apart)."
+            )
+        if row.cpu_bound:
+            sentences.append(
+                f"This machine's processors were {row.cpu_share:.0%} busy, {row.stolen_share:.0%} "
+                "for other virtual machines: a quieter machine, or more dilation, is needed for "
+                "evidence."
+            )
+    return sentences

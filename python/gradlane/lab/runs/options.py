@@ -1,0 +1,179 @@
+"""What a lab run was asked for, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradlane.lab.cluster.namespaces import NODES_MAX
+from gradlane.lab.cluster.shaping import PortShape
+from gradlane.lab.runs.strategy import Strategy
+from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
+from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.training.options.option_fields import check_options, on_command_line, option
+from gradlane.training.options.options import ASGD
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """What to run. All rates and times are nominal.
+
+    Attributes:
+        workload: a name of `gradlane.lab.workloads.NAMES`.
+        strategies: what to compare.
+        workers: ranks.
+        ranks_per_node: how many of them share a node and its port.
+        rates_bps: bits a second of every port in each direction; each is run in turn.
+        dilation: how many times slower than nominal everything really runs.
+        repeat: how many times all strategies are run.
+        steps: measured steps a run.
+        warmup: steps before them. Rank 0 has its first values at once and the others after they
+            were sent to each, so ranks come together in the third step only.
+        further_warmup: more steps before them, by the strategy's text.
+        slice_elems: elements a slice at most; None: each strategy's own.
+        codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
+            are.
+        seed: of model, batches and gradients.
+        profile_path: a profile file in place of the workload's own times.
+        batch_time_s: compute time of a batch in place of the workload's own.
+        paced: whether real workloads are stretched to fixed times.
+        trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
+        servers: the first so many ranks own slices, of gradlane's strategies; None: all.
+        serving: so many ranks beside the workers, each a node of its own, own all slices of
+            gradlane's strategies, and train nothing.
+        straggler: the rank that is stopped now and then, or None.
+    """
+
+    workload: str
+    strategies: Sequence[Strategy]
+    workers: int = option(4, least=2, most=NODES_MAX)
+    ranks_per_node: int = 1
+    rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
+    dilation: float = option(1.0, least=0.01, most=10_000)
+    repeat: int = option(1, least=1, most=10_000)
+    steps: int = option(10, least=1, most=10_000_000)
+    warmup: int = option(3, least=0, most=10_000_000)
+    slice_elems: int | None = option(None, least=1, most=2**31)
+    codec: str = "raw"
+    seed: int = option(0, least=0, most=2**31 - 1)
+    profile_path: str | None = None
+    batch_time_s: float | None = option(None, above=0)
+    paced: bool = True
+    trace_path: Path | None = None
+    further_warmup: Mapping[str, int] = field(default_factory=dict)
+    servers: int | None = option(None, least=1)
+    serving: int = option(0, least=0, most=NODES_MAX)
+    straggler: StragglerSpec | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        if self.workload in SIMULATED_NAMES:
+            raise ValueError(
+                f"{self.workload} is too large to be replayed on one machine; ask `gradlane whatif "
+                f"{self.workload}`, or give its shapes on a smaller scale with --profile"
+            )
+        if self.workload not in NAMES:
+            raise ValueError(
+                f"there is no workload {self.workload!r}; there are: {', '.join(NAMES)}"
+            )
+        if not self.strategies:
+            raise ValueError("name at least one strategy")
+        if not self.rates_bps or min(self.rates_bps) <= 0:
+            raise ValueError("name at least one rate, above 0")
+        check_options(self, on_command_line)
+        if self.servers is not None and self.servers > self.workers:
+            raise ValueError(f"servers is {self.servers}, but there are {self.workers} workers")
+        if self.straggler is not None and not 0 <= self.straggler.rank < self.workers:
+            raise ValueError(
+                f"the straggler is rank {self.straggler.rank}, but there are {self.workers} workers"
+            )
+        self._check_nodes()
+        self._check_serving()
+        for rate_bps in self.rates_bps:
+            PortShape(round(rate_bps / self.dilation))
+        factored = next((one.text for one in self.strategies if one.sends_factors), None)
+        if self.workload not in REPLAY_NAMES and factored is not None:
+            raise ValueError(
+                f"strategy {factored} is for replayed models, and {self.workload} computes: its "
+                "layers have forwards of their own, from which no factors can be taken"
+            )
+        if codec_rules(self.codec) != RAW:
+            check_codecs(codec_rules(self.codec))
+            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
+            if alone is not None:
+                raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
+        traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
+        runs = len(traced) * len(self.rates_bps) * self.repeat
+        if self.trace_path is not None and runs != 1:
+            raise ValueError(
+                f"a timeline shows one run of gradlane's and these are {runs}: name one of its "
+                "strategies and one rate, and repeat once, such as --strategy none,p3 --rate 4gbit"
+            )
+        if self.profile_path is not None and not Path(self.profile_path).is_file():
+            raise ValueError(f"there is no profile file {self.profile_path}")
+
+    def _check_nodes(self) -> None:
+        each = self.ranks_per_node
+        if each < 1 or self.workers % each or self.workers < 2 * each:
+            raise ValueError(
+                f"{self.workers} workers with ranks-per-node {each}: these are no two nodes or "
+                f"more of {each} ranks"
+            )
+        alone = next((one.text for one in self.strategies if one.local != "off"), None)
+        if alone is not None and each == 1:
+            raise ValueError(
+                f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"
+            )
+        shared = next((one.text for one in self.strategies if one.local == "shared"), None)
+        if shared is not None and codec_rules(self.codec) != RAW:
+            raise ValueError(f"strategy {shared} takes no codec: run it without --codec")
+
+    def _check_serving(self) -> None:
+        if not self.serving:
+            return
+        if self.servers is not None:
+            raise ValueError(f"servers is {self.servers}, and {self.serving} more ranks only serve")
+        if self.workers + self.serving > NODES_MAX:
+            raise ValueError(
+                f"{self.workers} workers and {self.serving} ranks that only serve are more than "
+                f"{NODES_MAX} nodes"
+            )
+        if self.ranks_per_node > 1:
+            raise ValueError(
+                f"{self.serving} ranks only serve, each on a node of its own, but ranks-per-node "
+                f"is {self.ranks_per_node}"
+            )
+        for one in self.strategies:
+            why = one.serving_refusal
+            if why:
+                raise ValueError(f"{self.serving} ranks only serve, but {why}")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the emulated cluster, each with one port."""
+        return self.workers // self.ranks_per_node + self.serving
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train, and those that only serve."""
+        return self.workers + self.serving
+
+    @property
+    def steps_in_total(self) -> int:
+        """Steps of all runs together, warm-up and verification included."""
+        steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
+        return len(self.rates_bps) * self.repeat * sum(steps)
+
+    def codec_of(self, strategy: Strategy) -> str:
+        """Return the codec of a strategy: DDP and no communication have none."""
+        return self.codec if strategy.family == "gradlane" else RAW
+
+    def warmup_of(self, strategy: Strategy) -> int:
+        """Steps before the measured ones: those of a plan being found come first."""
+        return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)

@@ -1,0 +1,404 @@
+"""Run a workload under several strategies on the emulated cluster, and measure.
+
+Strategies are interleaved: each repeat runs all of them one after another, starting with another
+one each time, and ratios are taken within a repeat. Options and results are nominal; the cluster
+and the clocks are real, and the dilation lies between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradlane.formats.provenance import machine_facts, package_versions
+from gradlane.formats.timeline.chrome import read_chrome, write_chrome
+from gradlane.formats.timeline.merge import merge
+from gradlane.lab.cluster.awake import kept_awake
+from gradlane.lab.cluster.counters import (
+    Recording,
+    TrafficRecord,
+    TrafficSampler,
+    read_processor_ticks,
+)
+from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.lab.cluster.ranks import RankPool
+from gradlane.lab.cluster.straggling import Bursts
+from gradlane.lab.runs.balance import balance_of
+from gradlane.lab.runs.evidence import STOLEN_SHARE_MAX, measures_machine
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.results import Row, summarize
+from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.planning.models.timings import TensorTiming
+from gradlane.planning.simulation.bound import bound_step_s, port_bytes
+from gradlane.training.monitoring.recorded import rank_path
+from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.options import ASGD
+
+_FIRST_PORT = 20_000
+_STREAM_RAMP_S = 1.0
+_STREAM_WINDOW_S = 2.0
+_STREAM_LEAD_S = 0.5
+_SERIES_POINTS = 240
+_GOODPUT_TRIES = 5
+"""Nothing that is measured on these ports is evidence where their goodput is not."""
+
+
+class LabProgress:
+    """Told how a lab run goes on; this one tells nobody."""
+
+    def phase(self, text: str) -> None:
+        """Something else is being done from now on."""
+
+    def advance(self, steps: int) -> None:
+        """This many more of `LabOptions.steps_in_total` are finished."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What plain TCP streams reached on the ports.
+
+    Attributes:
+        bps: nominal payload bits a second of a port in each direction.
+        stolen_share: share of the processors' time that went to other virtual machines meanwhile.
+    """
+
+    bps: float
+    stolen_share: float
+
+
+def run_lab(
+    options: LabOptions,
+    *,
+    progress: LabProgress | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
+    on_recording: Callable[[Row, Recording], None] | None = None,
+) -> list[Row]:
+    """Build the cluster, measure its goodput, run everything and return a row for each run.
+
+    Args:
+        options: what to run.
+        progress: told about steps and phases.
+        on_rows: called with all finished rows after each run, so that none is lost.
+        on_recording: called with each row and what was sampled for it, before `on_rows`.
+
+    Raises:
+        LabError: the cluster could not be built, or a rank failed.
+    """
+    progress = progress or LabProgress()
+    rows: list[Row] = []
+    real_rates_bps = [round(rate_bps / options.dilation) for rate_bps in options.rates_bps]
+    progress.phase("building the cluster")
+    with (
+        tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
+        Cluster(options.nodes, real_rates_bps[0]) as cluster,
+        RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
+        kept_awake(),
+    ):
+        runner = _Runner(options, cluster, pool, progress, Path(scratch))
+        for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
+            cluster.set_rate(real_rate_bps)
+            progress.phase("measuring the goodput of the ports")
+            goodput = runner.measure_goodput()
+            for repeat in range(options.repeat):
+                first = repeat % len(options.strategies)
+                order = [*options.strategies[first:], *options.strategies[:first]]
+                repeat_rows: list[Row] = []
+                for strategy in order:
+                    progress.phase(f"{options.workload} with {strategy.text}")
+                    repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput))
+                    if on_recording is not None and runner.recording is not None:
+                        on_recording(repeat_rows[-1], runner.recording)
+                    runner.set_bounds(repeat_rows)
+                    finished = [*rows, *repeat_rows]
+                    summarize(finished)
+                    if on_rows is not None:
+                        on_rows(finished)
+                rows = finished
+    return rows
+
+
+class _Runner:
+    """One lab run's cluster, ranks and counters of ports and jobs."""
+
+    def __init__(
+        self,
+        options: LabOptions,
+        cluster: Cluster,
+        pool: RankPool,
+        progress: LabProgress,
+        scratch: Path,
+    ) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._pool = pool
+        self._progress = progress
+        self._port = _FIRST_PORT
+        self._timings: list[TensorTiming] = []
+        self._wire_bytes: dict[str, list[int]] = {}
+        self._schemes: dict[str, list[str]] = {}
+        self._session = secrets.token_hex(4)
+        self._versions = package_versions()
+        self._machine = machine_facts()
+        self._trace_path = scratch / "trace.json"
+        self.recording: Recording | None = None
+
+    def _next_port(self) -> int:
+        # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
+        self._port += 1
+        return self._port
+
+    def measure_goodput(self) -> Goodput:
+        """Measure what a port carries; again, where others took this machine's processors."""
+        tries = []
+        for _ in range(_GOODPUT_TRIES):
+            _, total, stolen = read_processor_ticks()
+            real_bps = self._stream()
+            _, total_after, stolen_after = read_processor_ticks()
+            share = (stolen_after - stolen) / max(total_after - total, 1)
+            tries.append(Goodput(self._options.dilation * real_bps, share))
+            if share <= STOLEN_SHARE_MAX:
+                break
+        return min(tries, key=lambda one: one.stolen_share)
+
+    def _stream(self) -> float:
+        """Return real payload bits a second that a port carries in each direction."""
+        request = {
+            "kind": "stream",
+            "addresses": self._cluster.addresses,
+            "port": self._next_port(),
+            "start_s": time.monotonic() + _STREAM_LEAD_S,
+            "ramp_s": _STREAM_RAMP_S,
+            "window_s": _STREAM_WINDOW_S,
+        }
+        each = self._options.ranks_per_node
+        requests = [
+            {"kind": "rest"} if rank % each else {**request, "node": rank // each}
+            for rank in range(self._options.ranks)
+        ]
+        results = self._pool.ask(requests)[::each]
+        for node, result in enumerate(results):
+            if result["congestion_control"] != CONGESTION_CONTROL:
+                raise RuntimeError(
+                    f"node {node} runs {result['congestion_control']} as its congestion control "
+                    f"instead of {CONGESTION_CONTROL}"
+                )
+        return statistics.median(float(result["goodput_bps"]) for result in results)
+
+    def run(self, strategy: Strategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
+        """Run one strategy once and return its row, without bound and ratios."""
+        options = self._options
+        port = self._next_port()
+        addresses = [
+            address for address in self._cluster.addresses for _ in range(options.ranks_per_node)
+        ]
+        serving = options.serving if strategy.family == "gradlane" else 0
+        request = {
+            "kind": "trial",
+            "job": f"lab-{self._session}-{port}",
+            "workload": options.workload,
+            "strategy": strategy.text,
+            "addresses": addresses[: options.workers],
+            "server_addresses": addresses[options.workers :],
+            "store_port": port,
+            "steps": options.steps,
+            "warmup": options.warmup_of(strategy),
+            "slice_elems": options.slice_elems,
+            "seed": options.seed,
+            "dilation": options.dilation,
+            "profile_path": options.profile_path and os.path.abspath(options.profile_path),
+            "batch_time_s": options.batch_time_s,
+            "paced": options.paced,
+            "codec": options.codec_of(strategy),
+            "servers": options.servers,
+            "serving": serving,
+            "straggles": options.straggler is not None,
+            "rate_bps": rate_bps,
+        }
+        traced = options.trace_path is not None and strategy.family == "gradlane"
+        if traced:
+            request["trace_path"] = str(self._trace_path)
+        reported = 0
+        processes = self._pool.processes()
+        spec = options.straggler
+        bursts = Bursts(spec, processes[spec.rank]) if spec is not None else None
+
+        def advance(rank: int, done_steps: int) -> None:
+            nonlocal reported
+            if bursts is not None and done_steps > 0:
+                bursts.begin()
+            if rank == 0:
+                self._progress.advance(done_steps - reported)
+                reported = done_steps
+
+        descriptors = self._cluster.counter_descriptors()
+        with (
+            bursts or contextlib.nullcontext(),
+            TrafficSampler(descriptors, processes=processes) as sampler,
+        ):
+            served = {**request, "kind": "serve"} if serving else {"kind": "rest"}
+            requests = [request] * options.workers + [served] * options.serving
+            everyone = self._pool.ask(requests, advance, sampler.count)
+        results = everyone[: options.workers]
+        self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
+        self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
+        self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
+        self._schemes[strategy.text] = results[0]["schemes"]
+        digests = {result["param_digest"] for result in results}
+        if options.codec_of(strategy) != RAW and len(digests) > 1:
+            raise LabError(
+                f"{strategy.text} with codec {options.codec}: the ranks hold different parameters"
+            )
+        if traced:
+            self._join_timelines(rate_bps)
+        owners = [owner for one in everyone if (owner := one.get("owner"))]
+        return self._row(strategy, rate_bps, repeat, goodput, results, owners, sampler.record)
+
+    def _join_timelines(self, rate_bps: int) -> None:
+        """Write one timeline of all ranks, as fast as it nominally was."""
+        options = self._options
+        assert options.trace_path is not None
+        paths = [rank_path(self._trace_path, rank) for rank in range(options.workers)]
+        whole = merge([read_chrome(path) for path in paths]).stretched(1 / options.dilation)
+        facts = {**whole.facts, "workload": options.workload, "dilation": options.dilation}
+        notes = (*whole.notes, f"times are nominal, {options.dilation:g} times as fast as it was")
+        write_chrome(
+            replace(whole, rate_bps=rate_bps, facts=facts, notes=notes), options.trace_path
+        )
+
+    def _row(
+        self,
+        strategy: Strategy,
+        rate_bps: int,
+        repeat: int,
+        goodput: Goodput,
+        results: Sequence[dict[str, Any]],
+        owners: Sequence[dict[str, Any]],
+        record: TrafficRecord,
+    ) -> Row:
+        options = self._options
+        dilation = options.dilation
+        # A step begins when its slowest rank begins it; of the others, where one is stopped.
+        slow = None if options.straggler is None else options.straggler.rank
+        others = [result for rank, result in enumerate(results) if rank != slow]
+        boundaries_s = [max(times) for times in _columns(others, "boundaries_s")]
+        boundaries_s = boundaries_s[options.warmup_of(strategy) :]
+        start_s, end_s = boundaries_s[0], boundaries_s[-1]
+        wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
+        wall_step_s_median = statistics.median(wall_steps_s)
+        real_goodput_bps = goodput.bps / dilation
+        self.recording = Recording(record, boundaries_s, real_goodput_bps)
+        cpu_share = record.processor_share(start_s, end_s)
+        stolen_share = max(record.stolen_share(start_s, end_s), goodput.stolen_share)
+        series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
+        series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
+        batch_size = results[0]["batch_size"]
+        nominal_window_s = (end_s - start_s) / dilation
+        codec = str(results[0]["codec"])
+        ports = record.counted_bytes()
+        counted_steps = results[0]["counted_steps"]
+        tx_bytes = statistics.fmean(tx for _, tx in ports[: options.nodes - options.serving])
+        return Row(
+            workload=options.workload,
+            strategy=strategy.text,
+            workers=options.workers,
+            ranks_per_node=options.ranks_per_node,
+            rate_bps=rate_bps,
+            dilation=dilation,
+            slice_elems=strategy.slice_elems(options.slice_elems, encoded=codec != RAW),
+            codec=codec,
+            steps=options.steps,
+            warmup=options.warmup_of(strategy),
+            repeat=repeat,
+            seed=options.seed,
+            batch_size=batch_size,
+            samples_per_s=options.workers * batch_size * options.steps / nominal_window_s,
+            step_s_median=wall_step_s_median / dilation,
+            wall_step_s_median=wall_step_s_median,
+            step_s=[wall_step_s / dilation for wall_step_s in wall_steps_s],
+            compute_s=results[0]["compute_s"],
+            bound_step_s=None,
+            bound_binding=None,
+            goodput_bps=goodput.bps,
+            tx_bytes_per_step=tx_bytes / counted_steps,
+            link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
+            utilization_over_time=series,
+            cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,
+            cpu_share=cpu_share,
+            cpu_bound=measures_machine(cpu_share, stolen_share),
+            stolen_share=stolen_share,
+            wall_lag_s=max(r["wall_lag_s"] for r in results),
+            loss=[
+                statistics.fmean(loss for loss in losses if loss is not None)
+                for losses in _columns(results, "losses")
+            ],
+            param_digest=results[0]["param_digest"],
+            params_equal=len({r["param_digest"] for r in results}) == 1,
+            verified_tensors=sum(r["verified_tensors"] for r in results),
+            evaluation=results[0]["evaluation"],
+            metrics=results[0]["metrics"],
+            balance=balance_of(ports, owners, counted_steps),
+            step_s_mean=statistics.fmean(wall_steps_s) / dilation,
+            stragglers=strategy.stragglers,
+            late=strategy.late,
+            servers=options.servers if strategy.family == "gradlane" else None,
+            serving=options.serving if strategy.family == "gradlane" else 0,
+            straggler=None if options.straggler is None else options.straggler.to_json(),
+            versions=self._versions,
+            machine=self._machine,
+        )
+
+    def set_bounds(self, repeat_rows: Sequence[Row]) -> None:
+        """Set compute time and bound of a repeat's rows, from its `none` row if it has one."""
+        ceilings = [row.step_s_median for row in repeat_rows if row.strategy == "none"]
+        for row in repeat_rows:
+            if ceilings:
+                row.compute_s = ceilings[0]
+            wire_bytes = self._wire_bytes.get(row.strategy)
+            schemes = self._schemes.get(row.strategy, [])
+            if parse_strategy(row.strategy).local != "off":
+                schemes = ["hierarchical"] * len(self._timings)
+            if wire_bytes and row.strategy != ASGD:
+                row.expected_tx_bytes = sum(
+                    port_bytes(
+                        size_bytes,
+                        workers=row.workers,
+                        scheme=scheme,
+                        local_ranks=row.ranks_per_node,
+                        answer_bytes=timing.size_bytes,
+                    )
+                    if scheme != "ps" or not row.serving
+                    # All of a worker's gradients leave it, and nothing else does.
+                    else size_bytes
+                    for timing, size_bytes, scheme in zip(
+                        self._timings, wire_bytes, schemes, strict=True
+                    )
+                )
+            # What a hook of DDP's sends is not known here: the bound is that of full precision.
+            if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
+                bound = bound_step_s(
+                    self._timings,
+                    workers=row.workers,
+                    goodput_bps=row.goodput_bps,
+                    compute_s=row.compute_s,
+                    wire_bytes=wire_bytes or None,
+                    schemes=schemes,
+                    local_ranks=row.ranks_per_node,
+                    servers=row.servers,
+                    serving=row.serving,
+                )
+                row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
+
+
+def _columns(results: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[float, ...]]:
+    """Return what all ranks recorded under a key, step by step."""
+    return zip(*(result[key] for result in results), strict=True)

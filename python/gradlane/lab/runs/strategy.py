@@ -1,0 +1,255 @@
+"""Names of communication strategies as the command line spells them.
+
+Parsing needs no torch, so that mistakes are found before anything is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
+from gradlane.training.options.options import (
+    ASGD,
+    FACTOR_SCHEMES,
+    RING,
+    STRATEGIES,
+    Options,
+    own_slice_elems,
+)
+from gradlane.training.options.stragglers import WAIT, parse_stragglers
+from gradlane.training.plans.settings import LEARNING_STEPS
+
+AUTO = "auto"
+"""The strategy that is none: gradlane finds its settings while training."""
+POSEIDON = "poseidon"
+"""p3 with the scheme of each layer by Poseidon's rule."""
+
+ANY_ROUNDING = "any-rounding"
+"""Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
+
+DDP_BUCKET_MB_DEFAULT = 25.0
+
+Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to communicate.
+
+    Attributes:
+        text: as it was written; it names the strategy in results.
+        family: what implements it.
+        setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`, or
+            one of `FACTOR_SCHEMES`; empty in the other families.
+        bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
+        stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
+            name, as in `p3/backup=1`.
+        late: what becomes of late gradients, as in `gradlane.init`; written after the rule, as in
+            `p3/backup=1:carry`.
+        hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
+            codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
+        local: what gradlane's ranks of one node do, as in `gradlane.init`.
+        local_sums: how they add up, as in `gradlane.init`.
+        any_rounding: whether what gradlane finds may add up in another order than that of the
+            ranks.
+    """
+
+    text: str
+    family: Family
+    setting: str = ""
+    bucket_mb: float = 0.0
+    hook: str = ""
+    local: str = "off"
+    local_sums: str = Options.local_sums
+    any_rounding: bool = False
+    stragglers: str = WAIT
+    late: str = Options.late
+
+    def with_stragglers(self, rule: str) -> Strategy:
+        """Return the same strategy with a rule for ranks that are late.
+
+        Args:
+            rule: such as `wait`, `drop` or `backup=1:carry`.
+
+        Raises:
+            ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
+                and waits for all.
+        """
+        stragglers, colon, late = rule.partition(":")
+        if not colon:
+            late = Options.late
+        if parse_stragglers(stragglers) is None and not colon:
+            return self
+        if self.setting not in STRATEGIES:
+            raise ValueError(f"{self.text}/{rule}: only gradlane's strategies leave ranks out")
+        Options(strategy=self.setting, stragglers=stragglers, late=late)
+        return replace(self, text=f"{self.text}/{rule}", stragglers=stragglers, late=late)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is stock DDP, which others are compared with."""
+        return self.family == "ddp-gloo" and not self.hook
+
+    def slice_elems(self, wanted: int | None, encoded: bool = False) -> int | None:
+        """Return the slice size in force, in elements; None where slices have no common size.
+
+        Args:
+            wanted: what was asked for, or None for the strategy's own.
+            encoded: whether gradients travel in a codec.
+        """
+        own = own_slice_elems(Options.strategy if self.sends_factors else self.setting, encoded)
+        return own if own is None or wanted is None else wanted
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether gradlane finds its settings by itself."""
+        return self.setting == AUTO
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each layer goes by the scheme that Poseidon's rule says."""
+        return self.setting == POSEIDON
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme of all layers that have factors, with p3; None: there is none for all."""
+        return self.setting if self.setting in FACTOR_SCHEMES else None
+
+    @property
+    def sends_factors(self) -> bool:
+        """Whether layers that have factors may send those."""
+        return self.is_hybrid or self.scheme is not None
+
+    @property
+    def learning_steps(self) -> int:
+        """Steps before the warm-up in which a plan is found."""
+        return LEARNING_STEPS if self.is_planned else 0
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange gradients at all."""
+        return self.family != "none"
+
+    @property
+    def serving_refusal(self) -> str:
+        """Why the strategy does not go with ranks that only serve; empty if it does, or if these
+        rest while it runs."""
+        if self.family != "gradlane":
+            return ""
+        if self.setting in (RING, ASGD) or self.local != "off":
+            return f"strategy {self.text} has no servers apart: run p3, slicing, wfbp or kvstore"
+        if self.stragglers != WAIT:
+            return f"strategy {self.text} leaves stragglers out, of which they do not hear"
+        if self.is_planned:
+            return f"strategy {self.text} finds a plan while it runs: ask `gradlane plan` for one"
+        return ""
+
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
+        on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
+        sums_on_servers = on_servers and self.local == "off"
+        return self.family in ("gradlane", "ddp-gather") and sums_on_servers
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each rank's gradients are applied alone, so that no mean exists."""
+        return self.setting == ASGD
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Return the strategy with this name.
+
+    Raises:
+        ValueError: there is none, or its bucket size is no positive number.
+    """
+    whole, slash, stragglers = text.strip().partition("/")
+    if slash and stragglers:
+        return parse_strategy(whole).with_stragglers(stragglers)
+    plain, plus, hook = (part.strip() for part in text.strip().partition("+"))
+    name, colon, argument = plain.partition(":")
+    if plus and (name != "ddp-gloo" or not hook):
+        raise ValueError(
+            f"{text!r}: what encodes gradients follows ddp-gloo, as in ddp-gloo+fp16, "
+            "ddp-gloo+powersgd or ddp-gloo+qsgd:bits=8"
+        )
+    if name == "none" and not colon:
+        return Strategy(text="none", family="none")
+    if name in (*STRATEGIES, AUTO, POSEIDON, *FACTOR_SCHEMES) and not colon:
+        return Strategy(text=name, family="gradlane", setting=name)
+    if name in NODE_STRATEGIES and (not colon or argument == COLLECTIVE):
+        return Strategy(
+            text=text.strip(),
+            family="gradlane",
+            setting=Options.strategy,
+            local=NODE_STRATEGIES[name],
+            local_sums=argument or Options.local_sums,
+        )
+    if name == AUTO and argument == ANY_ROUNDING:
+        return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
+    if name in ("ddp-gloo", "ddp-gather"):
+        bucket_mb = DDP_BUCKET_MB_DEFAULT
+        if colon:
+            try:
+                bucket_mb = float(argument)
+            except ValueError:
+                bucket_mb = 0.0
+        if not 0 < bucket_mb < 1e6:
+            raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
+        family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
+        return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
+    ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
+    on_nodes = (f"{name}[:{COLLECTIVE}]" for name in NODE_STRATEGIES)
+    further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *on_nodes)
+    known = ", ".join(("none", *ddp, *STRATEGIES, *further))
+    raise ValueError(f"there is no strategy {text!r}; there are: {known}")
+
+
+def _split(text: str) -> list[str]:
+    """Return the names of a list; a codec's further options belong to the name before them."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "+" in names[-1] and "=" in part and "+" not in part:
+            names[-1] += f",{part.strip()}"
+        elif part.strip():
+            names.append(part.strip())
+    return names
+
+
+def parse_strategies(text: str) -> list[Strategy]:
+    """Return the strategies of a comma-separated list, in its order.
+
+    Raises:
+        ValueError: one is unknown, one is there twice, or there is none.
+    """
+    strategies = [parse_strategy(part) for part in _split(text)]
+    if not strategies:
+        raise ValueError("name at least one strategy")
+    names = [strategy.text for strategy in strategies]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))}: each strategy may be named once")
+    return strategies
+
+
+def with_rules(strategies: list[Strategy], rules: str) -> list[Strategy]:
+    """Return gradlane's strategies with each of some rules for stragglers, others as they are.
+
+    Args:
+        strategies: as they were named.
+        rules: comma-separated, as in `gradlane.init(stragglers=...)`.
+
+    Raises:
+        ValueError: a rule is unknown, or does not go with a strategy.
+    """
+    named = [rule.strip() for rule in rules.split(",") if rule.strip()]
+    if not named:
+        raise ValueError("name at least one rule for stragglers, such as wait")
+    found: list[Strategy] = []
+    for strategy in strategies:
+        if strategy.family == "gradlane" and strategy.stragglers == WAIT:
+            found += [strategy.with_stragglers(rule) for rule in named]
+        else:
+            found.append(strategy)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,374 @@
+"""One run on one rank: a workload, a strategy, W warm-up steps and S measured ones.
+
+Step boundaries are the times at the start of each forward, so a deferred update is paid for in the
+step that waits for it. Everything a run made is gone when it returns, whatever happened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import hashlib
+import random
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradlane.lab.cluster.namespaces import INTERFACE
+from gradlane.lab.runs.communication import Communication, Gradlane, Place, connect
+from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.workloads import Workload, build
+from gradlane.lab.workloads.real import RealWorkload
+from gradlane.lab.workloads.replay import ReplayWorkload
+from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.training.options.options import FACTOR_SCHEMES, ring_ranks
+from gradlane.training.options.stragglers import WAIT
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import ClusterFacts, Settings
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_STORE_TIMEOUT = datetime.timedelta(seconds=120)
+_FORGIVEN_S = 0.005
+"""Real time by which an operation of a rank that is stopped may end late and be made up for."""
+_NO_TIME_S = 1e-6
+_REPLAY_LR = 1e-6
+"""Small enough that the parameters of a replay with invented gradients stay finite."""
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What a rank is asked to run; every rank of a run gets the same.
+
+    Attributes:
+        job: a name that no other run has.
+        workload: as in `gradlane.lab.workloads.NAMES`.
+        strategy: as on the command line.
+        addresses: every rank's IPv4 address, rank 0 first.
+        store_port: TCP port of the rendezvous store on rank 0.
+        steps: measured steps.
+        warmup: steps before them.
+        slice_elems: elements a slice at most; None: the strategy's own.
+        seed: of the model, the batches and the gradients.
+        dilation: factor on all of the workload's times.
+        profile_path: a profile file in place of the workload's own times, or None.
+        batch_time_s: nominal compute time of a batch in place of the default, or None.
+        paced: whether real workloads are stretched to fixed times.
+        trace_path: where ranks record their timelines, or None.
+        codec: how gradlane's gradients travel; `raw` is none.
+        servers: the first so many ranks own slices, of gradlane's; None: all.
+        serving: so many ranks beside these only serve, of gradlane's.
+        server_addresses: of those.
+        straggles: whether a rank is stopped now and then; it does not make up for that.
+        rate_bps: nominal rate of every port, for plans to say.
+    """
+
+    job: str
+    workload: str
+    strategy: str
+    addresses: list[str]
+    store_port: int
+    steps: int
+    warmup: int
+    slice_elems: int | None
+    seed: int
+    dilation: float
+    profile_path: str | None = None
+    batch_time_s: float | None = None
+    paced: bool = True
+    trace_path: str | None = None
+    codec: str = "raw"
+    servers: int | None = None
+    serving: int = 0
+    server_addresses: list[str] = field(default_factory=list)
+    straggles: bool = False
+    rate_bps: float = 1e9
+
+    @property
+    def counted_steps(self) -> int:
+        """Steps whose bytes are counted: all but those in which a plan is found."""
+        return self.warmup + self.steps - parse_strategy(self.strategy).learning_steps
+
+
+def digest_parameters(model: nn.Module) -> str:
+    """Return the SHA-256 of all parameters: names, dtypes, shapes and bytes, in their order."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def run_trial(
+    request: TrialRequest,
+    rank: int,
+    report_step: Callable[[int], None],
+    count_ports: Callable[[], None],
+) -> dict[str, Any]:
+    """Run a trial together with all other ranks and return what this rank saw.
+
+    Args:
+        request: the same on every rank.
+        rank: this rank.
+        report_step: called with the number of finished steps.
+        count_ports: counts what the ports have carried so far; called on rank 0 before and after
+            the counted steps, while no rank has anything to send.
+
+    Returns:
+        JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` (of the
+        measured steps), `counted_steps` (those between two counts of the ports), `losses` (one a
+        step, warm-up included), `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`,
+        `metrics`, `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
+        `schemes` (a tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of the
+        counted steps), `evaluation`.
+
+    Raises:
+        ArithmeticError: a parameter is not what the mean of the gradients makes of it.
+    """
+    strategy = parse_strategy(request.strategy)
+    random.seed(request.seed)
+    np.random.seed(request.seed % 2**32)
+    torch.manual_seed(request.seed)
+    store = open_store(request.addresses, request.store_port, rank)
+    try:
+        return _run_connected(request, strategy, rank, store, report_step, count_ports)
+    finally:
+        gc.collect()
+        _return_free_memory()
+
+
+def open_store(addresses: Sequence[str], port: int, rank: int) -> Store:
+    """Open the rendezvous store of a run, which is on rank 0."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        addresses[0],
+        port,
+        len(addresses),
+        is_master=rank == 0,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+    )
+
+
+def _run_connected(
+    request: TrialRequest,
+    strategy: Strategy,
+    rank: int,
+    store: Store,
+    report_step: Callable[[int], None],
+    count_ports: Callable[[], None],
+) -> dict[str, Any]:
+    world_size = len(request.addresses)
+    workload = build(
+        request.workload,
+        rank=rank,
+        world_size=world_size,
+        seed=request.seed,
+        dilation=request.dilation,
+        profile_path=request.profile_path,
+        batch_time_s=request.batch_time_s,
+        paced=request.paced,
+    )
+    optimizer = workload.make_optimizer(workload.model)
+    if strategy.is_asynchronous and isinstance(workload, ReplayWorkload):
+        # The servers have no kernel for a replay's own optimizer.
+        optimizer = torch.optim.SGD(workload.model.parameters(), lr=_REPLAY_LR)
+    communication = connect(
+        strategy,
+        Place(
+            rank=rank,
+            world_size=world_size,
+            address=request.addresses[rank],
+            interface=INTERFACE,
+            slice_elems=request.slice_elems,
+            job=request.job,
+            trace_path=request.trace_path,
+            codec=request.codec,
+            servers=request.servers,
+            serving=request.serving,
+            plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
+        ),
+        store,
+    )
+    # A failure below closes nothing: the ranks are killed after it, and the first error that is
+    # heard shall be the first that happened, not the echo of a connection that was closed.
+    model, optimizer = communication.attach(workload.model, optimizer)
+    _meet(store, request.job, "start", world_size)
+    if request.straggles:
+        workload.clock.forgiven_s_max = _FORGIVEN_S
+    counts: list[dict[str, int]] = []
+
+    def count() -> None:
+        """Count while all ranks stand still: no sample of the ports shows what is under way."""
+        communication.settle()
+        place = f"count/{len(counts)}"
+        _meet(store, request.job, f"{place}/silent", world_size)
+        if rank == 0:
+            count_ports()
+        counts.append(communication.owner_counters())
+        _meet(store, request.job, f"{place}/done", world_size)
+
+    def before_step(step: int) -> None:
+        # One step is still sending when the next begins: counted is between moments of silence.
+        if not counts and step >= strategy.learning_steps:
+            count()
+
+    result = _train(request, workload, model, optimizer, before_step, report_step, communication)
+    communication.settle()
+    result["param_digest"] = digest_parameters(workload.model)
+    result["metrics"] = communication.metrics()
+    codecs = communication.codecs()
+    result["verified_tensors"] = _verify(request, strategy, workload, codecs)
+    # A plan that a session finds may decline to encode.
+    encodes = any(codec != "raw" for codec, _ in codecs)
+    result["codec"] = request.codec if encodes else "raw"
+    result["schemes"] = communication.schemes()
+    factor_bytes = workload.factor_bytes() if isinstance(workload, ReplayWorkload) else {}
+    result["wire_bytes"] = [
+        factor_bytes[timing.name]
+        if scheme in FACTOR_SCHEMES
+        else timing.size_bytes
+        if wire_bytes is None
+        else wire_bytes
+        for timing, (_, wire_bytes), scheme in zip(
+            workload.timings, codecs, result["schemes"], strict=False
+        )
+    ]
+    count()
+    first, last = counts
+    result["owner"] = {
+        name: value - (0 if name == "owned_bytes" else first[name]) for name, value in last.items()
+    }
+    result["counted_steps"] = request.counted_steps
+    del model, optimizer
+    communication.close()
+    # The server side of the store is rank 0's: it stays until nobody needs it any more.
+    _meet(store, request.job, "closed", world_size, waits=rank == 0)
+    result["evaluation"] = None
+    if isinstance(workload, RealWorkload) and rank == 0:
+        result["evaluation"] = asdict(workload.evaluate(workload.model))
+    result["batch_size"] = workload.batch_size
+    result["compute_s"] = workload.compute_s
+    result["wall_lag_s"] = workload.clock.wall_lag_s
+    result["timings"] = [asdict(timing) for timing in workload.timings] if rank == 0 else []
+    return result
+
+
+Pace = Callable[[Iterable[int], Callable[[], None]], Iterator[int]]
+"""Goes through those steps that this rank takes part in; the call is for those that it passed."""
+
+
+def _pace_of(communication: Communication) -> Pace:
+    if isinstance(communication, Gradlane):
+        return communication.keep_pace
+    return lambda steps, _: iter(steps)
+
+
+def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
+    """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
+    assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
+    facts = ClusterFacts(world_size, request.rate_bps, serving=request.serving)
+    base = Settings(slice_elems=request.slice_elems)
+    book = Coordinator(workload.profile(), facts, base=base, rule="poseidon")
+    # The rule needs no simulation: ranks that share a machine do not wait for one each.
+    return book.plan(budget_s=_NO_TIME_S)
+
+
+def _train(
+    request: TrialRequest,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    before_step: Callable[[int], None],
+    report_step: Callable[[int], None],
+    communication: Communication,
+) -> dict[str, Any]:
+    """Train all steps; returns losses, boundaries and processor time."""
+    pace = _pace_of(communication)
+    boundaries_s: list[float] = []
+    losses: list[torch.Tensor | None] = []
+    cpu_start_s = 0.0
+
+    def passed() -> None:
+        boundaries_s.append(time.monotonic())
+        losses.append(None)
+
+    for step in pace(range(request.warmup + request.steps), passed):
+        before_step(step)
+        if step <= request.warmup:
+            cpu_start_s = _cpu_s()
+        boundaries_s.append(time.monotonic())
+        workload.begin_step(step)
+        loss = workload.loss(model, workload.batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        report_step(step + 1)
+    boundaries_s.append(time.monotonic())
+    return {
+        "boundaries_s": boundaries_s,
+        "cpu_s": _cpu_s() - cpu_start_s,
+        "losses": [None if loss is None else float(loss) for loss in losses],
+    }
+
+
+def _verify(
+    request: TrialRequest,
+    strategy: Strategy,
+    workload: Workload,
+    codecs: list[tuple[str, int | None]],
+) -> int:
+    """Compare the final parameters of a replay with what the averaged gradients make of them.
+
+    Returns:
+        How many tensors were compared: 0 where nothing is known in advance.
+    """
+    known = strategy.communicates and not strategy.is_asynchronous and not strategy.hook
+    # Who was left out of which step is not known in advance.
+    known = known and strategy.stragglers == WAIT
+    if not isinstance(workload, ReplayWorkload) or not known:
+        return 0
+    wrong = workload.verify(
+        workload.model,
+        request.warmup + request.steps,
+        exact=strategy.sums_in_rank_order,
+        codecs=[codec for codec, _ in codecs],
+        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
+    )
+    if wrong:
+        raise ArithmeticError(
+            f"{strategy.text}: {len(wrong)} tensors are not what the mean over ranks makes of "
+            f"them, the first: {wrong[0]}"
+        )
+    return len(workload.timings)
+
+
+def _meet(store: Store, job: str, place: str, world_size: int, *, waits: bool = True) -> None:
+    """Count this rank in at a place, and wait until all ranks are there."""
+    arrived = store.add(f"{job}/{place}/arrived", 1)
+    if arrived == world_size:
+        store.set(f"{job}/{place}/complete", "1")
+    if waits:
+        store.wait([f"{job}/{place}/complete"], _STORE_TIMEOUT)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _return_free_memory() -> None:
+    """Give freed pages back, so that one run's model does not weigh on the next one."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,0 +1,1 @@
+"""Measurements of the transport alone, without any compute."""

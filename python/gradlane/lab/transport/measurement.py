@@ -1,0 +1,388 @@
+"""What the wire costs: goodput, processor time and urgency of exchanges without any compute.
+
+Everything runs on one emulated cluster, interleaved: plain TCP streams, gradlane and Gloo take
+turns on the same shaped ports with the same gradients, and ratios are taken within a repeat. Each
+turn has processes of its own: where their memory lies moves processor time by several per cent for
+as long as they live, and threads of the one that rests are not always at rest (Gloo's wake up a
+hundred times a second). Rates and times are real: nothing is dilated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradlane.lab.cluster.awake import kept_awake
+from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
+from gradlane.lab.cluster.ranks import RankPool
+from gradlane.lab.runs.evidence import measures_machine
+from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
+from gradlane.planning.simulation.bound import port_bytes
+from gradlane.training.options.option_fields import check_options, on_command_line, option
+from gradlane.training.options.options import Options
+
+GOODPUT_SHARE_TARGET = 0.97
+CPU_RATIO_TARGET = 1.25
+URGENT_MS_TARGET = 5.0
+
+URGENT_ELEMS = 50_000
+URGENT_PER_STEP = 4
+
+_PROGRAM = ("-m", "gradlane.lab.transport.node")
+_FIRST_PORT = 21_000
+_FLOAT_BYTES = 4
+_GB = 1e9
+_SETTINGS = (
+    "frame_bytes",
+    "low_water_bytes",
+    "send_buffer_bytes",
+    "pacing",
+    "work_threads",
+    "io_threads",
+)
+_PAYLOAD_SHARE = 1448 / 1514
+_STREAM = {"ramp_s": 0.5, "window_s": 1.5}
+_STREAM_LEAD_S = 0.5
+_URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
+
+Row = dict[str, Any]
+"""One measurement, JSON-serializable; `measurement` says of what."""
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """What to measure.
+
+    Attributes:
+        workers: ranks, each on a node of its own.
+        rate_bps: bits a second of every port in each direction.
+        megabytes: f32 gradients that each rank hands over at once, in 10^6 bytes.
+        tensors: how many tensors of equal size they are.
+        repeat: how often streams, gradlane and Gloo take turns.
+        steps: measured steps of a turn.
+        warmup: steps before them.
+        urgent_trials: urgent slices each rank hands over, in each of the two ways.
+        urgent_megabytes: the less urgent tensor that saturates the ports meanwhile.
+        settings: further options of `gradlane.init`.
+    """
+
+    workers: int = option(4, least=2, most=NODES_MAX)
+    rate_bps: int = 500_000_000
+    megabytes: float = option(100.0, least=0.001, most=10_000)
+    tensors: int = option(25, least=1, most=10_000)
+    repeat: int = option(3, least=0, most=10_000)
+    steps: int = option(3, least=1, most=30)
+    warmup: int = option(1, least=0, most=10)
+    urgent_trials: int = option(20, least=0, most=10_000)
+    urgent_megabytes: float = option(60.0, least=1, most=10_000)
+    settings: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        check_options(self, on_command_line)
+
+    @property
+    def effective_settings(self) -> dict[str, Any]:
+        """The session's options that matter on the wire, defaults included."""
+        chosen = asdict(Options(**(self.settings or {})))
+        return {name: chosen[name] for name in _SETTINGS}
+
+    @property
+    def tensor_elems(self) -> list[int]:
+        """Elements of each tensor of the exchanged model."""
+        return [max(1, round(self.megabytes * 1e6 / _FLOAT_BYTES / self.tensors))] * self.tensors
+
+    @property
+    def sent_bytes_per_step(self) -> float:
+        """Payload bytes that a rank sends in a step, with any of the two."""
+        return port_bytes(sum(self.tensor_elems) * _FLOAT_BYTES, workers=self.workers)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Measured steps of one implementation, over all ranks.
+
+    Attributes:
+        step_s: mean time of a step, from the slowest rank's first start to its last end.
+        port_bytes_per_step: payload and headers of gradlane's frames in a step, mean over ports
+            and directions; for Gloo, which counts none, the payload.
+        goodput_bps: those bits over that time.
+        cpu_s_per_gb: user and system seconds of a rank's process for each 10^9 payload bytes
+            that it sends, mean over ranks.
+        user_s_per_gb: the user part.
+        system_s_per_gb: the system part.
+        machine_s_per_gb: busy seconds of the whole machine, others' work included, over the same
+            bytes of all ranks.
+        softirq_s_per_gb: the part of it that the kernel spent in network interrupts on nobody's
+            account.
+        cpu_share: share of the machine's processors that was busy.
+        stolen_share: share of their time that went to other virtual machines.
+        wire_bytes_per_step: bytes that the kernel counted on a port, in one direction.
+    """
+
+    step_s: float
+    port_bytes_per_step: float
+    goodput_bps: float
+    cpu_s_per_gb: float
+    user_s_per_gb: float
+    system_s_per_gb: float
+    machine_s_per_gb: float
+    softirq_s_per_gb: float
+    cpu_share: float
+    stolen_share: float
+    wire_bytes_per_step: float
+
+
+def summarize_turn(
+    results: Sequence[dict[str, Any]], implementation: str, steps: int, sent_bytes_per_step: float
+) -> Turn:
+    """Compute a turn's numbers from what the ranks counted.
+
+    Args:
+        results: one a rank, as `transport_node.Exchange.run` returns them.
+        implementation: `gradlane` or `gloo`.
+        steps: measured steps.
+        sent_bytes_per_step: payload bytes that a rank sends in a step.
+    """
+    start_s = max(result["boundaries_s"][0] for result in results)
+    end_s = max(result["boundaries_s"][-1] for result in results)
+    step_s = (end_s - start_s) / steps
+
+    def mean(name: str) -> float:
+        return statistics.fmean(result[name] for result in results)
+
+    carried_bytes = sent_bytes_per_step
+    if implementation == "gradlane":
+        carried_bytes = (mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes")) / 2 / steps
+    sent_gb = steps * sent_bytes_per_step / _GB
+    machine = results[0]
+    return Turn(
+        step_s=step_s,
+        port_bytes_per_step=carried_bytes,
+        goodput_bps=8 * carried_bytes / step_s,
+        cpu_s_per_gb=(mean("user_s") + mean("system_s")) / sent_gb,
+        user_s_per_gb=mean("user_s") / sent_gb,
+        system_s_per_gb=mean("system_s") / sent_gb,
+        machine_s_per_gb=machine["machine_busy_s"] / sent_gb / len(results),
+        softirq_s_per_gb=machine["machine_softirq_s"] / sent_gb / len(results),
+        cpu_share=machine["machine_busy_s"] / max(machine["machine_total_s"], 1e-9),
+        stolen_share=machine["machine_stolen_s"] / max(machine["machine_total_s"], 1e-9),
+        wire_bytes_per_step=(mean("sent_bytes") + mean("received_bytes")) / 2 / steps,
+    )
+
+
+def run_transport(
+    options: TransportOptions, on_phase: Callable[[str], None] = lambda text: None
+) -> list[Row]:
+    """Measure everything and return the rows, those that compare last.
+
+    Args:
+        options: what to measure.
+        on_phase: told what is being done.
+
+    Raises:
+        LabError: the cluster could not be built, or a rank failed.
+    """
+    rows: list[Row] = []
+    on_phase("building the cluster")
+    with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
+        for repeat in range(options.repeat):
+            rows.append(_exchange(options, cluster, on_phase, repeat))
+        if options.repeat:
+            rows.append(summarize_exchanges(rows))
+        if options.urgent_trials:
+            on_phase(f"urgent slices, {options.urgent_trials} a rank")
+            with RankPool(cluster, program=_PROGRAM) as pool:
+                rows += _Measurement(options, cluster, pool).urgency()
+    return rows
+
+
+def _exchange(
+    options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
+) -> Row:
+    """Let streams, gradlane and Gloo take turns, once."""
+    about = f"repeat {repeat + 1} of {options.repeat}"
+    on_phase(f"{about}: TCP streams")
+    with RankPool(cluster, program=_PROGRAM) as pool:
+        stream_bps = _Measurement(options, cluster, pool).streams()
+    turns: dict[str, Turn] = {}
+    # Who comes second finds the machine as the first one left it: they alternate.
+    for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
+        on_phase(f"{about}: {implementation}")
+        with RankPool(cluster, program=_PROGRAM) as pool:
+            turns[implementation] = _Measurement(options, cluster, pool).turn(implementation)
+    return {
+        **_around(options, "exchange"),
+        "repeat": repeat,
+        **compare_turns(turns["gradlane"], turns["gloo"], stream_bps),
+    }
+
+
+def _around(options: TransportOptions, measurement: str) -> Row:
+    return {
+        "measurement": measurement,
+        "workers": options.workers,
+        "rate_bps": options.rate_bps,
+        "settings": options.effective_settings,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+class _Measurement:
+    """The ranks of one cluster, asked one thing after another."""
+
+    def __init__(self, options: TransportOptions, cluster: Cluster, pool: RankPool) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._pool = pool
+        self._port = _FIRST_PORT
+
+    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
+        return self._pool.ask([{"kind": kind, **named}] * self._options.workers)
+
+    def _next_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:
+        self._ask(
+            "open",
+            implementation=implementation,
+            job=f"transport-{secrets.token_hex(4)}",
+            addresses=self._cluster.addresses,
+            store_port=self._next_port(),
+            tensor_elems=list(tensor_elems),
+            **named,
+        )
+
+    def streams(self) -> float:
+        """Return what plain TCP streams carry in both directions at once, in bits a second."""
+        results = self._ask(
+            "stream",
+            addresses=self._cluster.addresses,
+            port=self._next_port(),
+            start_s=time.monotonic() + _STREAM_LEAD_S,
+            **_STREAM,
+        )
+        return float(statistics.median(result["goodput_bps"] for result in results))
+
+    def turn(self, implementation: str) -> Turn:
+        """Exchange the gradients with one implementation."""
+        options = self._options
+        named = {"settings": options.settings or {}} if implementation == "gradlane" else {}
+        self._open(implementation, options.tensor_elems, **named)
+        results = self._ask("run", steps=options.steps, warmup=options.warmup)
+        self._ask("close")
+        return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
+
+    def urgency(self) -> list[Row]:
+        """Hand over urgent slices while a large tensor saturates the ports."""
+        options = self._options
+        large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
+        tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
+        self._open("gradlane", tensor_elems, settings={**(options.settings or {}), "trace": True})
+        sent_bytes = port_bytes(large_elems * _FLOAT_BYTES, workers=options.workers)
+        busy_s = 8 * sent_bytes / (options.rate_bps * _PAYLOAD_SHARE)
+        gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
+        # The last tensor's gradient comes first, as in backward.
+        shares = [_URGENT_LAST_SHARE - gap_share * tensor for tensor in range(URGENT_PER_STEP)]
+        rows: list[Row] = []
+        for way, stagger_s in (
+            ("one rank at a time", gap_share * busy_s / options.workers),
+            ("all ranks at once", 0.0),
+        ):
+            results = self._ask(
+                "urgency",
+                steps=-(-options.urgent_trials // URGENT_PER_STEP),
+                busy_s=busy_s,
+                ready_shares=shares,
+                stagger_s=stagger_s,
+            )
+            slices = urgent_slices(*_decode(results))
+            around = {**_around(options, "urgency"), "way": way}
+            for direction in ("push", "reply"):
+                chosen = [item for item in slices if item.direction == direction]
+                rows.append({**around, "direction": direction, **summarize_slices(chosen)})
+        self._ask("close")
+        return rows
+
+
+def _decode(
+    results: Sequence[dict[str, Any]],
+) -> tuple[list[list[TraceRow]], list[list[tuple[int, int, int, int]]]]:
+    """Return the ranks' traces and ready times as `urgent_slices` takes them."""
+    traces: list[list[TraceRow]] = [[tuple(row) for row in result["trace"]] for result in results]
+    ready_ns = [[tuple(row) for row in result["ready_ns"]] for result in results]
+    return traces, ready_ns
+
+
+def compare_turns(gradlane: Turn, gloo: Turn, stream_bps: float) -> Row:
+    """Return a repeat's numbers under the names that the file has them."""
+    return {
+        "stream_goodput_bps": stream_bps,
+        "goodput_share": gradlane.goodput_bps / stream_bps,
+        "gloo_goodput_share": gloo.goodput_bps / stream_bps,
+        "cpu_ratio": gradlane.cpu_s_per_gb / gloo.cpu_s_per_gb,
+        "cpu_bound": any(
+            measures_machine(turn.cpu_share, turn.stolen_share) for turn in (gradlane, gloo)
+        ),
+        **{f"gradlane_{name}": value for name, value in asdict(gradlane).items()},
+        **{f"gloo_{name}": value for name, value in asdict(gloo).items()},
+    }
+
+
+def summarize_exchanges(rows: Sequence[Row]) -> Row:
+    """Return the row of medians over repeats, with the targets and whether they are met."""
+    numbers = {
+        name: statistics.median(row[name] for row in rows)
+        for name, value in rows[0].items()
+        if isinstance(value, float)
+    }
+    return {
+        **rows[0],
+        **numbers,
+        "measurement": "exchange_median",
+        "repeat": None,
+        "cpu_bound": any(row["cpu_bound"] for row in rows),
+        "goodput_share_target": GOODPUT_SHARE_TARGET,
+        "goodput_share_met": numbers["goodput_share"] >= GOODPUT_SHARE_TARGET,
+        "cpu_ratio_target": CPU_RATIO_TARGET,
+        "cpu_ratio_met": numbers["cpu_ratio"] <= CPU_RATIO_TARGET,
+    }
+
+
+def summarize_slices(slices: Sequence[UrgentSlice]) -> Row:
+    """Return medians and maxima over urgent slices that found their port saturated."""
+    saturated = [item for item in slices if item.saturated]
+    row: Row = {"slices": len(slices), "saturated_slices": len(saturated)}
+    for name in (
+        "first_left_ms",
+        "last_left_ms",
+        "received_ms",
+        "less_urgent_same_peer",
+        "less_urgent_any_peer",
+        "less_urgent_within",
+        "less_urgent_until_last",
+    ):
+        values = [value for item in saturated if (value := getattr(item, name)) is not None]
+        row[f"{name}_median"] = statistics.median(values) if values else None
+        row[f"{name}_max"] = max(values) if values else None
+    row["left_ms_target"] = URGENT_MS_TARGET
+    row["samples"] = [asdict(item) for item in slices]
+    return row
+
+
+def save(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as a JSON list."""
+    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8")

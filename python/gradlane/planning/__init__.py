@@ -1,0 +1,1 @@
+"""Profile a model, simulate a cluster, and say what would help."""

@@ -1,0 +1,1 @@
+"""Answers of simulations for a person: in words and as a page."""

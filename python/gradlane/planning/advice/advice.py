@@ -1,0 +1,336 @@
+"""The answer in words: is the network the bottleneck, and what is the cheapest change?
+
+Changes are ordered by what they cost a person: another order of sending is free and exact, a
+faster link costs money, compression changes the numbers that are learned from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradlane.formats.rates import format_rate
+from gradlane.planning.simulation.grid import Row
+from gradlane.planning.simulation.scenarios import RING_FUSED, SCHEME_STRATEGIES
+from gradlane.training.node.rules import NODE_STRATEGIES
+from gradlane.training.options.options import ASGD, RING
+
+GOAL = 0.95
+"""The scaling factor that is good enough."""
+WORTHWHILE = 0.01
+"""A gain in scaling factor below this is none."""
+BUSY = 0.9
+"""A rank's I/O thread that works this share of the time is what limits."""
+BUSIER = 0.5
+"""So is one that works this share of the time, and more of it than the port sends."""
+OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
+"""Strategies whose sums are those of servers but for the last bits."""
+BASELINES = (
+    *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
+    *OTHER_ROUNDINGS,
+    *(RING_FUSED, ASGD),
+)
+"""What a training without gradlane's scheduling is taken to be: the first that was simulated."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a person could change."""
+
+    kind: str
+    """`nothing`, `strategy`, `link`, `compression`, or, where none of them reaches the goal alone,
+    `link and compression`."""
+    strategy: str
+    rate_bps: float
+    compression: float
+    scaling_factor: float
+    """What it reaches."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What follows for one cluster."""
+
+    workers: int
+    ranks_per_node: int
+    rate_bps: float
+    bottleneck: str
+    """`none`, `network` or `host`."""
+    baseline: str
+    """The strategy that the question is asked for."""
+    baseline_scaling_factor: float
+    cheapest: Change | None
+    """The cheapest change that reaches the goal; None where nothing simulated does."""
+    alternatives: list[Change]
+    """Other kinds of change that reach the goal, each at its least."""
+    not_worth: list[str]
+    """What brings nothing here."""
+    text: str
+    """All of this in words."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer with the units in its keys."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Need:
+    """The slowest simulated link on which a strategy reaches the goal."""
+
+    workers: int
+    ranks_per_node: int
+    strategy: str
+    topology: str
+    compression: float
+    rate_bps: float | None
+    """From this rate on the goal is reached; None where no simulated rate is fast enough."""
+    from_slowest: bool
+    """Whether that is the slowest rate that was simulated, so that a slower one may do."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it with the units in its keys."""
+        return asdict(self)
+
+
+def needs_of(rows: Sequence[Row]) -> list[Need]:
+    """Return what each strategy needs for the goal, for each number of workers and compression."""
+    groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
+    for row in rows:
+        key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
+        groups.setdefault(key, []).append(row)
+    needs = []
+    for key, group in groups.items():
+        reached: Row | None = None
+        for row in sorted(group, key=lambda it: -it.rate_bps):
+            if row.scaling_factor < GOAL:
+                break
+            reached = row
+        slowest = min(row.rate_bps for row in group)
+        rate_bps = None if reached is None else reached.rate_bps
+        needs.append(Need(*key, rate_bps=rate_bps, from_slowest=rate_bps == slowest))
+    return needs
+
+
+def text_of_needs(needs: Sequence[Need]) -> list[str]:
+    """Say what each strategy needs, in a sentence for each number of workers."""
+    sentences = []
+    for place in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
+        here = [need for need in needs if (need.workers, need.ranks_per_node) == place]
+        least = min(need.compression for need in here)
+        strategies: dict[str, list[str]] = {}
+        for need in here:
+            if need.compression == least:
+                strategies.setdefault(_rate_text(need), []).append(_need_name(need))
+        parts = "; ".join(f"{rate} with {', '.join(names)}" for rate, names in strategies.items())
+        where = workers_on_nodes(*place)
+        sentences.append(f"{where}: {_percent(GOAL)} takes {parts}.")
+    return sentences
+
+
+def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
+    """Say how many workers there are, and on which nodes where these have several."""
+    if ranks_per_node == 1:
+        return f"{workers} workers"
+    return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
+
+
+def _need_name(need: Need) -> str:
+    return need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
+
+
+def _rate_text(need: Need) -> str:
+    if need.rate_bps is None:
+        return "a faster link than was simulated"
+    rate = format_rate(need.rate_bps)
+    return f"{rate} or less" if need.from_slowest else rate
+
+
+def answers_of(rows: Sequence[Row]) -> list[Answer]:
+    """Return an answer for each number of workers and rate, in the order of the rows."""
+    cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
+    return [
+        _answer([row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)], rate)
+        for workers, each, rate in cells
+    ]
+
+
+def _answer(rows: list[Row], rate_bps: float) -> Answer:
+    """Answer for one rate; `rows` are all that have the same workers on the same nodes."""
+    # What changes the results is no advice; where nothing else was simulated, it is described.
+    rows = [row for row in rows if row.strategy != ASGD] or rows
+    here = [row for row in rows if row.rate_bps == rate_bps]
+    least = min(row.compression for row in here)
+    plain = [row for row in here if row.compression == least]
+    baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
+    changes = _changes(rows, here, baseline)
+    enough = [change for change in changes if change.scaling_factor >= GOAL]
+    bottleneck = "none" if baseline.scaling_factor >= GOAL else _what_limits(baseline)
+    not_worth = _not_worth(rows, plain, baseline)
+    return Answer(
+        workers=baseline.workers,
+        ranks_per_node=baseline.ranks_per_node,
+        rate_bps=rate_bps,
+        bottleneck=bottleneck,
+        baseline=baseline.strategy,
+        baseline_scaling_factor=baseline.scaling_factor,
+        cheapest=enough[0] if enough else None,
+        alternatives=enough[1:],
+        not_worth=not_worth,
+        text=_text(baseline, bottleneck, changes, enough, not_worth),
+    )
+
+
+def _what_limits(row: Row) -> str:
+    io, port = row.io_utilization, row.tx_utilization
+    return "host" if io > BUSY or (io > BUSIER and io > port) else "network"
+
+
+def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
+    """The least change of each kind that reaches the goal, else the one that reaches most.
+
+    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too. A
+    faster link and fewer bytes together come where neither is enough.
+    """
+    strategies = [row for row in here if row.compression == baseline.compression]
+    is_enough = any(row.scaling_factor >= GOAL for row in strategies)
+    if is_enough:
+        rows = [row for row in rows if _named(row) == _named(baseline)]
+    kinds = {
+        "nothing": [baseline],
+        "strategy": [row for row in strategies if row.strategy != baseline.strategy],
+        "link": _faster(rows, baseline),
+        "compression": _smaller(rows, baseline),
+    }
+    changes = [_best(kind, candidates) for kind, candidates in kinds.items() if candidates]
+    both = [
+        row
+        for row in rows
+        if row.rate_bps > baseline.rate_bps and row.compression > baseline.compression
+    ]
+    if both and all(change.scaling_factor < GOAL for change in changes):
+        changes.append(_best("link and compression", both))
+    return changes
+
+
+def _faster(rows: list[Row], baseline: Row) -> list[Row]:
+    """Those with a faster link and nothing else."""
+    return [
+        row
+        for row in rows
+        if row.rate_bps > baseline.rate_bps and row.compression == baseline.compression
+    ]
+
+
+def _smaller(rows: list[Row], baseline: Row) -> list[Row]:
+    """Those with fewer bytes and nothing else."""
+    return [
+        row
+        for row in rows
+        if row.rate_bps == baseline.rate_bps and row.compression > baseline.compression
+    ]
+
+
+def _best(kind: str, candidates: list[Row]) -> Change:
+    """The cheapest of some rows that reaches the goal, else the one that reaches most."""
+    enough = [row for row in candidates if row.scaling_factor >= GOAL]
+    best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
+    return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
+
+
+def _cost(row: Row) -> tuple[float, float, bool, float]:
+    # A formula that charges hosts nothing promises more than it keeps.
+    return row.rate_bps, row.compression, row.strategy == RING_FUSED, -row.scaling_factor
+
+
+def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
+    reached = max(row.scaling_factor for row in plain)
+    found = []
+    for row in plain:
+        gain = row.scaling_factor - baseline.scaling_factor
+        if row is not baseline and abs(gain) < WORTHWHILE:
+            found.append(f"{_named(row)} instead of {_named(baseline)} ({_points(gain)})")
+    others = {
+        "a faster link": _faster(rows, baseline),
+        "compression": _smaller(rows, baseline),
+    }
+    for what, candidates in others.items():
+        if candidates:
+            gain = max(row.scaling_factor for row in candidates) - reached
+            if gain < WORTHWHILE:
+                found.append(f"{what} ({_points(gain)} at most)")
+    return found
+
+
+def _text(
+    baseline: Row,
+    bottleneck: str,
+    changes: list[Change],
+    enough: list[Change],
+    not_worth: list[str],
+) -> str:
+    nodes = workers_on_nodes(baseline.workers, baseline.ranks_per_node)
+    where = f"{nodes} at {format_rate(baseline.rate_bps)}"
+    reached = _percent(baseline.scaling_factor)
+    if bottleneck == "none":
+        sentences = [
+            f"{where}: the network is not the bottleneck; {_named(baseline)} reaches {reached}."
+        ]
+    else:
+        waiting_s = baseline.step_s - baseline.compute_s
+        what = "the network" if bottleneck == "network" else "the host's I/O thread"
+        sentences = [
+            f"{where}: {what} is the bottleneck; {_named(baseline)} reaches {reached}, "
+            f"{waiting_s * 1e3:.0f} ms of a step of {baseline.step_s * 1e3:.0f} ms are waiting."
+        ]
+        if bottleneck == "host":
+            sentences.append(
+                "Where a rank has processors to spare, gradlane.init(io_threads=2) drives its "
+                "sockets from two threads; what is simulated has one."
+            )
+        if enough:
+            sentences.append(
+                f"The cheapest change that reaches {_percent(GOAL)}: {_described(enough[0])}."
+            )
+            if len(enough) > 1:
+                others = "; ".join(_described(change) for change in enough[1:])
+                sentences.append(f"So would: {others}.")
+        else:
+            best = max(changes, key=lambda change: change.scaling_factor)
+            most = f"; the most is {_described(best)}"
+            if best.kind == "nothing":
+                most = f", or more than {_named(baseline)}"
+            sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
+    if not_worth:
+        sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
+    return " ".join(sentences)
+
+
+def _described(change: Change) -> str:
+    reaches = f"({_percent(change.scaling_factor)})"
+    if change.kind == "strategy" and change.strategy == RING_FUSED:
+        return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
+    if change.kind == "strategy" and change.strategy in NODE_STRATEGIES:
+        return (
+            f"aggregate in the node first ({change.strategy}), free, with other roundings {reaches}"
+        )
+    if change.kind == "strategy" and change.strategy in OTHER_ROUNDINGS:
+        return f"{change.strategy}, free, with other roundings {reaches}"
+    if change.kind == "strategy":
+        return f"{change.strategy}, exact and free {reaches}"
+    link = f"a link of {format_rate(change.rate_bps)}"
+    fewer = f"{change.compression:g} times fewer bytes"
+    what = {"link": link, "compression": fewer}.get(change.kind, f"{link} and {fewer}")
+    return f"{what} with {change.strategy} {reaches}"
+
+
+def _named(row: Row) -> str:
+    return row.strategy if row.topology == "flat" else f"{row.strategy} ({row.topology})"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _points(gain: float) -> str:
+    return f"{gain * 100:+.1f} points"

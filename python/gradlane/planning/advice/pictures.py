@@ -1,0 +1,74 @@
+"""Which simulated clusters of a grid get a picture of one step on a page, and what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.formats.timeline.step import Bar, StepView, view_of_step
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster
+from gradlane.planning.simulation.timeline import simulated_timeline
+
+PICTURES_MAX = 96
+"""Pictures on a page; each takes some 25,000 bytes."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One step of rank 0 of one cluster."""
+
+    row: int
+    """Number of the cluster's row."""
+    view: StepView
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a page; times in microseconds, bars as lists to keep pages small."""
+        lanes = {lane: [_bar(bar) for bar in bars] for lane, bars in self.view.lanes.items()}
+        return {
+            "row": self.row,
+            "length_us": round(self.view.length_s * 1e6),
+            "resolution_us": round(self.view.resolution_s * 1e6, 1),
+            "lanes": lanes,
+            "shares": {lane: round(share, 4) for lane, share in self.view.shares.items()},
+        }
+
+
+def _bar(bar: Bar) -> list[float | int]:
+    """Begin, length, tensor (-1: none), bytes, spans, percent of its length that is covered."""
+    tensor = -1 if bar.tensor is None else bar.tensor
+    begin_us, length_us = round(bar.begin_s * 1e6), round(bar.length_s * 1e6, 1)
+    covered = max(1, round(100 * bar.covered))
+    return [begin_us, length_us, tensor, bar.size_bytes, bar.spans, covered]
+
+
+def pictured(clusters: Sequence[Cluster]) -> list[int]:
+    """Return the numbers of the clusters that get a picture.
+
+    All where they are few; else those with the least compression, and of these, evenly chosen
+    numbers of workers and rates, with all strategies side by side.
+    """
+    able = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
+    if len(able) <= PICTURES_MAX:
+        return able
+    least = min(clusters[number].compression for number in able)
+    able = [number for number in able if clusters[number].compression == least]
+    places: dict[tuple[int, float], list[int]] = {}
+    for number in able:
+        place = (clusters[number].workers, clusters[number].rate_bps)
+        places.setdefault(place, []).append(number)
+    groups = list(places.values())
+    count = max(1, min(len(groups), PICTURES_MAX // max(len(group) for group in groups)))
+    chosen = {round(index * (len(groups) - 1) / max(1, count - 1)) for index in range(count)}
+    return [number for index in sorted(chosen) for number in groups[index]][:PICTURES_MAX]
+
+
+def picture_of(
+    profile: Profile, cluster: Cluster, number: int, trace: dict[str, Any]
+) -> Picture | None:
+    """Return the picture of a cluster from its trace; None where it has no whole step."""
+    numbers = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
+    timeline = simulated_timeline(trace, rate_bps=cluster.rate_bps, compression=cluster.compression)
+    view = view_of_step(timeline, 0, numbers)
+    return None if view is None else Picture(number, view)

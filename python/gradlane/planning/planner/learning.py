@@ -1,0 +1,232 @@
+"""A session's own plan: some steps are recorded, rank 0 simulates, all ranks switch together.
+
+Recording takes the waits for other ranks out, so the training goes on as it would. All ranks count
+the same steps, and the one after which the plan is decided is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from gradlane.errors import GradlaneError
+from gradlane.formats.profile import Profile, ProfileError
+from gradlane.formats.rates import format_rate
+from gradlane.formats.untrusted import escaped
+from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.planning.planner.reasons import shown
+from gradlane.planning.probe.links import LinkReport
+from gradlane.planning.profiler.recorder import Recorder
+from gradlane.training.factors.choice import layers_by_weight
+from gradlane.training.model.steps import Steps
+from gradlane.training.node.layout import agree_on_layout
+from gradlane.training.node.rules import AUTO, with_local
+from gradlane.training.options.options import Options
+from gradlane.training.plans.plan import Plan, parse_plan
+from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+BUDGET_S = 8.0
+"""Seconds that training stands still at most for simulations, about."""
+
+_log = logging.getLogger("gradlane")
+
+
+class Learner(Protocol):
+    """A connected model as this file sees it."""
+
+    @property
+    def steps(self) -> Steps:
+        """Its steps."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor is aggregated, by name."""
+
+
+class Learning:
+    """Learns what one model computes during its first steps, and decides its plan."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        links: LinkReport,
+        options: Options,
+        meet: Callable[[], Meeting],
+        on_plan: Callable[[Plan], None],
+        rule: str = "auto",
+    ) -> None:
+        """Start to record.
+
+        Args:
+            learner: the connected model.
+            links: what was measured between the ranks.
+            options: that it is connected with.
+            meet: opens a place where the ranks agree.
+            on_plan: called with the plan, between two steps, on all ranks after the same one.
+            rule: how schemes are chosen, a key of `gradlane.planning.schemes.costs.RULES`.
+        """
+        self._learner = learner
+        self._links = links
+        self._options = options
+        self._meet = meet
+        self._on_plan = on_plan
+        self._rule = rule
+        self._recorder: Recorder | None = None
+        self._why_not = ""
+        self._records = False
+        self._over = False
+        try:
+            self._recorder = Recorder(learner.model)
+            self._recorder.attach()
+        except ValueError as error:
+            self._why_not = str(error)
+
+    def after_step(self) -> None:
+        """Note the end of a training step, and decide after the last one that is recorded.
+
+        Raises:
+            GradlaneError: a rank was lost, or could not switch.
+        """
+        steps = self._learner.steps
+        if self._over or steps.failure is not None:
+            return
+        if self._recorder is not None:
+            if self._records:
+                self._recorder.end_step()
+            self._recorder.begin_step()
+            self._records = True
+        # Inside join() ranks may have run out of data, and inside no_sync() nothing was sent.
+        if steps.step >= LEARNING_STEPS and steps.join is None and not steps.accumulates:
+            self.stop()
+            self._on_plan(self._decide())
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._over = True
+        if self._recorder is not None:
+            self._recorder.detach()
+
+    def _decide(self) -> Plan:
+        meeting = self._meet()
+        place = meeting.place
+        profile = self._profile()
+        each = _ranks_per_node(self._options, meeting)
+        meeting.put(f"compute/{place.rank}", json.dumps(profile.compute_s if profile else None))
+        if place.rank != 0:
+            return parse_plan(meeting.get("decided", 0).decode(), "rank 0's plan")
+        times_s = [
+            json.loads(meeting.get(f"compute/{rank}", rank)) for rank in range(place.world_size)
+        ]
+        plan = self._plan(profile, max((one for one in times_s if one), default=0.0), each)
+        meeting.put("decided", json.dumps(plan.to_json()))
+        log_plan(plan)
+        return plan
+
+    def _profile(self) -> Profile | None:
+        if self._recorder is None:
+            return None
+        try:
+            return self._recorder.profile(type(self._learner.model).__name__)
+        except (ProfileError, RuntimeError) as error:
+            self._why_not = str(error)
+            return None
+
+    def _plan(self, profile: Profile | None, slowest_s: float, each: int) -> Plan:
+        """Make the plan, on rank 0; the settings stay as they are where that cannot be done."""
+        base = Settings.of(self._options)
+        try:
+            facts = ClusterFacts(
+                workers=self._links.workers,
+                rate_bps=self._links.rate_bps,
+                latency_s=self._links.latency_s,
+                update=self._options.update,
+                servers=self._options.servers,
+                ranks_per_node=each,
+                stragglers=self._options.stragglers,
+            )
+            if profile is not None and profile.compute_s > 0.0:
+                # Every step waits for the slowest rank.
+                profile = profile.scaled(max(1.0, slowest_s / profile.compute_s))
+                book = Coordinator(
+                    self._tapped(profile),
+                    facts,
+                    base=base,
+                    source="probed",
+                    rule=self._rule,
+                    any_rounding=not self._options.exact_order,
+                )
+                return self._as_given(book.plan(budget_s=BUDGET_S))
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, GradlaneError):
+                raise
+            self._why_not = str(error)
+        # The words of an error may be several lines; a plan's are printable, as they are printed.
+        why_not = escaped(self._why_not or "no step was recorded")
+        reason = f"The settings stay as they are: {why_not}."
+        unknown: dict[str, Any] = {}
+        facts = ClusterFacts(
+            self._links.workers,
+            self._links.rate_bps,
+            update=self._options.update,
+            servers=self._options.servers,
+            stragglers=self._options.stragglers,
+        )
+        name = type(self._learner.model).__name__
+        return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
+
+    def _tapped(self, profile: Profile) -> Profile:
+        """Take the layers from tensors whose gradient cannot be had as factors in this model."""
+        layers = layers_by_weight(self._learner.model)
+        weights = dict(self._learner.model.named_parameters())
+        tensors = tuple(
+            tensor if id(weights.get(tensor.name)) in layers else replace(tensor, layer=None)
+            for tensor in profile.tensors
+        )
+        return replace(profile, tensors=tensors)
+
+    def _as_given(self, plan: Plan) -> Plan:
+        """Leave factors that the session asked for, where what is found may change no bit."""
+        if not (self._options.factors and self._options.exact_order):
+            return plan
+        given = self._learner.schemes
+        reason = "as the session says: what adds up in another order is another result"
+        kept = tuple(
+            replace(tensor, scheme=given[tensor.name], reason=f"{given[tensor.name]}: {reason}")
+            for tensor in plan.tensors
+        )
+        return replace(plan, tensors=kept)
+
+
+def _ranks_per_node(options: Options, meeting: Meeting) -> int:
+    """Return how many ranks share each of several nodes; a collective call.
+
+    One where nodes differ, there is one alone, or the options do not go with sums on nodes: each
+    rank is planned for as if it had a port of its own there.
+    """
+    wanted = with_local(replace(options, local=AUTO))
+    layout = agree_on_layout(wanted, meeting, os.environ) if wanted.local == AUTO else None
+    return 1 if layout is None else layout.local_size
+
+
+def log_plan(plan: Plan) -> None:
+    """Tell the logger `gradlane` what was measured, and each choice with its reason."""
+    _log.info(
+        "plan: %d ranks, %s in both directions at once, %.3g ms one way",
+        plan.facts.workers,
+        format_rate(plan.facts.rate_bps),
+        plan.facts.latency_s * 1e3,
+    )
+    for choice in plan.choices:
+        _log.info("plan: %s %s: %s", choice["setting"], shown(choice["value"]), choice["reason"])
+    _log.info("plan: %s", plan.summary)

@@ -1,0 +1,364 @@
+"""Chooses settings by simulating candidates: one setting after another.
+
+Each setting is tried with what was chosen for those before it.
+The base settings are kept unless something is predicted to be faster by more than `TIE`: below
+that the simulator cannot tell them apart. Nothing here is random; with the same budget of frames
+the same candidates are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gradlane.planning.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planning.planner.scheme_search import (
+    OTHER_ORDER,
+    Allowed,
+    SchemeSearch,
+    choose_schemes,
+)
+from gradlane.planning.schemes.layers import Schemes
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.training.node.rules import LEADER, OFF, SHARED
+from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.options import (
+    EXACT_STRATEGIES,
+    RING,
+    SLICE_ELEMS,
+    own_slice_elems,
+    ring_refusal,
+)
+from gradlane.training.options.stragglers import LEAVES_OUT
+from gradlane.training.plans.settings import ClusterFacts, Settings
+
+SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
+"""What is tried beside the base settings: below 50,000 elements, what fills whole frames of the
+usual size with four bytes an element. Sizes between them were measured or simulated slower
+(docs/experiments.md)."""
+FRAMES = (32_768, 131_072, 262_144)
+"""Frames that are tried beside the base settings'. Of send buffers only the transport's own is: the
+simulator knows no queue that overflows, and finds longer ones better than they are
+(docs/simulator.md)."""
+
+_RING_SLICES = (4_096, 8_192, 16_384, 32_768)
+"""Slices of a ring are smaller."""
+
+NODE_RULES = ("p3", "slicing", "wfbp", RING)
+"""Strategies under which the ranks of a node can add up."""
+
+Value = str | int | None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A value of a setting and the step time that it was predicted to give."""
+
+    value: Value
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A value that is predicted to be faster and may not be chosen."""
+
+    value: Value
+    step_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one setting.
+
+    Attributes:
+        setting: its name, a field of `Settings`, or `schemes`.
+        value: what was chosen.
+        base: what it would be without a plan.
+        step_s: predicted step time with `value`.
+        base_step_s: with `base`.
+        tried: everything that was simulated, in the order of values.
+        skipped: values that were not, since there was no time.
+        declined: what is faster and may not be chosen, the fastest first.
+    """
+
+    setting: str
+    value: Value
+    base: Value
+    step_s: float
+    base_step_s: float
+    tried: tuple[Tried, ...]
+    skipped: tuple[Value, ...] = ()
+    declined: tuple[Declined, ...] = ()
+
+    @property
+    def runner_up(self) -> Tried | None:
+        """The fastest of what was not chosen; None if nothing else was tried."""
+        others = [one for one in self.tried if one.value != self.value]
+        return min(others, key=lambda one: one.step_s, default=None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        settings: the best.
+        step_s: predicted step time with them.
+        base_step_s: predicted step time with the base settings.
+        choices: one a setting.
+        schemes: layers whose scheme is not the strategy's.
+        scheme_reasons: why, by layer; of layers without a choice there is none.
+    """
+
+    settings: Settings
+    step_s: float
+    base_step_s: float
+    choices: tuple[Choice, ...]
+    schemes: Schemes = ()
+    scheme_reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def number_of_candidates() -> int:
+    """How many simulations a whole search takes at most, but for those of single layers."""
+    # Full precision and a codec have sizes of their own.
+    return len(EXACT_STRATEGIES) + 2 * (len(SLICES) + len(FRAMES)) + 11
+
+
+def search(
+    profile: Profile,
+    facts: ClusterFacts,
+    base: Settings,
+    *,
+    budget_s: float = 60.0,
+    costs: MachineCosts | None = None,
+    any_rounding: bool = False,
+    on_simulated: Callable[[], None] = lambda: None,
+) -> Found | None:
+    """Choose the settings that are predicted to be fastest.
+
+    Args:
+        profile: what a step computes.
+        facts: the cluster.
+        base: the settings without a plan; its codec is one candidate, full precision the other.
+        budget_s: candidates that would take longer than what is left of it are left out.
+        costs: constants of the cluster's machines in place of the simulator's own.
+        any_rounding: whether gradients may be added up in another order than that of the ranks,
+            round a ring or from factors: results then differ in their last bits.
+        on_simulated: called after each simulation.
+
+    Returns:
+        The choice, or None if not even the base settings can be simulated in time.
+
+    Raises:
+        ValueError: the simulator refuses the profile or the cluster.
+    """
+    simulated = Simulated(profile, facts, budget_s, costs, on_simulated)
+    asked = base.codec
+    if asked is not None:
+        # Nothing is encoded that is not faster for it.
+        base = replace(base, codec=RAW)
+    if facts.ranks_per_node > 1 and base.local is None:
+        base = replace(base, local=OFF)
+    simulated.run([Candidate(base)])
+    base_step_s = simulated.step_s(Candidate(base))
+    if base_step_s is None:
+        return None
+    allowed = Allowed.of(facts, any_rounding, asked)
+    best = Candidate(base)
+    strategy = _choose(simulated, best, "strategy", _strategies(base, facts, allowed))
+    best = _with(best, "strategy", strategy.value)
+    choices = [strategy]
+    reasons: Mapping[str, str] = {}
+    # Where late ranks are left out, only sums on servers go on without them.
+    if not best.settings.adds_up_on_nodes and not facts.leaves_out:
+        schemes = choose_schemes(simulated, profile, facts, best, allowed)
+        choices += _scheme_choice(schemes)
+        best, reasons = schemes.best, schemes.reasons
+        for local in choose_local(simulated, facts, best, any_rounding, asked):
+            choices.append(local)
+            best = _with(best, "local", local.value)
+    encoded = _with(best, "codec", asked)
+    best, tuning = _tuned(simulated, best, base)
+    if asked not in (None, RAW):
+        best, tuning = _encoded_or_not(simulated, encoded, base, best, tuning)
+    choices += tuning
+    step_s = simulated.step_s(best)
+    assert step_s is not None
+    if best.settings.adds_up_on_nodes:
+        # What was said of factors was said of ranks that talk for themselves.
+        reasons = {}
+    return Found(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
+
+
+def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+    if facts.leaves_out:
+        return LEAVES_OUT
+    if base.adds_up_on_nodes:
+        # Whoever pulls from servers does so rank by rank.
+        return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)
+    if base.strategy == RING and allowed.why_no_ring:
+        # Between a ring and servers results differ in the last bits.
+        return (RING,)
+    if allowed.why_no_ring or ring_refusal(Settings.strategy, facts.update):
+        return EXACT_STRATEGIES
+    return (*EXACT_STRATEGIES, RING)
+
+
+def choose_local(
+    simulated: Simulated,
+    facts: ClusterFacts,
+    best: Candidate,
+    any_rounding: bool,
+    codec: str | None,
+) -> list[Choice]:
+    """Choose what the ranks of a node do before anything goes to the network.
+
+    Args:
+        simulated: where candidates are simulated; `best` has been.
+        facts: the cluster.
+        best: what was chosen so far, each rank talking for itself; factors are given up where
+            nodes add up.
+        any_rounding: whether gradients may be added up in another order.
+        codec: one that is asked for, or None.
+
+    Returns:
+        The choice; none where there is nothing to choose.
+    """
+    unable = facts.update == "server" or codec not in (None, RAW)
+    if facts.ranks_per_node == 1 or facts.nodes == 1 or unable:
+        return []
+    if best.settings.strategy not in NODE_RULES:
+        return []
+    choice = _choose(simulated, best, "local", (OFF, LEADER, SHARED))
+    if any_rounding or choice.value == OFF:
+        return [choice]
+    kept = next(one for one in choice.tried if one.value == OFF)
+    faster = sorted(
+        (one for one in choice.tried if one.step_s < kept.step_s * (1.0 - TIE)),
+        key=lambda one: one.step_s,
+    )
+    declined = tuple(Declined(one.value, one.step_s, OTHER_ORDER) for one in faster)
+    return [
+        replace(choice, value=OFF, step_s=kept.step_s, tried=(kept,), declined=declined),
+    ]
+
+
+def _scheme_choice(found: SchemeSearch) -> list[Choice]:
+    """The choice of schemes as a row beside those of settings; none where there was none."""
+    if len(found.tried) < 2 and not found.declined:
+        return []
+    tried = tuple(Tried(label, step_s) for label, step_s in found.tried)
+    return [
+        Choice(
+            "schemes",
+            found.label,
+            found.base_label,
+            found.step_s,
+            found.base_step_s,
+            tried,
+            found.skipped,
+            tuple(Declined(*one) for one in found.declined),
+        )
+    ]
+
+
+def _tuned(simulated: Simulated, best: Candidate, base: Settings) -> tuple[Candidate, list[Choice]]:
+    """Choose the sizes of slices, frames and buffers for a strategy and a codec."""
+    choices = []
+    for setting, values in _sizes(best.settings, base):
+        if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
+            continue
+        choice = _choose(simulated, best, setting, values)
+        choices.append(choice)
+        best = _with(best, setting, choice.value)
+    return best, choices
+
+
+def _encoded_or_not(
+    simulated: Simulated,
+    encoded: Candidate,
+    base: Settings,
+    raw: Candidate,
+    raw_tuning: list[Choice],
+) -> tuple[Candidate, list[Choice]]:
+    """Choose between a codec and full precision, each with the sizes that are best for it.
+
+    Where a port carries less, what a slice or a frame costs a host weighs more.
+    """
+    raw_step_s = simulated.step_s(raw)
+    assert raw_step_s is not None
+    simulated.run([encoded])
+    codec = encoded.settings.codec
+    plain = Tried(RAW, raw_step_s)
+    if simulated.step_s(encoded) is None:
+        choice = Choice("codec", RAW, RAW, raw_step_s, raw_step_s, (plain,), (codec,))
+        return raw, [*raw_tuning, choice]
+    best, tuning = _tuned(simulated, encoded, base)
+    step_s = simulated.step_s(best)
+    assert step_s is not None
+    tried = (plain, Tried(codec, step_s))
+    if step_s < raw_step_s * (1.0 - TIE):
+        return best, [*tuning, Choice("codec", codec, RAW, step_s, raw_step_s, tried)]
+    return raw, [*raw_tuning, Choice("codec", RAW, RAW, raw_step_s, raw_step_s, tried)]
+
+
+def _sizes(settings: Settings, base: Settings) -> list[tuple[str, Sequence[Value]]]:
+    slices = [base.slice_elems_in_force, *SLICES]
+    if settings.strategy == RING:
+        most = own_slice_elems(RING, encoded=settings.codec not in (None, RAW))
+        assert most is not None
+        slices = [min(elems, most) for elems in (*_RING_SLICES, *slices) if elems is not None]
+    return [
+        ("slice_elems", sorted({value for value in slices if value is not None})),
+        ("frame_bytes", sorted({base.frame_bytes, *FRAMES})),
+        ("send_buffer_bytes", sorted({base.send_buffer_bytes, 0})),
+    ]
+
+
+def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
+    changes: dict[str, Any] = {setting: value}
+    if setting == "strategy" and value != candidate.settings.strategy:
+        # Each strategy has a slice size of its own.
+        changes["slice_elems"] = None
+    if setting == "local" and value != OFF:
+        candidate = candidate._replace(schemes=())
+    return candidate._replace(settings=replace(candidate.settings, **changes))
+
+
+def _choose(simulated: Simulated, best: Candidate, setting: str, values: Sequence[Value]) -> Choice:
+    """Choose the value of one setting, all others being as in `best`."""
+    kept = getattr(best.settings, setting)
+    if setting == "slice_elems":
+        kept = best.settings.slice_elems_in_force
+        values = sorted({*values, kept})  # type: ignore[type-var]
+    candidates = {value: _with(best, setting, value) for value in values}
+    simulated.run(list(candidates.values()))
+    tried, skipped = [], []
+    for value, candidate in candidates.items():
+        step_s = simulated.step_s(candidate)
+        if step_s is None:
+            skipped.append(value)
+        else:
+            tried.append(Tried(value, step_s))
+    kept_step_s = simulated.step_s(best)
+    assert kept_step_s is not None
+    fastest = min(tried, key=lambda one: one.step_s, default=Tried(kept, kept_step_s))
+    chosen = Tried(kept, kept_step_s)
+    if fastest.step_s < kept_step_s * (1.0 - TIE):
+        # Of what is as fast, the one nearest to what was there.
+        as_fast = [one for one in tried if one.step_s <= fastest.step_s * (1.0 + TIE / 4)]
+        chosen = min(as_fast, key=lambda one: _distance(one.value, kept))
+    return Choice(
+        setting, chosen.value, kept, chosen.step_s, kept_step_s, tuple(tried), tuple(skipped)
+    )
+
+
+def _distance(value: Value, kept: Value) -> float:
+    if isinstance(value, int) and isinstance(kept, int):
+        return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
+    # What adds up in another order comes last.
+    order = (*EXACT_STRATEGIES, RING, OFF, LEADER, SHARED)
+    return float(order.index(str(value))) if value in order else 0.0

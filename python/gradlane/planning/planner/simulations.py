@@ -1,0 +1,96 @@
+"""One simulation of a profile on a cluster with some settings, and what it costs."""
+
+from __future__ import annotations
+
+import math
+
+from gradlane.planning.schemes.layers import Schemes, simulated_schemes
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
+from gradlane.training.node.rules import AUTO, LEADER, OFF
+from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.frames import frame_count
+from gradlane.training.plans.settings import ClusterFacts, Settings
+
+_WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
+"""What a connection holds over the send buffer asked for: the kernel doubles it, less its books."""
+_LATE_STEPS = 16
+"""Deadlines begin after five steps."""
+
+
+def predict_step_s(
+    profile: Profile,
+    facts: ClusterFacts,
+    settings: Settings,
+    costs: MachineCosts | None = None,
+    schemes: Schemes = (),
+) -> float:
+    """Simulate a cluster with some settings and return the time of a step, in seconds.
+
+    Args:
+        profile: what a step computes.
+        facts: the cluster.
+        settings: of the engine.
+        costs: constants of its machines in place of the simulator's own.
+        schemes: layers whose scheme is not the strategy's.
+
+    Raises:
+        ValueError: the simulator refuses the profile or the settings; the text names the field.
+    """
+    cluster = Cluster(
+        workers=facts.workers,
+        rate_bps=facts.rate_bps,
+        servers=facts.servers,
+        serving=facts.serving,
+        strategy=settings.strategy,
+        latency_s=facts.latency_s,
+        slice_elems=settings.slice_elems,
+        codec=settings.codec or RAW,
+        schemes=schemes,
+        ranks_per_node=facts.ranks_per_node,
+        # What a session makes of it where nodes have several ranks.
+        local=LEADER if settings.local == AUTO else settings.local or OFF,
+        stragglers=facts.stragglers,
+        steps=_steps(facts),
+        costs=costs or MachineCosts(),
+    )
+    scenario = scenario_of(profile, cluster)
+    scenario["frame_bytes"] = settings.frame_bytes
+    scenario["update"] = facts.update
+    window_bytes = round(settings.send_buffer_bytes * _WINDOW_PER_BUFFER_BYTE)
+    scenario["network"]["send_buffer_bytes"] = window_bytes
+    report = run_scenario(scenario)["report"]
+    late = report.get("stragglers")
+    return float(report["step_s"] if late is None else late["others_step_s_mean"])
+
+
+def _steps(facts: ClusterFacts) -> int:
+    """How many steps are simulated: more where who is late is decided by those before."""
+    return _LATE_STEPS if facts.leaves_out else Cluster.steps
+
+
+def simulated_frames(
+    profile: Profile, facts: ClusterFacts, settings: Settings, schemes: Schemes = ()
+) -> int:
+    """Return about how many frames a simulation of these has to move: what it costs."""
+    split = settings.slice_elems_in_force
+    frames = 0
+    factored = {
+        name: scheme["block_bytes"]
+        for name, scheme in simulated_schemes(profile, schemes, facts.workers).items()
+        if "block_bytes" in scheme
+    }
+    for tensor in profile.tensors:
+        if tensor.name in factored:
+            # They travel to every other rank, and no result comes back.
+            frames += math.ceil(frame_count(factored[tensor.name], settings.frame_bytes) / 2)
+            continue
+        elems = min(
+            split or math.ceil(tensor.numel / facts.owners),
+            max(1, tensor.numel),
+        )
+        slices = math.ceil(max(1, tensor.numel) / elems)
+        slice_bytes = max(1.0, tensor.size_bytes / slices)
+        frames += slices * frame_count(slice_bytes, settings.frame_bytes)
+    return _steps(facts) * 2 * (facts.workers - 1) * frames

@@ -1,0 +1,292 @@
+"""Measures the links between the ranks of a real cluster: plain TCP streams and round trips.
+
+All ranks take part, in phases that begin and end together: round trips between pairs; a stream
+around all ranks, so that every port sends and receives at once; streams in one direction at a
+time. Rank 0 hears of every phase's end from every rank and lets the next one begin; who fails
+tells it, and all ranks raise the same error. Every wait has an end.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradlane.errors import RendezvousError
+from gradlane.planning.probe.streams import Node, StreamError
+from gradlane.training.connection import Surroundings, listening_hosts
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload of a full TCP segment over its bytes on an Ethernet."""
+_ROUND_TRIPS = 20
+_DISTANCES_MOST = 4
+
+
+@dataclass(frozen=True)
+class PortFigures:
+    """What one rank's port was measured to carry.
+
+    Attributes:
+        rank: whose.
+        send_bps: payload bits a second out while nothing comes in; None if it was not measured.
+        receive_bps: in while nothing goes out; None if it was not measured.
+        both_send_bps: out while as much comes in.
+        both_receive_bps: in while as much goes out.
+    """
+
+    rank: int
+    send_bps: float | None
+    receive_bps: float | None
+    both_send_bps: float
+    both_receive_bps: float
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Time to a rank and back, without other traffic: the median of some."""
+
+    rank: int
+    peer: int
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """What was measured between all ranks.
+
+    Attributes:
+        workers: number of ranks.
+        window_s: seconds that each stream was measured for.
+        ports: one a rank, in their order; empty with one rank.
+        round_trips: some pairs; empty with one rank.
+    """
+
+    workers: int
+    window_s: float
+    ports: tuple[PortFigures, ...] = field(default=())
+    round_trips: tuple[RoundTrip, ...] = field(default=())
+
+    @property
+    def rate_bps(self) -> float:
+        """Rate of the slowest port in both directions at once, headers of packets included."""
+        goodput_bps = min(min(port.both_send_bps, port.both_receive_bps) for port in self.ports)
+        return goodput_bps / PAYLOAD_SHARE
+
+    @property
+    def latency_s(self) -> float:
+        """One-way time between two ranks: half the median round trip."""
+        return statistics.median(pair.round_trip_s for pair in self.round_trips) / 2.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything with the units in the keys."""
+        figures: dict[str, Any] = {"workers": self.workers, "window_s": self.window_s}
+        if self.ports:
+            figures |= {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+        return {
+            **figures,
+            "ports": [asdict(port) for port in self.ports],
+            "round_trips": [asdict(pair) for pair in self.round_trips],
+        }
+
+
+def probe(
+    around: Surroundings,
+    meeting: Meeting,
+    *,
+    window_s: float = 1.0,
+    directions: bool = True,
+    on_phase: Callable[[str], None] = lambda text: None,
+) -> LinkReport:
+    """Measure bandwidth and latency between all ranks; a collective call.
+
+    Args:
+        around: what the session gives: this rank's place, and which addresses to listen on.
+        meeting: where the ranks agree; for this alone.
+        window_s: seconds that each stream is measured for; before it, it has a quarter of that
+            to find its rate.
+        directions: whether ports are also measured in one direction at a time.
+        on_phase: told what is measured next.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        ValueError: the window is not 0.05 to 60 seconds.
+        RendezvousError: a rank did not appear, or two cannot reach each other; on every rank.
+    """
+    if not 0.05 <= window_s <= 60.0:
+        raise ValueError(f"window_s is {window_s}; use 0.05 to 60 seconds")
+    place = meeting.place
+    if place.world_size == 1:
+        return LinkReport(1, window_s)
+    hosts, advertised = listening_hosts(around)
+    secret = meeting.secret(around.secret)
+    try:
+        node = Node(place.rank, hosts, around.options.ports, secret, window_s)
+    except OSError as error:
+        raise RendezvousError(f"rank {place.rank} {error}: give interface= or ports=") from error
+    with node:
+        peers = meeting.exchange_addresses(advertised or node.host, node.port)
+        phases = _Phases(meeting, node, peers, on_phase)
+        round_trips = _measure_round_trips(phases)
+        both = phases.run("both directions at once", _ring(place.world_size, 1))
+        one_way: list[dict[int, float]] = []
+        if directions:
+            for number, pairs in enumerate(_one_way_pairs(place.world_size)):
+                one_way.append(phases.run(f"one direction, part {number + 1}", pairs))
+        own = {
+            "round_trips": round_trips,
+            "both": both,
+            "one_way": one_way,
+        }
+        return _report(phases.gather(own), place.world_size, window_s)
+
+
+class _Phases:
+    """Phases that all ranks begin and end together."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        node: Node,
+        peers: Sequence[str],
+        on_phase: Callable[[str], None],
+    ) -> None:
+        self._meeting = meeting
+        self._node = node
+        self._peers = peers
+        self._on_phase = on_phase
+        self._number = 0
+
+    @property
+    def rank(self) -> int:
+        return self._meeting.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._meeting.place.world_size
+
+    def run(self, what: str, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
+        """Stream from the first to the second rank of each pair; returns what came in here.
+
+        Returns:
+            Payload bits a second by sending rank.
+        """
+        self._on_phase(what)
+        sends = [other for rank, other in pairs if rank == self.rank]
+        receives = [rank for rank, other in pairs if other == self.rank]
+        # Connections are made in one phase and used in the next: nobody waits in its stream.
+        self.together(what, lambda: self._node.connect(self._peers, sends, receives))
+        rates: dict[int, float] = self.together(what, self._node.stream)
+        return rates
+
+    def round_trips(self, distance: int) -> float:
+        """Measure the time to the rank at a distance and back, in seconds."""
+        pairs = _ring(self.world_size, distance)
+        sends = [other for rank, other in pairs if rank == self.rank]
+        receives = [rank for rank, other in pairs if other == self.rank]
+        what = f"round trips over {distance}"
+        self._on_phase(what)
+        self.together(what, lambda: self._node.connect(self._peers, sends, receives))
+        times: list[float] = self.together(what, lambda: self._node.echo(_ROUND_TRIPS))
+        return statistics.median(times)
+
+    def together(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do this rank's part, and wait until all have done theirs.
+
+        Raises:
+            RendezvousError: some rank failed; the same text on every rank.
+        """
+        result, failure = None, ""
+        try:
+            result = work()
+        except (OSError, StreamError) as error:
+            failure = f"rank {self.rank}, measuring {what}: {error}"
+        self._number += 1
+        meeting, number = self._meeting, self._number
+        if self.rank == 0:
+            failures = [failure]
+            for other in range(1, self.world_size):
+                failures.append(meeting.get(f"done/{number}/{other}", other).decode())
+            meeting.put(f"go/{number}", next((text for text in failures if text), "ok"))
+        else:
+            meeting.put(f"done/{number}/{self.rank}", failure)
+        verdict = meeting.get(f"go/{number}", 0).decode()
+        if verdict != "ok":
+            raise RendezvousError(
+                f"{verdict}; check the firewall between the ranks, or give interface= or "
+                "advertise= (GRADLANE_INTERFACE)"
+            )
+        return result
+
+    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange what each rank has measured."""
+        self._meeting.put(f"measured/{self.rank}", json.dumps(own))
+        told = [
+            json.loads(self._meeting.get(f"measured/{rank}", rank))
+            for rank in range(self.world_size)
+        ]
+        # Rank 0 may host the store: it stays until everyone has read.
+        self._meeting.put(f"left/{self.rank}", "")
+        if self.rank == 0:
+            for rank in range(self.world_size):
+                self._meeting.get(f"left/{rank}", rank)
+        return told
+
+
+def _measure_round_trips(phases: _Phases) -> dict[int, float]:
+    """Round trips to a few ranks, by their number."""
+    world_size = phases.world_size
+    distances = range(1, world_size // 2 + 1)
+    if len(distances) > _DISTANCES_MOST:
+        step = (len(distances) - 1) / (_DISTANCES_MOST - 1)
+        distances = [1 + round(index * step) for index in range(_DISTANCES_MOST)]  # type: ignore[assignment]
+    return {
+        (phases.rank + distance) % world_size: phases.round_trips(distance)
+        for distance in distances
+    }
+
+
+def _ring(world_size: int, distance: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + distance) % world_size) for rank in range(world_size)]
+
+
+def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
+    """Phases in which no rank is in two pairs, and which have each rank send and receive once."""
+    even = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]
+    phases = [even, [(other, rank) for rank, other in even]]
+    if world_size % 2:
+        last = [(world_size - 1, 0)]
+        phases += [last, [(other, rank) for rank, other in last]]
+    return phases
+
+
+def _report(told: Sequence[dict[str, Any]], workers: int, window_s: float) -> LinkReport:
+    """Put together what the ranks have measured, each at its receiving end."""
+    both_in = [next(iter(one["both"].values())) for one in told]
+    sent: dict[int, list[float]] = {}
+    received: dict[int, list[float]] = {}
+    for rank, one in enumerate(told):
+        for phase in one["one_way"]:
+            for sender, rate_bps in phase.items():
+                received.setdefault(rank, []).append(rate_bps)
+                sent.setdefault(int(sender), []).append(rate_bps)
+    ports = tuple(
+        PortFigures(
+            rank=rank,
+            send_bps=max(sent.get(rank, ()), default=None),
+            receive_bps=max(received.get(rank, ()), default=None),
+            both_send_bps=both_in[(rank + 1) % workers],
+            both_receive_bps=both_in[rank],
+        )
+        for rank in range(workers)
+    )
+    round_trips = tuple(
+        RoundTrip(rank, int(peer), round_trip_s)
+        for rank, one in enumerate(told)
+        for peer, round_trip_s in one["round_trips"].items()
+    )
+    return LinkReport(workers, window_s, ports, round_trips)

@@ -1,0 +1,280 @@
+"""One rank's end of the streams that `links` measures with: sockets, all of them with an end.
+
+A connection says who it is with a keyed hash, so that a stranger's counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import select
+import selectors
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from gradlane.formats.untrusted import EscapedError
+from gradlane.planning.probe.stream import part_rates, receive_until, send_until
+
+CONNECT_TIMEOUT_S = 10.0
+_TOKEN_BYTES = 32
+_CALLERS_MAX = 64
+_RAMP_SHARE = 0.25
+_LEAD_S = 0.02
+_ECHO_TIMEOUT_S = 5.0
+_PART_SHARE = 0.1
+
+
+class StreamError(EscapedError):
+    """A connection could not be made or used; the text names the peer and its address."""
+
+
+class Node:
+    """A rank's listening socket, and the connections of the phase that is under way."""
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        ports: tuple[int, int] | None,
+        secret: bytes,
+        window_s: float,
+    ) -> None:
+        """Listen.
+
+        Args:
+            rank: this rank.
+            hosts: addresses to try to listen on.
+            ports: lowest and highest port, or None for any.
+            secret: what all ranks know.
+            window_s: seconds that a stream is measured for.
+
+        Raises:
+            OSError: none of the addresses and ports is free.
+        """
+        self._rank = rank
+        self._secret = secret
+        self._window_s = window_s
+        self._listener = _listen(hosts, ports)
+        self._listener.setblocking(False)
+        self.host: str = self._listener.getsockname()[0]
+        self.port: int = self._listener.getsockname()[1]
+        self._sending: list[socket.socket] = []
+        self._receiving: dict[int, socket.socket] = {}
+
+    def __enter__(self) -> Node:
+        """Return the node itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close everything."""
+        self._close_all()
+        self._listener.close()
+
+    def connect(self, peers: Sequence[str], sends: Sequence[int], receives: Sequence[int]) -> None:
+        """Connect to the ranks that this one sends to, and be connected to by the others.
+
+        Args:
+            peers: every rank's `host:port`.
+            sends: ranks to connect to.
+            receives: ranks that connect to this one.
+
+        Raises:
+            StreamError: one cannot be reached, or did not come.
+        """
+        self._close_all()
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        for rank in sends:
+            self._sending.append(self._call(rank, peers[rank], deadline_s))
+        expected = {_token(self._secret, rank, self._rank): rank for rank in receives}
+        callers: dict[socket.socket, bytes] = {}
+        try:
+            while expected:
+                self._hear(callers, expected, deadline_s)
+        finally:
+            for caller in callers:
+                caller.close()
+
+    def stream(self) -> dict[int, float]:
+        """Send and receive at full rate; returns payload bits a second by sending rank.
+
+        Raises:
+            StreamError: nothing arrived.
+        """
+        ramp_s = _RAMP_SHARE * self._window_s
+        start_s = time.monotonic() + _LEAD_S
+        close_s = start_s + ramp_s + self._window_s
+        # Senders go on a little, so that no receiver's window sees their end.
+        senders = [
+            threading.Thread(target=send_until, args=(one, close_s + 0.1)) for one in self._sending
+        ]
+        rates: dict[int, float] = {}
+        for sender in senders:
+            sender.start()
+        try:
+            for rank, connection in self._receiving.items():
+                connection.settimeout(ramp_s + self._window_s + _ECHO_TIMEOUT_S)
+                rates[rank] = self._receive(connection, rank, ramp_s)
+        finally:
+            for connection in self._receiving.values():
+                connection.close()
+            for sender in senders:
+                sender.join()
+            self._close_all()
+        return rates
+
+    def echo(self, count: int) -> list[float]:
+        """Send a byte to and fro with the rank that this one has called; returns the times.
+
+        Raises:
+            StreamError: the other rank does not answer.
+        """
+        for connection in (*self._sending, *self._receiving.values()):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_ECHO_TIMEOUT_S)
+        answering = threading.Thread(target=_answer, args=(list(self._receiving.values()), count))
+        answering.start()
+        times = []
+        try:
+            for connection in self._sending:
+                for _ in range(count):
+                    start_s = time.perf_counter()
+                    connection.sendall(b"?")
+                    if connection.recv(1) != b"!":
+                        raise StreamError("the other end of a round trip closed the connection")
+                    times.append(time.perf_counter() - start_s)
+        except TimeoutError as error:
+            raise StreamError(f"no answer to a byte in {_ECHO_TIMEOUT_S:g} s") from error
+        finally:
+            answering.join()
+            self._close_all()
+        return times
+
+    def _receive(self, connection: socket.socket, rank: int, ramp_s: float) -> float:
+        # The clocks of two machines have nothing in common: the window opens when bytes arrive.
+        ready, _, _ = select.select([connection], [], [], CONNECT_TIMEOUT_S)
+        if not ready:
+            raise StreamError(f"nothing came from rank {rank} in {CONNECT_TIMEOUT_S:g} s")
+        open_s = time.monotonic() + ramp_s
+        close_s = open_s + self._window_s
+        arrivals = receive_until(connection, close_s)
+        rates_bps = part_rates(arrivals, open_s, close_s, _PART_SHARE * self._window_s)
+        if not rates_bps or max(rates_bps) == 0:
+            raise StreamError(f"the stream from rank {rank} broke off")
+        return statistics.median(rates_bps)
+
+    def _call(self, rank: int, address: str, deadline_s: float) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            left_s = max(0.1, deadline_s - time.monotonic())
+            connection = socket.create_connection((host, int(port)), timeout=left_s)
+            connection.sendall(_token(self._secret, self._rank, rank))
+        except OSError as error:
+            raise StreamError(f"rank {rank} at {address} cannot be reached ({error})") from error
+        return connection
+
+    def _hear(
+        self, callers: dict[socket.socket, bytes], expected: dict[bytes, int], deadline_s: float
+    ) -> None:
+        """Hear all callers at once, as long as there is something to hear and one is missing.
+
+        Args:
+            callers: what each has said so far, the first caller first.
+            expected: ranks that are missing, by what they will say.
+            deadline_s: one for all of them, on the clock of `time.monotonic`.
+
+        Raises:
+            StreamError: a rank did not come in time.
+        """
+        with selectors.DefaultSelector() as selector:
+            for connection in (self._listener, *callers):
+                selector.register(connection, selectors.EVENT_READ)
+            left_s = deadline_s - time.monotonic()
+            ready = selector.select(max(0.0, left_s))
+        if not ready or left_s <= 0:
+            raise StreamError(
+                f"rank {min(expected.values())} did not connect to {self.host}:{self.port} in "
+                f"{CONNECT_TIMEOUT_S:g} s"
+            )
+        for key, _ in ready:
+            speaker = key.fileobj
+            assert isinstance(speaker, socket.socket)
+            if speaker is self._listener:
+                # The caller may be gone by now.
+                with contextlib.suppress(BlockingIOError):
+                    caller, _ = self._listener.accept()
+                    caller.setblocking(False)
+                    callers[caller] = b""
+            elif speaker in callers:
+                self._read(speaker, callers, expected)
+        if len(callers) > _CALLERS_MAX:
+            # A rank speaks at once: the first caller that has not is none.
+            first = next(iter(callers))
+            del callers[first]
+            first.close()
+
+    def _read(
+        self,
+        connection: socket.socket,
+        callers: dict[socket.socket, bytes],
+        expected: dict[bytes, int],
+    ) -> None:
+        """Read on; keep a rank that has said who it is, and hang up on whoever is none."""
+        said = callers.pop(connection)
+        try:
+            part = connection.recv(_TOKEN_BYTES - len(said))
+        except OSError:
+            part = b""
+        said += part
+        if part and len(said) < _TOKEN_BYTES:
+            callers[connection] = said
+            return
+        for token, rank in expected.items():
+            if hmac.compare_digest(token, said):
+                del expected[token]
+                connection.setblocking(True)
+                self._receiving[rank] = connection
+                return
+        connection.close()
+
+    def _close_all(self) -> None:
+        for connection in (*self._sending, *self._receiving.values()):
+            connection.close()
+        self._sending.clear()
+        self._receiving.clear()
+
+
+def _token(secret: bytes, caller: int, called: int) -> bytes:
+    return hmac.new(secret, f"gradlane probe {caller} {called}".encode(), hashlib.sha256).digest()
+
+
+def _answer(connections: Sequence[socket.socket], count: int) -> None:
+    """Send a byte back for each that comes."""
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                if not connection.recv(1):
+                    break
+                connection.sendall(b"!")
+
+
+def _listen(hosts: Sequence[str], ports: tuple[int, int] | None) -> socket.socket:
+    last: OSError | None = None
+    for host in hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for port in range(ports[0], ports[1] + 1) if ports else (0,):
+            try:
+                return socket.create_server((host, port), family=family)
+            except OSError as error:
+                last = error
+    raise OSError(f"cannot listen on {', '.join(hosts)}: {last}")

@@ -1,0 +1,375 @@
+"""Records training steps of a model: what they compute, and when gradients are there and needed.
+
+Hooks note moments on a tape and do nothing else. A forward inside backward (activation
+checkpointing) is not forward and leaves no mark. Inside compiled code no marks are made: a
+compiled module is seen from outside, and the hooks of its gradients are.
+
+On a model that a gradlane session has prepared, the waits for other ranks are on the tape, too,
+and are taken out: the profile says what the compute takes alone. What the session computes by
+itself (updates as gradients arrive) stays in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradlane.formats.profile import Profile, ProfileError, ProfileModule, ProfileTensor
+from gradlane.planning.profiler.nested import samples_in
+from gradlane.planning.profiler.rows import RowCounts, RowMark, has_rows
+from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
+from gradlane.planning.profiler.timeline import Steps, read_step
+from gradlane.training.model.compiled import is_tracing
+from gradlane.training.rendezvous.wait_notifier import PAUSE
+
+STEPS_MAX = 200
+"""Steps that are kept; older ones are forgotten."""
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float64: "f64",
+    torch.complex64: "f32",
+    torch.complex128: "f64",
+}
+"""Element types of gradients, as profiles name them; complex numbers are pairs."""
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside of backward. Asked for each mark, so without another function around it."""
+
+
+class Recorder:
+    """Records what one model computes in the steps between `begin_step` and `end_step`.
+
+    ::
+
+        recorder = Recorder(model)
+        recorder.attach()
+        for batch in batches:
+            recorder.begin_step()
+            loss_fn(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.end_step()
+        recorder.detach()
+        recorder.profile("my model").save("profile.json")
+    """
+
+    def __init__(
+        self, model: nn.Module, *, batch_size: int | None = None, clock: Clock | None = None
+    ) -> None:
+        """Record `model`, once attached.
+
+        Args:
+            model: any module; all of its trained parameters on the CPU, or on one CUDA device.
+            batch_size: samples in a step of this rank. None: the first dimension of the first
+                tensor that the model is called with, summed over the calls of a step.
+            clock: where moments are read from; None: the model's device.
+
+        Raises:
+            ValueError: no parameter is trained, or they are on several devices or of a dtype that
+                has no gradients to average.
+        """
+        self.model = model
+        parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.numel() > 0
+        }
+        _check(parameters)
+        self._parameters = parameters
+        self._modules = dict(model.named_modules())
+        device = next(iter(parameters.values())).device
+        self._device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        if clock is None:
+            clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._tape = Tape(clock)
+        self._batch_size = batch_size
+        self._samples = _SampleCount(self._tape)
+        self._rows = RowCounts()
+        self._handles: list[Any] = []
+        self._steps: deque[list[Mark]] = deque(maxlen=STEPS_MAX)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a step; None where nobody said and the model's inputs do not tell."""
+        return self._batch_size or self._samples.in_step
+
+    @property
+    def recorded_steps(self) -> int:
+        """Number of steps that were recorded and are kept."""
+        return len(self._steps)
+
+    def attach(self) -> None:
+        """Hang the hooks onto the model.
+
+        Raises:
+            RuntimeError: they are on it already.
+        """
+        if self._handles:
+            raise RuntimeError("this recorder is attached already: call detach() first")
+        number = {id(module): index for index, module in enumerate(self._modules.values())}
+        for module in _seen_from_outside(self.model):
+            code = 2 * number[id(module)]
+            # Scripted modules run hooks, but refuse to have any registered by their own method.
+            self._handles += [
+                nn.Module.register_forward_pre_hook(
+                    module, _ForwardMark(self._tape, code), prepend=True
+                ),
+                nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
+            ]
+            if has_rows(module):
+                rows = RowMark(self._rows)
+                self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
+        self._handles.append(
+            nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
+        )
+        for index, parameter in enumerate(self._parameters.values()):
+            code = 2 * len(self._modules) + index
+            mark = _GradientMark(self._tape, code)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
+        PAUSE.observe(self._tape)
+
+    def detach(self) -> None:
+        """Take the hooks off; a step under way is forgotten. What was recorded stays."""
+        if self._tape.runs:
+            self._tape.end()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        PAUSE.forget(self._tape)
+
+    def begin_step(self) -> None:
+        """Begin to record a step: before the batch is fetched, if that shall count.
+
+        Raises:
+            RuntimeError: not attached, or a step is being recorded.
+        """
+        if not self._handles:
+            raise RuntimeError("begin_step() on a recorder without hooks: call attach() first")
+        if self._tape.runs:
+            raise RuntimeError("begin_step() inside a step: call end_step() first")
+        self._samples.begin()
+        self._rows.begin()
+        self._tape.begin()
+
+    def end_step(self) -> None:
+        """End the step and keep it; steps without any gradient do not count.
+
+        Raises:
+            RuntimeError: no step is being recorded.
+        """
+        if not self._tape.runs:
+            raise RuntimeError("end_step() without a step: call begin_step() first")
+        self._steps.append(self._tape.end())
+        self._samples.end()
+        self._rows.end()
+
+    def profile(self, model_name: str) -> Profile:
+        """Return the medians over the recorded steps. On CUDA, waits until the device is done.
+
+        Args:
+            model_name: for people.
+
+        Raises:
+            ProfileError: no step with a gradient was recorded.
+        """
+        count = len(self._modules)
+        clock = self._tape.clock
+        steps = Steps(read_step(clock.seconds(marks), count) for marks in self._steps)
+        if not len(steps):
+            raise ProfileError(
+                f"nothing was recorded of {model_name!r}: no step between begin_step() and "
+                f"end_step() had a backward that reached its parameters ({len(self._steps)} steps)"
+            )
+        batch = steps.batch()
+        compute_s = batch.median_s
+        forward_s = min(steps.forward_s(), compute_s)
+        return Profile(
+            model=model_name,
+            batch_size=self.batch_size or 1,
+            forward_s=forward_s,
+            compute_s=compute_s,
+            tensors=tuple(self._tensors(steps, forward_s, compute_s)),
+            device=self._device,
+            batch=batch,
+            modules=tuple(
+                ProfileModule(name, type(module).__name__, steps.calls(index))
+                for index, (name, module) in enumerate(self._modules.items())
+                if steps.start_s(index) is not None
+            ),
+        )
+
+    def _tensors(self, steps: Steps, forward_s: float, compute_s: float) -> list[ProfileTensor]:
+        needs_s, around_s, layers = self._needs(steps)
+        tensors = []
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            # That there is no gradient is known when the step is over, and nobody waits for it.
+            ready_s = steps.ready_s(index)
+            need_s = needs_s.get(id(parameter))
+            if need_s is None:
+                need_s = forward_s if ready_s is None else around_s[id(parameter)]
+            owner = layers[id(parameter)]
+            shape = tuple(parameter.shape) + ((2,) if parameter.is_complex() else ())
+            # Medians of different steps may lie a little beyond each other.
+            tensors.append(
+                ProfileTensor(
+                    name=name,
+                    shape=shape,
+                    dtype=_DTYPES[parameter.dtype],
+                    need_s=min(max(need_s, 0.0), forward_s),
+                    ready_s=min(
+                        max(compute_s if ready_s is None else ready_s, forward_s), compute_s
+                    ),
+                    layer=getattr(owner, "stands_for", type(owner).__name__),
+                    rows=self._rows.rows_of(owner, parameter) if len(shape) == 2 else None,
+                    gradients=steps.gradients(index),
+                )
+            )
+        return tensors
+
+    def _needs(
+        self, steps: Steps
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
+        """When forward first needs each parameter, and its layer, by `id`.
+
+        Returns:
+            When a module that owns the parameter is first called, if ever; when the nearest module
+            around one is, for parameters that are used without calling their module (attention
+            does so with its output projection; it may need them a little later); and layers.
+        """
+        starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
+        needs_s: dict[int, float] = {}
+        around_s: dict[int, float] = {}
+        layers: dict[int, nn.Module] = {}
+        for name, module in self._modules.items():
+            start_s = starts_s[name]
+            outer_s = _start_around(name, starts_s)
+            for _, parameter in module.named_parameters(recurse=False):
+                key = id(parameter)
+                layers.setdefault(key, module)
+                around_s[key] = min(around_s.get(key, outer_s), outer_s)
+                if start_s is not None:
+                    needs_s[key] = min(needs_s.get(key, start_s), start_s)
+        return needs_s, around_s, layers
+
+
+def _start_around(name: str, starts_s: Mapping[str, float | None]) -> float:
+    while True:
+        start_s = starts_s.get(name)
+        if start_s is not None:
+            return start_s
+        if not name:
+            return 0.0
+        name = name.rpartition(".")[0]
+
+
+def _check(parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise ValueError("the model has no trained parameter (requires_grad=True) to profile")
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's parameters are on {', '.join(devices)}: one device has no common time "
+            "with another, so a model on several cannot be profiled"
+        )
+    for name, parameter in parameters.items():
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(
+                f"parameter {name!r} has dtype {parameter.dtype}, which cannot be averaged; "
+                f"supported are {', '.join(map(str, _DTYPES))}"
+            )
+
+
+def _seen_from_outside(module: nn.Module) -> list[nn.Module]:
+    """List a module and all in it, but none inside compiled code: hooks would cut that up."""
+    found: dict[int, nn.Module] = {}
+
+    def add(one: nn.Module) -> None:
+        if id(one) not in found:
+            found[id(one)] = one
+            compiled = hasattr(one, "_orig_mod") or one._compiled_call_impl is not None
+            for child in () if compiled else one.children():
+                add(child)
+
+    add(module)
+    return list(found.values())
+
+
+class _ForwardMark:
+    """Hook: a module's forward begins or ends."""
+
+    __slots__ = ("_code", "_tape")
+
+    def __init__(self, tape: Tape, code: int) -> None:
+        self._tape = tape
+        self._code = code
+
+    def __call__(self, *_: Any) -> None:
+        if is_tracing() or _graph_task() != -1:
+            return
+        tape = self._tape
+        tape.append((self._code, tape.now()))
+
+    def __reduce__(self) -> Any:
+        """Copies of the model are not recorded."""
+        return _no_hook, ()
+
+
+class _GradientMark:
+    """Hook: a part of a parameter's gradient is there."""
+
+    __slots__ = ("_code", "_tape")
+
+    def __init__(self, tape: Tape, code: int) -> None:
+        self._tape = tape
+        self._code = code
+
+    def __call__(self, parameter: Tensor) -> None:
+        tape = self._tape
+        tape.append((self._code, tape.now()))
+
+    def __reduce__(self) -> Any:
+        """Copies of the model are not recorded."""
+        return _no_hook, ()
+
+
+class _SampleCount:
+    """Hook of the whole model: counts samples, and notes evaluations."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._samples = 0
+        self.in_step: int | None = None
+        """Samples in the last step that had any."""
+
+    def begin(self) -> None:
+        self._samples = 0
+
+    def end(self) -> None:
+        if self._samples:
+            self.in_step = self._samples
+
+    def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        if not self._tape.runs or is_tracing() or _graph_task() != -1:
+            return
+        if not module.training:
+            self._tape.append((EVALUATION, self._tape.now()))
+        elif torch.is_grad_enabled():
+            self._samples += samples_in((arguments, keywords)) or 0
+
+    def __reduce__(self) -> Any:
+        """Copies of the model are not recorded."""
+        return _no_hook, ()
+
+
+def _hook_of_nobody(*_: Any) -> None:
+    return None
+
+
+def _no_hook() -> Callable[..., None]:
+    return _hook_of_nobody

@@ -1,0 +1,350 @@
+"""Records a training script that knows nothing of it.
+
+Optimizers tell where steps end: torch calls global hooks after every `optimizer.step()`. During the
+first step, torch's global forward hooks show which modules are called from outside; those that
+own parameters of an optimizer are the model. From then on only the model's own hooks are left, so
+that what is recorded is not slowed down by hooks on everything. (Walking the heap for modules would
+find models that are never called, and cannot tell a model from what it is a part of.)
+
+A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer: the
+next batch, forward, backward, however often, and the steps of other optimizers. Not seen are
+optimizers that are none of torch's, models that are called inside compiled functions only, and
+parameters that no called module owns; `Found` says so.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradlane.formats.profile import ProfileError
+from gradlane.planning.profiler.nested import with_tensors
+from gradlane.planning.profiler.operations import backward_of
+from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
+from gradlane.training.model.forward_order import inside_backward
+
+CALLS_STEP = 2
+"""The step whose calls of the model are kept, after the one that finds it."""
+WARMUP_MIN = 2
+"""Least number of steps before the recorded ones: the model is found in them."""
+
+
+@dataclass
+class Found:
+    """What was found in a script, and what could not be seen."""
+
+    model: nn.Module
+    """What is recorded; a dictionary of modules where the script calls several by themselves."""
+    name: str
+    """Its class."""
+    recorder: Recorder
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    """The calls of one step, from outside: module, arguments, keyword arguments."""
+    notes: list[str] = field(default_factory=list)
+    """What the reader of the profile should know."""
+
+
+class _Enough(BaseException):
+    """Ends a script; no `except Exception` of the script's own stops it."""
+
+
+def run_script(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+    is_module: bool = False,
+    to_the_end: bool = False,
+    batch_size: int | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Found:
+    """Run a training script in this process, as `python target arguments` would, and record it.
+
+    Args:
+        target: path of the script, or the name of a module.
+        arguments: what the script finds in `sys.argv[1:]`.
+        steps: recorded steps.
+        warmup: steps before them, at least `WARMUP_MIN`.
+        is_module: whether `target` is a module, as after `python -m`.
+        to_the_end: let the script go on after the last step; else it is ended there.
+        batch_size: samples in a step, where the model's inputs do not tell.
+        on_step: called with the number of recorded steps, after each.
+
+    Returns:
+        What was found, with the recorder.
+
+    Raises:
+        ProfileError: the script failed (its traceback is printed), or took no steps that could
+            be seen.
+        ValueError: steps or warmup are out of range.
+    """
+    if not 1 <= steps <= STEPS_MAX:
+        raise ValueError(f"steps is {steps}, but must be 1 to {STEPS_MAX}")
+    if warmup < WARMUP_MIN:
+        raise ValueError(f"warmup is {warmup}, but must be {WARMUP_MIN} at least")
+    if not is_module and not Path(target).is_file():
+        raise ProfileError(f"there is no script {target!r}")
+    watcher = _Watcher(steps, warmup, to_the_end, batch_size, on_step)
+    before = sys.argv, sys.path
+    sys.argv = [target, *arguments]
+    first = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
+    sys.path = [first, *sys.path]
+    watcher.begin()
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except _Enough:
+        pass
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise ProfileError(f"{target} ended with status {ended.code!r}") from ended
+    except ProfileError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise ProfileError(f"{target} failed: {type(error).__name__}: {error}") from error
+    finally:
+        watcher.end()
+        sys.argv, sys.path = before
+    return watcher.result(target)
+
+
+class _Watcher:
+    """Looks at the steps of a script: finds the model, then records it."""
+
+    def __init__(
+        self,
+        steps: int,
+        warmup: int,
+        to_the_end: bool,
+        batch_size: int | None,
+        on_step: Callable[[int], None] | None,
+    ) -> None:
+        self._steps = steps
+        self._warmup = warmup
+        self._to_the_end = to_the_end
+        self._batch_size = batch_size
+        self._on_step = on_step
+        self._handles: list[Any] = []
+        self._depth = 0
+        self._called: dict[int, nn.Module] = {}
+        self._stepped: list[Optimizer] = []
+        self._turn: Optimizer | None = None
+        self._taken_steps = 0
+        self._found: Found | None = None
+        self._capture: list[Any] = []
+
+    def begin(self) -> None:
+        """Hang up the global hooks."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            # `always_call`, since exceptions are no reason to lose count of the depth.
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self._optimizer_handle = register_optimizer_step_post_hook(self._after_step)
+
+    def end(self) -> None:
+        """Take all hooks off."""
+        self._optimizer_handle.remove()
+        self._drop_handles()
+        if self._found is not None:
+            self._found.recorder.detach()
+
+    def _drop_handles(self) -> None:
+        for handle in (*self._handles, *self._capture):
+            handle.remove()
+        self._handles, self._capture = [], []
+
+    def result(self, target: str) -> Found:
+        """Return what was found.
+
+        Raises:
+            ProfileError: too little was seen.
+        """
+        if self._found is None:
+            seen = len(self._stepped)
+            raise ProfileError(
+                f"{target} took no two steps with an optimizer of torch's, so there is nothing to "
+                "profile"
+                + (f" ({seen} optimizer took one step)" if seen == 1 else "")
+                + ": other optimizers are not seen; use gradlane.profile or gradlane.Recorder in "
+                "the script instead"
+            )
+        if self._found.recorder.recorded_steps == 0:
+            raise ProfileError(
+                f"{target} ended after {self._taken_steps} steps, all of which were warm-up "
+                f"(--warmup {self._warmup}): let it take more"
+            )
+        if self._found.recorder.recorded_steps < self._steps:
+            self._found.notes.append(
+                f"the script ended after {self._found.recorder.recorded_steps} recorded steps"
+            )
+        return self._found
+
+    # ---- hooks
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if inside_backward():
+            return
+        if self._depth == 0 and torch.is_grad_enabled():
+            self._called[id(module)] = module
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if not inside_backward():
+            self._depth = max(self._depth - 1, 0)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        if self._found is None:
+            if not any(optimizer is one for one in self._stepped):
+                self._stepped.append(optimizer)
+                return
+            # The first that steps again has begun the second round: all optimizers are known.
+            self._turn = optimizer
+            self._found = self._find()
+            self._taken_steps = 1
+            self._drop_handles()
+            self._capture = [
+                module.register_forward_pre_hook(self._keep_call, with_kwargs=True)
+                for module in _roots_of(self._found.model)
+            ]
+            self._found.recorder.attach()
+        if optimizer is not self._turn:
+            return
+        self._taken_steps += 1
+        recorder = self._found.recorder
+        if self._taken_steps > self._warmup:
+            recorder.end_step()
+            if self._on_step is not None:
+                self._on_step(recorder.recorded_steps)
+            if recorder.recorded_steps >= self._steps:
+                self._turn = None
+                recorder.detach()
+                if not self._to_the_end:
+                    raise _Enough
+                return
+        if self._taken_steps > CALLS_STEP:
+            self._drop_handles()
+        if self._taken_steps >= self._warmup:
+            recorder.begin_step()
+
+    def _keep_call(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        if not inside_backward() and torch.is_grad_enabled() and self._found is not None:
+            self._found.calls.append((module, arguments, keywords))
+
+    # ---- finding the model
+
+    def _find(self) -> Found:
+        """Find the model among the modules that were called.
+
+        Raises:
+            ProfileError: none of them owns a parameter of an optimizer.
+        """
+        trained = _parameters_of(self._stepped)
+        roots = [
+            module
+            for module in map(_unwrapped, self._called.values())
+            if any(id(parameter) in trained for parameter in module.parameters())
+        ]
+        if not roots:
+            raise ProfileError(
+                "no module that the script calls owns a parameter of the optimizer (a model that "
+                "is called inside a compiled function only cannot be seen): use gradlane.profile "
+                "or gradlane.Recorder in the script instead"
+            )
+        _refuse_prepared(roots)
+        notes = []
+        if any(isinstance(one, DistributedDataParallel) for one in self._called.values()):
+            notes.append(
+                "the script ran under DistributedDataParallel, whose communication counts as "
+                "compute here: profile it with one process"
+            )
+        owned = {id(parameter) for module in roots for parameter in module.parameters()}
+        missed = sum(1 for key in trained if key not in owned)
+        if missed:
+            notes.append(
+                f"{missed} of the optimizer's {len(trained)} parameters belong to no module that "
+                "the script calls, and are missing in the profile"
+            )
+        if len(self._stepped) > 1:
+            notes.append(
+                f"the script has {len(self._stepped)} optimizers; a step is one round of all"
+            )
+        model = roots[0] if len(roots) == 1 else _several(roots)
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        if len(roots) > 1:
+            name = "+".join(type(root).__name__ for root in roots)
+            notes.append(f"the script calls {len(roots)} models by themselves: {name}")
+        return Found(model, name, Recorder(model, batch_size=self._batch_size), notes=notes)
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
+    return {
+        id(parameter): parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of a wrapper for data parallelism."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        inner: nn.Module = module.module
+        return inner
+    return module
+
+
+def _several(roots: Sequence[nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {f"{type(root).__name__}{number}": root for number, root in enumerate(roots)}
+    )
+
+
+def _roots_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.values()) if type(model) is nn.ModuleDict else [model]
+
+
+def _refuse_prepared(roots: Sequence[nn.Module]) -> None:
+    for root in roots:
+        if hasattr(root._parameters, "_steps"):
+            raise ProfileError(
+                "the script prepares its model with gradlane: profile it without, or use "
+                "gradlane.Recorder on the prepared model"
+            )
+
+
+def replay(found: Found) -> Callable[[], None]:
+    """Return a step that repeats the calls of a script's model, and runs backward through them."""
+    calls = [
+        (module, *(with_tensors(one, _detached) for one in inputs))
+        for module, *inputs in found.calls
+    ]
+
+    def step() -> None:
+        outputs = [module(*arguments, **keywords) for module, arguments, keywords in calls]
+        backward_of(outputs)
+
+    return step
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()

@@ -1,0 +1,202 @@
+"""The time of a step whose layers are aggregated by different schemes, from bytes alone.
+
+A small model beside the engine's simulator, for whole layers on one server, which the engine does
+not run, and for what nodes carry by count (Poseidon, Zhang et al. 2017). Every node is worker and
+server, with one full-duplex port. What a layer sends and receives is table 1's count of numbers; a
+port carries it in the order in which gradients are ready, as wait-free backpropagation does, and
+the next step begins when everything is there.
+
+Left out, so that it is a lower limit of the time: latency, hosts, sums, frames, and that one
+node's sending waits for another's receiving (except for whole layers on one server, whose answers
+wait for what the server receives). `tests/planning/schemes/test_hybrid.py` holds it against the
+engine where both know the scheme.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradlane.planning.schemes.costs import Layer
+
+WHOLE = "whole"
+"""A layer as a whole on one server, its gradient pushed and pulled: what a framework does that
+knows no parts. Not a scheme of plans."""
+ORDERS = ("ready", "after")
+"""When sending begins: as soon as a gradient is ready, or after backward."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one layer through the port of one node."""
+
+    sends: float
+    """Of these and `receives`, when the gradient is ready."""
+    receives: float
+    answers: float = 0.0
+    """What is sent once everything of `receives` is there."""
+    gets: float = 0.0
+    """What is received once the owner answers."""
+
+
+@dataclass(frozen=True)
+class HybridStep:
+    """What the model says of a step.
+
+    Attributes:
+        step_s: its time.
+        compute_s: time that the accelerator works, rebuilding of gradients included.
+        rebuild_s: time for rebuilding gradients from factors, of that.
+        node_bytes: bytes that each node sends and receives, together.
+    """
+
+    step_s: float
+    compute_s: float
+    rebuild_s: float
+    node_bytes: tuple[float, ...]
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the step in which the accelerator waits."""
+        return 1.0 - self.compute_s / self.step_s
+
+
+@dataclass(frozen=True)
+class Node:
+    """A cluster of equal nodes, each worker and server, unless others only serve.
+
+    Attributes:
+        count: of them.
+        goodput_bps: bits a second of payload that a port carries each way.
+        operations_per_s: of the accelerator, for rebuilding gradients; infinite: that is free.
+        serving: so many nodes beside these are the servers, and nothing else.
+    """
+
+    count: int
+    goodput_bps: float
+    operations_per_s: float = math.inf
+    serving: int = 0
+
+
+def hybrid_step(
+    layers: Sequence[Layer],
+    schemes: Mapping[str, str],
+    nodes: Node,
+    *,
+    batch_rows: int,
+    compute_s: float,
+    order: str = "ready",
+    bytes_share: float = 1.0,
+) -> HybridStep:
+    """Return the time of a step and what each node's port carries.
+
+    Args:
+        layers: of the model, with the moments at which their gradients are ready.
+        schemes: by the name of the layer: `ps`, `sfb`, `adam` or `whole`.
+        nodes: the cluster.
+        batch_rows: rows of the factors of layers that do not say theirs.
+        compute_s: forward and backward.
+        order: one of `ORDERS`.
+        bytes_share: bytes of a full gradient that travel over its own, where it is compressed.
+
+    Raises:
+        ValueError: unknown order or scheme, or factors of a layer that has none.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"unknown order {order!r}; choose {' or '.join(ORDERS)}")
+    count = nodes.count
+    bytes_per_s = nodes.goodput_bps / 8.0
+    everyone = range(count + nodes.serving)
+    out = [_Pipe(bytes_per_s) for _ in everyone]
+    into = [_Pipe(bytes_per_s) for _ in everyone]
+    rebuilt_s, end_s, owner = 0.0, 0.0, -1
+    for layer in sorted(layers, key=lambda one: one.ready_s):
+        scheme = schemes[layer.name]
+        if scheme in ("adam", WHOLE):
+            owner = (owner + 1) % count
+        rebuild_s = _rebuild_s(layer, scheme, nodes, batch_rows)
+        ready_s = layer.ready_s if order == "ready" else compute_s
+        traffic = [
+            _traffic(layer, scheme, node == owner, nodes, batch_rows, bytes_share)
+            if node < count
+            else _served(layer, scheme, nodes, bytes_share)
+            for node in everyone
+        ]
+        moments = [out[node].carry(ready_s, traffic[node].sends) for node in everyone]
+        moments += [into[node].carry(ready_s, traffic[node].receives) for node in everyone]
+        if any(one.answers for one in traffic):
+            # Project Adam's server makes the gradient of the factors before it answers.
+            answer_s = max(moments) + rebuild_s
+            moments += [out[node].carry(answer_s, traffic[node].answers) for node in everyone]
+            moments += [into[node].carry(answer_s, traffic[node].gets) for node in everyone]
+        elif rebuild_s > 0.0:
+            rebuilt_s += rebuild_s
+            moments.append(max(moments) + rebuild_s)
+        end_s = max(end_s, *moments)
+    return HybridStep(
+        step_s=max(compute_s + rebuilt_s, end_s),
+        compute_s=compute_s + rebuilt_s,
+        rebuild_s=rebuilt_s,
+        node_bytes=tuple(one.carried + other.carried for one, other in zip(out, into, strict=True)),
+    )
+
+
+def _rebuild_s(layer: Layer, scheme: str, nodes: Node, batch_rows: int) -> float:
+    """Time for multiplying the factors of the other workers; the own ones backward multiplies."""
+    if nodes.count == 1 or scheme not in ("sfb", "adam") or layer.matrix is None:
+        return 0.0
+    rows, columns = layer.matrix
+    vectors = (nodes.count - 1) * (layer.rows or batch_rows)
+    return 2.0 * vectors * rows * columns / nodes.operations_per_s
+
+
+class _Pipe:
+    """One direction of a port: one thing after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.carried = 0.0
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    def carry(self, ready_s: float, size_bytes: float) -> float:
+        """Carry something that is there at a moment; return when it is through."""
+        if size_bytes <= 0.0:
+            return ready_s
+        self.carried += size_bytes
+        self._free_s = max(self._free_s, ready_s) + size_bytes / self._bytes_per_s
+        return self._free_s
+
+
+def _traffic(
+    layer: Layer, scheme: str, owns: bool, nodes: Node, batch_rows: int, bytes_share: float
+) -> Traffic:
+    """What a layer is for the port of one node: table 1, sent and received apart."""
+    whole, count = layer.size_bytes * bytes_share, nodes.count
+    if scheme == "ps":
+        # To and from the others' shards, and as many for the own shard, where there is one.
+        each = whole if nodes.serving else 2.0 * (count - 1) / count * whole
+        return Traffic(each, each)
+    if scheme == WHOLE:
+        factor_bytes = whole
+    elif layer.matrix is None:
+        raise ValueError(f"layer {layer.name!r} has no factors: its scheme cannot be {scheme!r}")
+    else:
+        element_bytes = layer.size_bytes / layer.elements
+        factor_bytes = (layer.rows or batch_rows) * sum(layer.matrix) * element_bytes
+    if scheme == "sfb":
+        each = (count - 1) * factor_bytes
+        return Traffic(each, each)
+    if scheme not in ("adam", WHOLE):
+        raise ValueError(f"unknown scheme {scheme!r}")
+    if owns:
+        return Traffic(0.0, (count - 1) * factor_bytes, answers=(count - 1) * whole)
+    return Traffic(factor_bytes, 0.0, gets=whole)
+
+
+def _served(layer: Layer, scheme: str, nodes: Node, bytes_share: float) -> Traffic:
+    """What a layer is for the port of a node that only serves."""
+    if scheme != "ps":
+        return Traffic(0.0, 0.0)
+    each = nodes.count / nodes.serving * layer.size_bytes * bytes_share
+    return Traffic(each, each)

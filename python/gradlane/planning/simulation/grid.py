@@ -1,0 +1,288 @@
+"""A profile evaluated over workers, rates, strategies and compression: one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradlane.planning.simulation.bound import bound_step_s
+from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
+from gradlane.planning.simulation.profiles import Profile, timings_in
+from gradlane.planning.simulation.scenarios import (
+    RING_FUSED,
+    Cluster,
+    local_sums,
+    nodes_refusal,
+    ring_node_size,
+    run_scenario,
+    scenario_of,
+    tensor_schemes,
+)
+from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
+from gradlane.training.options.options import RING, ring_ranks
+from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
+
+TensorSchemes = Mapping[str, Mapping[str, Any]]
+"""Schemes of tensors, as scenarios have them."""
+GOODPUT_SHARE = 1448 / 1514
+"""Payload of a full TCP segment over its bytes on an Ethernet: what a bound may assume."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One simulated cluster."""
+
+    model: str
+    strategy: str
+    codec: str
+    topology: str
+    workers: int
+    servers: int | None
+    """So many workers are servers; None: all, or there are none."""
+    serving: int
+    """So many ranks beside the workers only serve."""
+    rate_bps: float
+    compression: float
+    """Bytes of gradients over bytes that travel for them, those of the codec included."""
+    scaling_factor: float
+    """Compute time over step time, 0 to 1."""
+    step_s: float
+    compute_s: float
+    bound_step_s: float
+    """What no exact strategy of the same scheme can beat."""
+    bound_scaling_factor: float
+    samples_per_s: float
+    """Of the whole cluster, as far as their gradients counted."""
+    tx_utilization: float
+    """Share of the time that a port sends."""
+    io_utilization: float
+    """Share of the time that a rank's I/O thread works."""
+    staleness_mean: float | None = None
+    """Updates between what a gradient was computed from and what it was applied to, where each is
+    applied alone; None: all ranks' are applied together."""
+    staleness_max: int | None = None
+    """The most of them."""
+    ranks_per_node: int = 1
+    """Workers on each node, which share its port."""
+    tx_bytes_per_step: float | None = None
+    """Through the port of a node, mean over nodes, headers of frames included; None: a formula."""
+    stragglers: str = WAIT
+    """What happens to ranks that are late."""
+    straggler: dict[str, Any] | None = None
+    """`rank`, `share` and `burst_s` of the rank that is stopped now and then; then, and with a rule
+    for stragglers, `step_s` is the mean step of the others, without the first steps."""
+    left_out_share: list[float] | None = None
+    """By rank, the share of steps that went on without it."""
+    passed_share: list[float] | None = None
+    """By rank, the share of steps that it passed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with the units in its keys."""
+        return asdict(self)
+
+
+def clusters_of(
+    *,
+    workers: Sequence[int],
+    rates_bps: Sequence[float],
+    strategies: Sequence[str],
+    compressions: Sequence[float],
+    topologies: Sequence[str],
+    base: Cluster,
+    codecs: Sequence[str] = (RAW,),
+    ranks_per_node: Sequence[int] = (1,),
+    rules: Sequence[str] = (WAIT,),
+    on_left_out: Callable[[str], None] = lambda why: None,
+) -> list[Cluster]:
+    """Return every combination.
+
+    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have rules
+    for stragglers other than to wait. Numbers of workers that do not fill two nodes, and sums on
+    nodes of one rank, are left out, and `on_left_out` is told why, once for each reason.
+
+    Raises:
+        ValueError: no combination is left; the text says why of the first.
+    """
+    found = [
+        replace(
+            base,
+            workers=count,
+            rate_bps=rate_bps,
+            strategy=strategy,
+            compression=compression,
+            topology=topology,
+            codec=codec,
+            ranks_per_node=each,
+            stragglers=rule,
+        )
+        for count in workers
+        for each in ranks_per_node
+        for rate_bps in rates_bps
+        for compression in compressions
+        for codec in codecs
+        for strategy in strategies
+        for topology in (topologies if strategy == RING_FUSED else ("flat",))
+        for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
+    ]
+    able = [one for one in found if not nodes_refusal(one)]
+    reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
+    if not able:
+        raise ValueError(
+            f"{next(iter(reasons))}: give --ranks-per-node 2, for example, and workers for two "
+            "nodes or more"
+        )
+    for why in reasons:
+        on_left_out(why)
+    return able
+
+
+def evaluate(
+    profile: Profile,
+    clusters: Sequence[Cluster],
+    on_row: Callable[[Row], None] = lambda row: None,
+    *,
+    traced: Collection[int] = (),
+    on_trace: Callable[[int, dict[str, Any]], None] = lambda number, trace: None,
+) -> list[Row]:
+    """Simulate all clusters, one after another.
+
+    Args:
+        profile: what a step computes.
+        clusters: what to simulate.
+        on_row: called with each row as soon as it is there.
+        traced: numbers of clusters whose first rank is traced.
+        on_trace: called with the number and the trace of each of these.
+
+    Raises:
+        ValueError: a cluster makes no sense.
+    """
+    rows = []
+    for number, cluster in enumerate(clusters):
+        answer = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
+        if "trace" in answer:
+            on_trace(number, answer["trace"])
+        row = _row(profile, cluster, answer["report"])
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
+    is_ring = cluster.strategy == RING_FUSED
+    bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
+    late = report.get("stragglers")
+    step_s = float(report["step_s"] if late is None else late["others_step_s_mean"])
+    staleness = report.get("staleness", {})
+    left_out_share = _shares(late, "left_out_steps", cluster.steps)
+    contributing = cluster.workers - sum(left_out_share or ())
+    return Row(
+        model=profile.model,
+        strategy=cluster.strategy,
+        codec=cluster.codec,
+        topology=cluster.topology,
+        workers=cluster.workers,
+        servers=cluster.servers,
+        serving=cluster.serving,
+        ranks_per_node=cluster.ranks_per_node,
+        rate_bps=cluster.rate_bps,
+        compression=_ratio(profile, cluster),
+        scaling_factor=profile.compute_s / step_s,
+        step_s=step_s,
+        compute_s=profile.compute_s,
+        bound_step_s=bound_s,
+        bound_scaling_factor=profile.compute_s / bound_s,
+        samples_per_s=contributing * profile.batch_size / step_s,
+        tx_utilization=float(report.get("tx_utilization", 0.0)),
+        io_utilization=float(report.get("io_utilization", 0.0)),
+        # Where bytes are compressed the simulator has the same over a faster link.
+        tx_bytes_per_step=report["tx_bytes_per_step_mean"] / cluster.compression
+        if "tx_bytes_per_step_mean" in report
+        else None,
+        staleness_mean=staleness.get("mean"),
+        staleness_max=staleness.get("max"),
+        stragglers=cluster.stragglers,
+        straggler=None if cluster.straggler is None else cluster.straggler.to_json(),
+        left_out_share=left_out_share,
+        passed_share=_shares(late, "passed_steps", cluster.steps),
+    )
+
+
+def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float] | None:
+    return None if late is None else [count / steps for count in late[name]]
+
+
+def _ratio(profile: Profile, cluster: Cluster) -> float:
+    if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
+        return cluster.compression
+    choices = _choices(profile, cluster)
+    encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
+    return round(encoded * cluster.compression, 2)
+
+
+def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
+    ranks = ring_ranks(cluster.strategy, cluster.workers)
+    return codecs_in(profile, codec_rules(cluster.codec), ranks)
+
+
+def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
+    """Also of slices round a ring."""
+    choices = _choices(profile, cluster)
+    schemes = tensor_schemes(profile, cluster)
+    everywhere = RING if cluster.strategy == RING else "ps"
+    if local_sums(cluster) != "off":
+        everywhere = "hierarchical"
+    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, everywhere)
+    return bound_step_s(
+        timings_in(profile),
+        workers=cluster.workers,
+        goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
+        compute_s=profile.compute_s + rebuild_s(schemes),
+        wire_bytes=[bytes_ / cluster.compression for bytes_ in travelling],
+        schemes=kinds,
+        servers=cluster.servers,
+        serving=cluster.serving,
+        local_ranks=cluster.ranks_per_node,
+    ).step_s
+
+
+def rebuild_s(schemes: TensorSchemes) -> float:
+    """Return the time a step in which gradients are made of factors."""
+    return sum(float(scheme.get("rebuild_s", 0.0)) for scheme in schemes.values())
+
+
+def traffic(
+    profile: Profile,
+    wire_bytes: Sequence[float],
+    schemes: TensorSchemes,
+    everywhere: str = "ps",
+) -> tuple[list[float], list[str]]:
+    """Return the bytes and the scheme of each tensor, as bounds take them.
+
+    Args:
+        profile: what a step computes.
+        wire_bytes: bytes of each tensor as it travels, unless as factors.
+        schemes: as in a scenario.
+        everywhere: the scheme of all others.
+    """
+    own = [schemes.get(tensor.name, {}) for tensor in profile.tensors]
+    travelling = [
+        float(scheme.get("block_bytes", bytes_))
+        for scheme, bytes_ in zip(own, wire_bytes, strict=True)
+    ]
+    return travelling, [str(scheme.get("scheme", everywhere)) for scheme in own]
+
+
+def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
+    """The model's network is fully used, and workers of a node share a port."""
+    nodes = cluster.workers
+    if cluster.topology == "hierarchical":
+        nodes //= ring_node_size(cluster)
+    return bound_step_s(
+        timings_in(profile),
+        workers=nodes,
+        goodput_bps=cluster.rate_bps,
+        compute_s=profile.compute_s,
+        scheme="ring",
+        codec_ratio=cluster.compression,
+    ).step_s

@@ -1,0 +1,153 @@
+"""Lists as people write them on a command line: `2,4,8`, `1..100gbit`, `2..16`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from gradlane.formats.rates import parse_rate
+from gradlane.training.options.stragglers import parse_stragglers
+
+USUAL_GBIT = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 40, 50, 100, 200, 400, 800)
+"""Rates that a range stands for."""
+
+
+def parse_workers(text: str) -> list[int]:
+    """Return numbers of ranks; a range `A..B` stands for the powers of two in it and its ends.
+
+    Raises:
+        ValueError: a part is no positive integer, or a range is empty.
+    """
+    counts: list[int] = []
+    for part in _parts(text, "workers"):
+        first, is_range, last = part.partition("..")
+        try:
+            low = int(first)
+            high = int(last) if is_range else low
+        except ValueError:
+            raise ValueError(f"{part!r} is no number of workers: write 2,4,8 or 2..16") from None
+        if not 1 <= low <= high <= 100_000:
+            raise ValueError(f"workers {part!r}: use 1 to 100,000, ranges from low to high")
+        powers = (2**power for power in range(18))
+        counts += sorted({low, high} | {count for count in powers if low < count < high})
+    return list(dict.fromkeys(counts))
+
+
+def parse_node_sizes(text: str) -> list[int]:
+    """Return numbers of ranks on a node.
+
+    Raises:
+        ValueError: a part is no positive integer.
+    """
+    sizes = []
+    for part in _parts(text, "ranks per node"):
+        if not part.isdigit() or not 1 <= int(part) <= 1024:
+            raise ValueError(f"{part!r} is no number of ranks per node: write 2,4,8")
+        sizes.append(int(part))
+    return list(dict.fromkeys(sizes))
+
+
+def parse_rates(text: str) -> list[int]:
+    """Return rates in bits a second; a range `A..B` stands for the usual rates in it and its ends.
+
+    The unit of the last rate counts for all that have none: `1,4,10gbit`, `1..100gbit`.
+
+    Raises:
+        ValueError: a part is no rate, or a range is empty.
+    """
+    rates: list[int] = []
+    parts = _parts(text, "rate")
+    unit = parts[-1].rpartition("..")[2].strip().lstrip("0123456789.")
+    for part in parts:
+        first, is_range, last = part.partition("..")
+        low = parse_rate(_with_unit(first, unit))
+        if not is_range:
+            rates.append(low)
+            continue
+        high = parse_rate(_with_unit(last, unit))
+        if low > high:
+            raise ValueError(f"rates {part!r}: write ranges from low to high")
+        usual = (gbit * 10**9 for gbit in USUAL_GBIT)
+        rates += sorted({low, high} | {rate for rate in usual if low < rate < high})
+    return list(dict.fromkeys(rates))
+
+
+def parse_rules(text: str) -> list[str]:
+    """Return rules for ranks that are late, as for `gradlane.init(stragglers=...)`.
+
+    Raises:
+        ValueError: a part is no rule.
+    """
+    rules = _parts(text, "stragglers")
+    for rule in rules:
+        parse_stragglers(rule)
+    return list(dict.fromkeys(rules))
+
+
+def _with_unit(rate: str, unit: str) -> str:
+    return rate + unit if rate.strip().replace(".", "", 1).isdigit() else rate
+
+
+def parse_compressions(text: str) -> list[float]:
+    """Return compression ratios.
+
+    Raises:
+        ValueError: a part is no ratio of at least 1.
+    """
+    ratios: list[float] = []
+    for part in _parts(text, "compression"):
+        try:
+            ratio = float(part)
+        except ValueError:
+            ratio = math.nan
+        if not 1.0 <= ratio <= 1e6:
+            raise ValueError(f"{part!r} is no compression ratio: use 1 (none) to 1,000,000")
+        ratios.append(ratio)
+    return list(dict.fromkeys(ratios))
+
+
+def parse_names(text: str, known: tuple[str, ...], what: str) -> list[str]:
+    """Return names that are known.
+
+    Raises:
+        ValueError: one is not.
+    """
+    names = _parts(text, what)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; choose from {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def read_additions(path: Path) -> list[tuple[float, float]]:
+    """Read measured additions of two vectors: a CSV file with columns elements, seconds.
+
+    Raises:
+        ValueError: the file cannot be read or a line is not two numbers; it names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    points: list[tuple[float, float]] = []
+    for number, line in enumerate(lines, start=1):
+        cells = line.split(",")
+        if number == 1 and not cells[0].strip().replace(".", "").isdigit():
+            continue
+        if not line.strip():
+            continue
+        try:
+            elements, seconds = (float(cell) for cell in cells)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: expected elements,seconds") from None
+        points.append((elements, seconds))
+    if not points:
+        raise ValueError(f"{path} has no measurements: expected lines of elements,seconds")
+    return sorted(points)
+
+
+def _parts(text: str, what: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError(f"no {what} given")
+    return parts

@@ -1,0 +1,330 @@
+"""Scenarios for the compiled core's simulator, and its reports.
+
+A scenario says everything; the same scenario gives the same report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradlane.planning.schemes.layers import (
+    SCHEME_RULES,
+    Schemes,
+    schemes_by_rule,
+    simulated_schemes,
+)
+from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_cost
+from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.training.node.rules import NODE_STRATEGIES
+from gradlane.training.node.shares import cut
+from gradlane.training.options import options
+from gradlane.training.options.codec_choice import RAW, codec_rules
+from gradlane.training.options.stragglers import (
+    AHEAD_STEPS,
+    LATE,
+    WAIT,
+    check_stragglers,
+    parse_stragglers,
+)
+
+ENGINE_STRATEGIES = options.STRATEGIES
+"""Strategies of gradlane's own engine."""
+RING_FUSED = "ring-fused"
+"""The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
+SCHEME_STRATEGIES = SCHEME_RULES
+"""`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
+STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
+"""All strategies that can be simulated."""
+LOCAL_RATE_BPS = 1e12
+"""Between the workers of a node of the hierarchical ring, where nothing is said."""
+FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
+"""Costs of a host that takes no time for anything."""
+LATE_STEPS = 60
+"""Steps that are simulated where ranks are late: bursts hit few."""
+LATE_JITTER = 0.01
+"""`compute_jitter` there: ranks that are exactly alike come in the same order for ever."""
+REPRESENTATIVES = 8
+"""Ranks that stand for all that own no slice, where there are many."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster and how it synchronizes."""
+
+    workers: int
+    rate_bps: float
+    strategy: str = "p3"
+    compression: float = 1.0
+    """Bytes of a gradient over bytes that travel for it."""
+    codec: str = RAW
+    """Codec of the engine's strategies, as for `gradlane.init`; beside `compression`."""
+    schemes: Schemes = ()
+    """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
+    servers: int | None = None
+    """The first so many workers are servers; None: all."""
+    serving: int = 0
+    """So many ranks beside the workers are the servers instead, and only serve."""
+    ranks_per_node: int = 1
+    """Workers on each node, which share its port."""
+    local: str = "off"
+    """What they do before anything goes to the network, as in `gradlane.init`; that of
+    `NODE_STRATEGIES` follows from the strategy."""
+    latency_s: float = 0.0
+    slice_elems: int | None = None
+    steps: int = 3
+    free_host: bool = False
+    """Whether the host takes no time for frames and reductions."""
+    costs: MachineCosts = field(default_factory=MachineCosts)
+    """Constants that replace the simulator's own."""
+    port_burst_bytes: int = 0
+    """What a port lets through at once where a token bucket shapes it, as in the lab; 0: a wire."""
+    share_seed: int = 0
+    """Another number, another draw of how unequal connections are."""
+    background_share: float = 0.0
+    """Share of every port that other traffic takes."""
+    compute_spread: float = 0.0
+    """Ranks are slower than the profile by up to this share."""
+    compute_jitter: float = 0.0
+    """Each step of each rank is longer by up to this share."""
+    stragglers: str = WAIT
+    """What happens to ranks that are late, as for `gradlane.init`."""
+    straggler: StragglerSpec | None = None
+    """A rank that is stopped for moments."""
+    topology: str = "flat"
+    """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
+    workers_per_node: int = 8
+    """Of the hierarchical ring, where `ranks_per_node` does not say."""
+    local_rate_bps: float | None = None
+    """Rate between the workers of a node, of a collective that adds up on its way. None: shared
+    memory at the host's costs, and `LOCAL_RATE_BPS` for the hierarchical ring."""
+    additions: Sequence[tuple[float, float]] = field(default=())
+    """Measured additions of vectors, (elements, seconds), of `ring-fused`."""
+    seed: int = 0
+
+
+def engine_strategy(strategy: str) -> str:
+    """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
+    named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
+    return options.Options.strategy if named else strategy
+
+
+def local_sums(cluster: Cluster) -> str:
+    """Return what the ranks of a node do before anything goes to the network."""
+    return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
+
+
+def nodes_refusal(cluster: Cluster) -> str:
+    """Say why a cluster cannot have its nodes; empty if it can."""
+    each, workers = cluster.ranks_per_node, cluster.workers
+    if each < 1 or workers % each:
+        return f"{workers} workers do not fill nodes of {each}"
+    if each > 1 and workers == each:
+        return f"{workers} workers are one node of {each}, which needs no network"
+    if each == 1 and local_sums(cluster) != "off":
+        return f"{cluster.strategy} adds up on nodes, and each has one rank"
+    return ""
+
+
+def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Return the nodes of a scenario: who shares one, and what each of its ranks carries.
+
+    Raises:
+        ValueError: the cluster cannot have them, or something else does not go with them.
+    """
+    why = nodes_refusal(cluster)
+    if why:
+        raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
+    if cluster.servers is not None or cluster.serving:
+        raise ValueError(
+            f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
+            "--servers or --ranks-per-node"
+        )
+    carriers = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
+    if carriers > 1 and codec_rules(cluster.codec) != RAW:
+        raise ValueError(
+            f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
+            "simulate hierarchical"
+        )
+    rows = [
+        {"numel": tensor.numel, "dtype": tensor.dtype, "role": "parameter"}
+        for tensor in profile.tensors
+    ]
+    carried: list[list[tuple[int, int]]] = [[] for _ in range(carriers)]
+    for part in cut(rows, carriers) if carriers else ():
+        elems = part.nbytes * profile.tensors[part.tensor].numel
+        whole = profile.tensors[part.tensor].size_bytes
+        carried[part.carrier].append((part.tensor, elems // whole if whole else 0))
+    return {
+        "ranks": cluster.ranks_per_node,
+        "carried": carried,
+        "rate_bps": cluster.local_rate_bps,
+    }
+
+
+def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the scheme of each tensor that has another one than the strategy's, for a scenario.
+
+    Raises:
+        ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
+    """
+    schemes = cluster.schemes
+    if cluster.strategy in SCHEME_STRATEGIES:
+        schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers, cluster.serving)
+    speed = cluster.costs.operations_per_s
+    return simulated_schemes(profile, schemes, cluster.workers, speed)
+
+
+def scenario_of(
+    profile: Profile, cluster: Cluster, *, trace: bool = False, trace_ranks: int = 0
+) -> dict[str, Any]:
+    """Return the scenario that the compiled core takes.
+
+    Args:
+        profile: what a step computes.
+        cluster: who computes it.
+        trace: whether to keep what happened when; `ring-fused` is a formula and has none.
+        trace_ranks: on this many ranks, the first; 0: on all.
+
+    Raises:
+        ValueError: for an unknown strategy or topology, or nodes that the workers do not fill.
+    """
+    if cluster.strategy not in STRATEGIES:
+        raise ValueError(
+            f"unknown strategy {cluster.strategy!r}; choose from {', '.join(STRATEGIES)}"
+        )
+    if cluster.serving and cluster.strategy in (options.RING, RING_FUSED):
+        raise ValueError(
+            f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "
+            "leave out --servers, or simulate p3, slicing, wfbp or kvstore"
+        )
+    rules = codec_rules(cluster.codec)
+    if cluster.strategy == RING_FUSED:
+        if rules != RAW:
+            raise ValueError(
+                f"{RING_FUSED} is a formula that knows no codec: give --compression instead of "
+                f"--codec {cluster.codec}, or a strategy of the engine, such as p3"
+            )
+        return _ring_scenario(profile, cluster)
+    scenario: dict[str, Any] = {
+        "model": "cluster",
+        "profile": profile.to_scenario(),
+        "workers": cluster.workers,
+        "servers": cluster.servers,
+        "serving": cluster.serving,
+        "strategy": engine_strategy(cluster.strategy),
+        "slice_elems": cluster.slice_elems,
+        "update": "server" if cluster.strategy == options.ASGD else "worker",
+        # Fewer bytes over the same link take as long as all bytes over a faster one.
+        "network": {
+            "rate_bps": cluster.rate_bps * cluster.compression,
+            "latency_s": cluster.latency_s,
+            "burst_bytes": cluster.port_burst_bytes,
+            "share_seed": cluster.share_seed,
+            "background_share": cluster.background_share,
+        },
+        "compute_spread": cluster.compute_spread,
+        "steps": cluster.steps,
+        "seed": cluster.seed,
+        "outputs": {"trace": trace, "trace_ranks": trace_ranks},
+    }
+    if cluster.free_host:
+        scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
+    cluster.costs.apply_to(scenario)
+    if cluster.ranks_per_node > 1 or local_sums(cluster) != "off":
+        scenario["nodes"] = _nodes(profile, cluster)
+    schemes = tensor_schemes(profile, cluster)
+    _leave_out(scenario, cluster, factors=bool(schemes))
+    if schemes:
+        scenario["schemes"] = schemes
+    if rules != RAW:
+        ranks = options.ring_ranks(cluster.strategy, cluster.workers)
+        choices = codecs_in(profile, rules, ranks)
+        scenario["codecs"] = {
+            choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
+            for choice, tensor in zip(choices, profile.tensors, strict=True)
+            if choice.codec != RAW
+            and schemes.get(choice.tensor, {}).get("scheme") not in options.FACTOR_SCHEMES
+        }
+        measured = {text: CodecCost(*cost) for text, cost in cluster.costs.codecs.items()}
+        cost = mean_cost(profile, choices, measured)
+        if cost is not None and not cluster.free_host:
+            scenario["costs"] = {
+                **scenario.get("costs", {}),
+                "encode_byte_s": cost.encode_byte_s,
+                "decode_byte_s": cost.decode_byte_s,
+            }
+    late = cluster.straggler is not None or cluster.stragglers != WAIT
+    alike = cluster.ranks_per_node == 1 and not (late or schemes or cluster.serving)
+    if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
+        scenario["representatives"] = REPRESENTATIVES
+    return scenario
+
+
+def ring_node_size(cluster: Cluster) -> int:
+    """Return how many workers share a node of the hierarchical ring."""
+    return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
+
+
+def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
+    """Say which rank is stopped, and what becomes of ranks that are late."""
+    own: dict[str, object] = {
+        "strategy": scenario["strategy"],
+        "update": scenario["update"],
+        "factors": options.SFB if factors else "",
+    }
+    check_stragglers(cluster.stragglers, LATE[0], own)
+    rule = parse_stragglers(cluster.stragglers)
+    if rule is not None:
+        scenario["stragglers"] = json.loads(rule.core_rule(AHEAD_STEPS))
+    if cluster.straggler is not None:
+        scenario["stops"] = [cluster.straggler.to_json()]
+    scenario["compute_jitter"] = cluster.compute_jitter
+
+
+def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    rings: dict[str, Any] = {"kind": "flat", "workers": cluster.workers}
+    if cluster.topology == "hierarchical":
+        each = ring_node_size(cluster)
+        nodes, rest = divmod(cluster.workers, each)
+        if rest:
+            raise ValueError(
+                f"{cluster.workers} workers do not fill nodes of {each}: "
+                "the hierarchical ring needs a multiple"
+            )
+        rings = {
+            "kind": "hierarchical",
+            "nodes": nodes,
+            "workers_per_node": each,
+            "local_rate_bps": cluster.local_rate_bps or LOCAL_RATE_BPS,
+        }
+    elif cluster.topology != "flat":
+        raise ValueError(f"unknown topology {cluster.topology!r}; choose flat or hierarchical")
+    return {
+        "model": RING_FUSED,
+        "profile": profile.to_scenario(),
+        "rings": rings,
+        "rate_bps": cluster.rate_bps,
+        "compression": cluster.compression,
+        "additions": [list(point) for point in cluster.additions],
+    }
+
+
+def run_scenario(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Simulate a scenario.
+
+    Returns:
+        `report`, the figures, and `trace` (see `planning/simulation/timeline.py`) where the
+        scenario asks for it.
+
+    Raises:
+        ValueError: the scenario makes no sense; the text names the field.
+    """
+    from gradlane import _core
+
+    answer: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
+    return answer

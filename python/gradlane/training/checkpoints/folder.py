@@ -1,0 +1,310 @@
+"""Which checkpoints are there: one folder each, complete as soon as it has a manifest.
+
+The manifest names every rank's file with its size and is put in place when all of them are. So a
+folder without one is nothing, whatever else is in it, and a kill leaves the checkpoint before
+untouched.
+
+Two things are told apart. A *run* is one training, however often it is restarted: its id is drawn
+where it begins, and taken over where a checkpoint is restored. An *incarnation* is one start of its
+ranks, with a number that grows (a fencing token): rank 0 claims it before its first checkpoint, by
+creating a file that nobody else can create. Each incarnation writes into folders of its own, and
+changes or removes only those of its number and below. So ranks of an earlier start that are still
+alive can neither spoil nor outrank what a later one has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradlane.errors import CheckpointError
+from gradlane.formats.serialization import strict_json
+from gradlane.formats.serialization.container import VERSION
+from gradlane.formats.serialization.strict_json import FormatError
+from gradlane.training.checkpoints.shard import damaged, open_regular, sync_folder, write_whole
+
+_MANIFEST = "manifest.json"
+_MANIFEST_BYTES_MAX = 1 << 26
+_FOLDER = re.compile(r"step-([0-9]{9,18})(?:-incarnation-([0-9]{1,18}))?")
+"""Without an incarnation it is one of version 1. Other names are the user's, and not touched."""
+_CLAIM = re.compile(r"incarnation-([0-9]{1,18})")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CLAIMS_TRIED = 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: where its files are.
+        step: training steps that it holds.
+        run: id of the training that it is of.
+        files: every rank's file name and size in bytes.
+    """
+
+    folder: Path
+    step: int
+    run: str
+    files: tuple[tuple[str, int], ...]
+
+
+def folder_of(root: Path, step: int, incarnation: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return root / f"step-{step:09d}-incarnation-{incarnation}"
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def named_folder(root: Path, name: Any) -> Path:
+    """Return the folder of a checkpoint that another rank has named.
+
+    Raises:
+        CheckpointError: it is no name of a checkpoint's folder.
+    """
+    if not isinstance(name, str) or not _FOLDER.fullmatch(name):
+        raise CheckpointError(f"rank 0 names the folder {name!r:.80}, which is no checkpoint's")
+    return root / name
+
+
+def complete_folders(root: Path) -> list[Path]:
+    """Return the folders of complete checkpoints: by incarnation, and then by step."""
+    return [path for path in _folders(root) if (path / _MANIFEST).exists()]
+
+
+# ---- writing
+
+
+def claim(root: Path) -> int:
+    """Return a number for this start that is higher than all there were, and have it known.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for _ in range(_CLAIMS_TRIED):
+        number = _latest(root) + 1
+        with contextlib.suppress(FileExistsError):
+            (root / f"incarnation-{number}").open("xb").close()
+            # A later start may have claimed more in between, and removed the file of this number.
+            if _latest(root) == number:
+                break
+    else:
+        raise OSError(errno.EBUSY, f"others claim {root} again and again")
+    sync_folder(root)
+    for path in root.glob("incarnation-*"):
+        match = _CLAIM.fullmatch(path.name)
+        if match and int(match[1]) < number:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return number
+
+
+def check_claim(root: Path, incarnation: int) -> None:
+    """Check that no later start has claimed the folder.
+
+    Raises:
+        CheckpointError: one has.
+    """
+    latest = _latest(root)
+    if latest > incarnation:
+        raise CheckpointError(
+            f"a later start of a training, incarnation {latest}, writes checkpoints into {root}, "
+            f"so those of this one, incarnation {incarnation}, no longer count: stop one of the "
+            "two, or give each a folder of its own"
+        )
+
+
+def commit(
+    root: Path, step: int, incarnation: int, run: str, files: Sequence[tuple[str, int]]
+) -> Manifest:
+    """Make a checkpoint complete.
+
+    Raises:
+        CheckpointError: a later start has claimed the folder, or a file is not there: the ranks do
+            not share the folder.
+        OSError: the manifest cannot be written.
+    """
+    check_claim(root, incarnation)
+    manifest = Manifest(folder_of(root, step, incarnation), step, run, tuple(files))
+    check_files(manifest)
+    content = {"version": VERSION, "run": run, "step": step, "files": [list(one) for one in files]}
+    write_whole(manifest.folder / _MANIFEST, [strict_json.dumps(content)])
+    sync_folder(root)
+    return manifest
+
+
+def prune(root: Path, keep: int, run: str, incarnation: int) -> None:
+    """Remove all but the last checkpoints of a run, and what its starts never completed.
+
+    Another run's checkpoints stay, and those of a later incarnation. It does not raise: what cannot
+    be removed is tried again with the next checkpoint.
+    """
+    with contextlib.suppress(OSError):
+        folders = [path for path in _folders(root) if 0 < _order(path)[0] <= incarnation]
+        complete = []
+        incomplete = []
+        for path in folders:
+            if not (path / _MANIFEST).exists():
+                incomplete.append(path)
+                continue
+            with contextlib.suppress(CheckpointError):
+                if read_manifest(path).run == run:
+                    complete.append(path)
+        last = max((_order(path) for path in complete), default=(0, 0))
+        # What comes after the last complete one is being written.
+        for path in [one for one in incomplete if _order(one) < last] + complete[:-keep]:
+            _remove(path)
+
+
+def withdraw(folder: Path) -> None:
+    """Remove what an incarnation has written of a checkpoint that did not become complete.
+
+    On a full disk it would keep the room that the next one needs. It does not raise: it is called
+    where an error is told already.
+    """
+    with contextlib.suppress(OSError):
+        if not (folder / _MANIFEST).exists():
+            _remove(folder)
+
+
+# ---- reading
+
+
+def newest(root: Path) -> Manifest | None:
+    """Return the last complete checkpoint of the last incarnation that has any, or None.
+
+    Raises:
+        CheckpointError: its manifest is damaged or of another version, a file is missing, or there
+            are checkpoints of several runs.
+    """
+    complete = complete_folders(root)
+    if not complete:
+        return None
+    manifest = read_manifest(complete[-1])
+    for path in complete[:-1]:
+        try:
+            other = read_manifest(path)
+        except CheckpointError:
+            # Nobody asks for it.
+            continue
+        if other.run != manifest.run:
+            raise CheckpointError(
+                f"{root} has checkpoints of several runs: {path.name} is of run {other.run}, "
+                f"{manifest.folder.name} of run {manifest.run}; move the folders of all but one "
+                "elsewhere"
+            )
+    check_files(manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged or of another version.
+    """
+    path = folder / _MANIFEST
+    try:
+        if folder.is_symlink():
+            raise FormatError("its folder is a link to another place")
+        with open_regular(path) as file:
+            content = strict_json.loads(file.read(_MANIFEST_BYTES_MAX))
+    except (OSError, FormatError) as error:
+        raise damaged(path, str(error)) from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        version = content.get("version") if isinstance(content, dict) else None
+        raise CheckpointError(
+            f"the checkpoint {folder} has version {version!r:.40}, and this gradlane reads version "
+            f"{VERSION}: resume with the version of gradlane that wrote it"
+        )
+    step, run, files = (content.get(key) for key in ("step", "run", "files"))
+    if type(step) is not int or step != _order(folder)[1]:
+        raise damaged(path, f"it is of step {step!r:.40}, its folder of step {_order(folder)[1]}")
+    if not isinstance(run, str):
+        raise damaged(path, "it has no run")
+    return Manifest(folder, step, run, listed_files(files, path))
+
+
+def listed_files(files: Any, path: Path) -> tuple[tuple[str, int], ...]:
+    """Return a list of files, after checking that they are in the checkpoint's folder.
+
+    Args:
+        files: names and sizes, as a manifest or another rank says.
+        path: what says so.
+
+    Raises:
+        CheckpointError: it is no list of names and sizes.
+    """
+    rows: list[Any] = files if isinstance(files, list) else [None]
+    for row in rows:
+        is_pair = isinstance(row, list) and len(row) == 2
+        if not is_pair or not isinstance(row[0], str) or type(row[1]) is not int:
+            raise damaged(path, f"its list of files has {row!r:.80}")
+        if not _FILE.fullmatch(row[0]):
+            raise damaged(path, f"it names the file {row[0]!r:.80}, which is not in its folder")
+    if not rows or len({row[0] for row in rows}) != len(rows):
+        raise damaged(path, "it names no file, or a file twice")
+    return tuple((name, size) for name, size in rows)
+
+
+def check_files(manifest: Manifest) -> None:
+    """Check that every file is there in its size.
+
+    Raises:
+        CheckpointError: one is not; the message names it.
+    """
+    for name, size in manifest.files:
+        path = manifest.folder / name
+        try:
+            found = path.lstat()
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint's file {path} is not there ({error.strerror}): all ranks have to "
+                "write to one folder of a file system that they share"
+            ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"the checkpoint's file {path} is no regular file")
+        if found.st_size != size:
+            raise CheckpointError(
+                f"the checkpoint's file {path} has {found.st_size} bytes, not {size}"
+            )
+
+
+# ---- inside
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(
+        (path for path in root.glob("step-*") if _FOLDER.fullmatch(path.name)), key=_order
+    )
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """Return incarnation and step of a checkpoint's folder."""
+    match = _FOLDER.fullmatch(folder.name)
+    return (int(match[2] or 0), int(match[1])) if match else (0, -1)
+
+
+def _latest(root: Path) -> int:
+    claims = (_CLAIM.fullmatch(path.name) for path in root.glob("incarnation-*"))
+    numbers = [int(match[1]) for match in claims if match]
+    return max(numbers + [_order(path)[0] for path in _folders(root)], default=0)
+
+
+def _remove(folder: Path) -> None:
+    # First it stops being complete, so that nobody finds half of it.
+    if folder.is_symlink():
+        return
+    with contextlib.suppress(OSError):
+        (folder / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

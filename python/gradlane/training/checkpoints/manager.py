@@ -1,0 +1,436 @@
+"""Checkpoints of a session's model, taken every so many steps and restored in a world of any size.
+
+All ranks take one after the same training step, between two steps. What is written is copied then,
+each rank its share; a thread writes it while training goes on. Rank 0's thread makes the checkpoint
+complete when all ranks have said that theirs is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradlane.errors import CheckpointError, GradlaneError, UsageError
+from gradlane.formats.serialization.container import Piece
+from gradlane.formats.serialization.pieces import assemble, find_structure, structure_piece
+from gradlane.formats.serialization.strict_json import FormatError
+from gradlane.formats.serialization.structure import (
+    Leaf,
+    UnstorableError,
+    flatten,
+    leaves,
+    tensor_name,
+    unflatten,
+)
+from gradlane.training.checkpoints import folder as folders
+from gradlane.training.checkpoints.folder import Manifest, check_files, newest
+from gradlane.training.checkpoints.partition import pieces_of
+from gradlane.training.checkpoints.shard import damaged, read_shard, write_shard
+from gradlane.training.model.residual_state import MEAN_OF
+from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+if TYPE_CHECKING:
+    from gradlane.training.model.prepared import Prepared
+
+_POLL_S = 0.02
+_AFTER_FAILURE_S = 30.0
+"""How long to wait for other ranks' files at most when the session has failed."""
+_WORDS_KEPT = 16
+"""Words of a rank that stay in the store: two a checkpoint, and no rank is eight behind another."""
+
+
+class Checkpoints:
+    """Takes checkpoints of one model, and restores them."""
+
+    def __init__(self, root: Path, every: int, keep: int, place: Place, timeout_s: float) -> None:
+        """Write into a folder, which all ranks share.
+
+        Args:
+            root: the folder; it is made if it is not there.
+            every: training steps from one checkpoint to the next.
+            keep: how many complete ones are kept.
+            place: this rank's.
+            timeout_s: how long rank 0 waits for the other ranks' files.
+
+        Raises:
+            ValueError: the folder cannot be made.
+        """
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"checkpoint is {root}, which cannot be made: {error}") from error
+        self._root = root
+        self._every = every
+        self._keep = keep
+        self._place = place
+        self._timeout_s = timeout_s
+        self._prepared: Prepared | None = None
+        self._meeting: Meeting | None = None
+        self._run = secrets.token_hex(8)
+        self._incarnation = 0
+        """Claimed by rank 0 with the first checkpoint; 0: not yet."""
+        self._others: list[str] = []
+        """Complete checkpoints that were in the folder, unless the training goes on from them."""
+        self._before = 0
+        self._last = 0
+        self._restores = 0
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._failures: deque[str] = deque()
+        self._told: deque[tuple[Meeting, str]] = deque()
+        self._lasting: list[tuple[Meeting, str]] = []
+        """Keys that rank 0 removes when all ranks have said goodbye."""
+
+    def follow(self, prepared: Prepared, meeting: Meeting) -> None:
+        """Take checkpoints of a model from now on, also of one that was connected anew.
+
+        Raises:
+            UsageError: it is a second model.
+            CheckpointError: it has a value that cannot be stored.
+        """
+        is_first = self._prepared is None
+        if self._prepared is not None:
+            if self._prepared.model is not prepared.model:
+                raise UsageError(
+                    "checkpoint= is for sessions with one model: prepare one module that holds "
+                    "all, such as nn.ModuleDict, or save the models yourself"
+                )
+            self._before += self._prepared.steps.step
+        self._prepared, self._meeting = prepared, meeting
+        if is_first:
+            _check_storable(prepared)
+            key = "checkpoint/others"
+            if meeting.place.rank == 0:
+                found = [path.name for path in folders.complete_folders(self._root)]
+                meeting.put(key, json.dumps(found))
+                self._lasting.append((meeting, key))
+            self._others = json.loads(meeting.get(key, 0))
+        prepared.installation.keep_step = self.after_step
+
+    def after_step(self) -> None:
+        """Take a checkpoint if it is time to; a collective call after `optimizer.step()`.
+
+        Raises:
+            CheckpointError: the folder has another run's checkpoints, or the state has a value that
+                cannot be stored; on every rank.
+            GradlaneError: the session has failed.
+        """
+        self._warn()
+        if self._others:
+            raise CheckpointError(
+                f"the folder {self._root} has {len(self._others)} checkpoints of another run, the "
+                f"last one {self._others[-1]}, and this training does not go on from them: call "
+                "session.restore() after prepare() to go on, or give checkpoint= another folder, "
+                "or move them away"
+            )
+        assert self._prepared is not None
+        step = self._before + self._prepared.steps.step
+        if step // self._every == self._last // self._every or self._prepared.steps.join:
+            return
+        self._last = step
+        self.take(step)
+
+    def take(self, step: int) -> None:
+        """Copy what this rank writes of a step, and have it written.
+
+        Raises:
+            CheckpointError: the state has a value that cannot be stored; the message has its path.
+            GradlaneError: the session has failed.
+        """
+        assert self._prepared is not None and self._meeting is not None
+        place = self._place
+        state = self._prepared.whole_state()
+        own = {kind: state["session"].pop(kind) for kind in MEAN_OF}
+        for key in ("rank", "world_size"):
+            del state["session"][key]
+        # Versions of modules, which go with the dictionary and are no part of it.
+        state["versions"] = getattr(state["model"], "_metadata", None)
+        state["model"] = dict(state["model"])
+        # As torch makes them when it loads them.
+        states = state["optimizer"]["state"].items()
+        state["optimizer"]["state"] = {
+            key: dict(one) if isinstance(one, Mapping) else one for key, one in states
+        }
+        try:
+            # On every rank, so that all end alike where it cannot be stored.
+            tree, tensors = flatten(state)
+            structure = [structure_piece(tree)] if place.rank == 0 else []
+        except (UnstorableError, FormatError) as error:
+            # The one before is complete then.
+            self._join()
+            raise CheckpointError(
+                f"no checkpoint of step {step} can be written: {error}"
+            ) from error
+        apart = {tensor_name(("model", name)) for name in self._prepared.buffers_apart}
+        pieces = pieces_of(tensors, place.rank, place.world_size, apart)
+        for kind, values in own.items():
+            for name, value in values.items():
+                pieces.append(Piece(f"{kind}/{place.rank}/{name}", 0, value.reshape(-1).clone()))
+        pieces += structure
+        # With two under way the memory of both would be held, and the later might be first.
+        self._join()
+        self._thread = threading.Thread(
+            target=self._write, args=(step, pieces, self._meeting), name="gradlane-checkpoint"
+        )
+        self._thread.daemon = True
+        self._thread.start()
+
+    def restore(self) -> int:
+        """Give the model, its optimizer and the session the state of the last complete checkpoint.
+
+        Returns:
+            The training steps that it holds, 0 if there is none.
+
+        Raises:
+            UsageError: no model is prepared, or it has trained already.
+            CheckpointError: the checkpoint is damaged, of another version, or another model's.
+        """
+        if self._prepared is None or self._meeting is None or self._prepared.steps.step > 0:
+            raise UsageError("call session.restore() after prepare() and before the first step")
+        manifest = self._agreed_manifest(self._meeting)
+        if manifest is None:
+            self._others = []
+            return 0
+        shards = [read_shard(manifest.folder / name) for name, _ in manifest.files]
+        for rank, (facts, _) in enumerate(shards):
+            expected = {"run": manifest.run, "step": manifest.step, "rank": rank}
+            if {key: facts.get(key) for key in expected} != expected:
+                path = manifest.folder / manifest.files[rank][0]
+                raise damaged(path, f"it is of another checkpoint: {facts}, expected {expected}")
+        pieces = [piece for _, own in shards for piece in own]
+        try:
+            tree = find_structure(pieces)
+            tensors = assemble(leaves(tree), pieces)
+            state = unflatten(tree, lambda leaf: tensors[leaf.name])
+            own = {kind: self._own(kind, state["session"], pieces) for kind in MEAN_OF}
+            state["session"].update(rank=self._place.rank, world_size=len(shards), **own)
+            versions = state["versions"]
+        except (FormatError, KeyError, TypeError) as error:
+            raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
+        if versions is not None:
+            state["model"] = OrderedDict(state["model"])
+            state["model"]._metadata = versions
+        try:
+            self._prepared.load_whole_state(state)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, GradlaneError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} does not fit this model and optimizer: {error}"
+            ) from error
+        self._run = manifest.run
+        self._others = []
+        self._before = self._last = manifest.step
+        return manifest.step
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is complete, or has failed."""
+        self._join()
+        self._warn()
+        # Who has said goodbye has read them.
+        for meeting, key in self._lasting:
+            meeting.drop(key)
+
+    def stop(self) -> None:
+        """Wait for nobody any more."""
+        self._stopping.set()
+
+    def _agreed_manifest(self, meeting: Meeting) -> Manifest | None:
+        """Return the checkpoint that rank 0 has found; the same on all ranks."""
+        self._restores += 1
+        key = f"checkpoint/restore/{self._restores}"
+        if meeting.place.rank == 0:
+            self._lasting.append((meeting, key))
+            try:
+                found = newest(self._root)
+            except CheckpointError as error:
+                meeting.put(key, json.dumps({"error": str(error)}))
+                raise
+            word: dict[str, Any] = {}
+            if found is not None:
+                word = {
+                    "folder": found.folder.name,
+                    "step": found.step,
+                    "run": found.run,
+                    "files": found.files,
+                }
+            meeting.put(key, json.dumps(word))
+            return found
+        word = json.loads(meeting.get(key, 0))
+        if "error" in word:
+            raise CheckpointError(f"rank 0: {word['error']}")
+        if not word:
+            return None
+        folder = folders.named_folder(self._root, word["folder"])
+        files = folders.listed_files(word["files"], folder)
+        manifest = Manifest(folder, int(word["step"]), str(word["run"]), files)
+        check_files(manifest)
+        return manifest
+
+    def _own(
+        self, kind: str, session: Mapping[str, Any], pieces: list[Piece]
+    ) -> dict[str, torch.Tensor]:
+        """Return what a rank of this number had of its own, where one wrote.
+
+        Args:
+            kind: what it is, a key of `MEAN_OF`.
+            session: the session's part of the state.
+            pieces: all that is in its files.
+        """
+        prefix = f"{kind}/{self._place.rank}/"
+        means: Mapping[str, torch.Tensor] = session.get(MEAN_OF[kind], {})
+        found = {}
+        for piece in pieces:
+            if piece.name.startswith(prefix):
+                name = piece.name.removeprefix(prefix)
+                leaf = Leaf(piece.name, tuple(means[name].shape), piece.values.dtype)
+                found[name] = assemble([leaf], [piece])[piece.name]
+        return found
+
+    # ---- in the thread
+
+    def _write(self, step: int, pieces: list[Piece], meeting: Meeting) -> None:
+        place = self._place
+        folder: Path | None = None
+        try:
+            folder, run = self._agreed_folder(step, meeting)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = folders.file_name(place.rank, place.world_size)
+            facts = {"run": run, "step": step, "rank": place.rank, "world_size": place.world_size}
+            word: dict[str, Any] = {
+                "file": name,
+                "bytes": write_shard(folder / name, pieces, facts),
+            }
+        except Exception as error:
+            word = {"error": f"rank {place.rank} cannot write: {type(error).__name__}: {error}"}
+            self._failures.append(f"the checkpoint of step {step} is not complete: {word['error']}")
+        try:
+            self._tell(meeting, f"checkpoint/{step}/{place.rank}", word)
+            if place.rank == 0:
+                self._complete(step, meeting)
+        except Exception as error:
+            if "error" not in word:
+                self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
+            if place.rank == 0 and folder is not None:
+                folders.withdraw(folder)
+
+    def _agreed_folder(self, step: int, meeting: Meeting) -> tuple[Path, str]:
+        """Return the folder that all ranks write a step into, and the run, as rank 0 says.
+
+        Raises:
+            CheckpointError: rank 0 cannot write there, must not any more, or does not say.
+        """
+        key = f"checkpoint/{step}/folder"
+        if self._place.rank > 0:
+            word = self._hear(meeting, key, 0, "has not said where to write")
+            return folders.named_folder(self._root, word["folder"]), str(word["run"])
+        try:
+            if self._incarnation:
+                folders.check_claim(self._root, self._incarnation)
+            else:
+                self._incarnation = folders.claim(self._root)
+        except (CheckpointError, OSError) as error:
+            self._tell(meeting, key, {"error": f"rank 0: {error}"})
+            raise
+        folder = folders.folder_of(self._root, step, self._incarnation)
+        self._tell(meeting, key, {"folder": folder.name, "run": self._run})
+        return folder, self._run
+
+    def _complete(self, step: int, meeting: Meeting) -> None:
+        keys = [f"checkpoint/{step}/{rank}" for rank in range(self._place.world_size)]
+        words = [
+            self._hear(meeting, key, rank, "has not written its file")
+            for rank, key in enumerate(keys)
+        ]
+        for key in (*keys, f"checkpoint/{step}/folder"):
+            meeting.drop(key)
+        files = [(word["file"], word["bytes"]) for word in words]
+        folders.commit(self._root, step, self._incarnation, self._run, files)
+        folders.prune(self._root, self._keep, self._run, self._incarnation)
+
+    def _tell(self, meeting: Meeting, key: str, word: Mapping[str, Any]) -> None:
+        meeting.put(key, json.dumps(word))
+        self._told.append((meeting, key))
+        while len(self._told) > _WORDS_KEPT:
+            # Of a checkpoint that failed rank 0 may have left it there.
+            old, its_key = self._told.popleft()
+            old.drop(its_key)
+
+    def _hear(self, meeting: Meeting, key: str, rank: int, missing: str) -> dict[str, Any]:
+        """Return what a rank says, waiting for it.
+
+        Raises:
+            CheckpointError: it has failed, or does not say anything in time.
+        """
+        patience, has_failed = Patience(self._timeout_s), False
+        while (said := meeting.peek(key)) is None:
+            if self._stopping.is_set() or patience.is_over(_POLL_S):
+                raise CheckpointError(f"rank {rank} {missing}")
+            if not has_failed and self._prepared is not None and self._prepared.steps.failure:
+                # The rank may be the one that is lost; or it writes, and will say so soon.
+                has_failed, patience = True, Patience(min(self._timeout_s, _AFTER_FAILURE_S))
+            time.sleep(_POLL_S)
+        word: dict[str, Any] = json.loads(said)
+        if "error" in word:
+            raise CheckpointError(word["error"])
+        return word
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _warn(self) -> None:
+        while self._failures:
+            text = self._failures.popleft()
+            warnings.warn(
+                f"{text}; the training goes on, and the checkpoint before it stays",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _check_storable(prepared: Prepared) -> None:
+    """Find settings and extra states that no checkpoint could hold, before anything is trained.
+
+    Raises:
+        CheckpointError: there is one; the message has its path.
+    """
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in prepared.optimizer.param_groups
+    ]
+    extras: dict[str, Any] = {}
+    for name, module in prepared.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            # It may be ready only later.
+            with contextlib.suppress(Exception):
+                extras[f"{name}._extra_state".lstrip(".")] = module.get_extra_state()
+    try:
+        flatten({"optimizer": {"param_groups": groups}, "model": extras})
+    except UnstorableError as error:
+        raise CheckpointError(f"no checkpoint of this model can be written: {error}") from error
+
+
+def make_checkpoints(
+    root: Path | None, every: int, keep: int, place: Place, timeout_s: float
+) -> Checkpoints | None:
+    """Return what takes a session's checkpoints, or None where none are wanted."""
+    if root is None:
+        return None
+    with contextlib.suppress(OSError):
+        root = root.resolve()
+    return Checkpoints(root, every, keep, place, timeout_s)

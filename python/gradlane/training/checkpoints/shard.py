@@ -1,0 +1,134 @@
+"""One rank's file of a checkpoint, and files that are whole, on the disk and read back.
+
+Its format is `serialization.container`'s, so other tools can look into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from gradlane.errors import CheckpointError
+from gradlane.formats.atomic_io import replace_whole
+from gradlane.formats.serialization.container import (
+    Piece,
+    VersionError,
+    check_image,
+    image,
+    read_image,
+)
+from gradlane.formats.serialization.strict_json import FormatError
+
+
+def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> int:
+    """Write a file that is whole or not there, also if the machine stops at any moment.
+
+    What was written is read back, and every byte of it checked, before the file takes its place.
+
+    Args:
+        path: the file; a temporary one is beside it meanwhile.
+        pieces: what goes in.
+        facts: JSON-able, such as step and rank.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        OSError: it cannot be written, or reads back as something else; nothing of it is left.
+        FormatError: it has more pieces than a header can list.
+    """
+    parts = image(pieces, facts)
+    size = sum(map(len, parts))
+
+    def check(partial: Path) -> None:
+        try:
+            with partial.open("rb") as file:
+                check_image(file, os.fstat(file.fileno()).st_size)
+        except FormatError as error:
+            raise OSError(errno.EIO, f"what was written reads back differently: {error}") from error
+
+    write_whole(path, parts, check)
+    return size
+
+
+def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
+    """Read a file, and check every byte of it.
+
+    Raises:
+        CheckpointError: it is missing, cut off, changed, or of another version.
+    """
+    try:
+        with open_regular(path) as file:
+            return read_image(file, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint's file {path} cannot be read: {error}") from error
+    except VersionError as error:
+        raise CheckpointError(
+            f"the checkpoint's file {path} is of another gradlane: {error}; resume with the "
+            "version of gradlane that wrote it"
+        ) from error
+    except FormatError as error:
+        raise damaged(path, str(error)) from error
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error that names a damaged file, what is wrong with it, and what to do."""
+    return CheckpointError(
+        f"the checkpoint's file {path} is damaged: {what}; remove the folder {path.parent} to go "
+        "on from the checkpoint before it"
+    )
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; a link, which may lead anywhere, and a pipe are none.
+
+    Raises:
+        OSError: it is not there, or no regular file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
+
+
+def write_whole(
+    path: Path, parts: Iterable[Any], check: Callable[[Path], None] = lambda partial: None
+) -> None:
+    """Write a file beside its place, have it on the disk, and put it there.
+
+    Args:
+        path: the file.
+        parts: buffers, in order.
+        check: raises if the file, which is on the disk, is not as it should be.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            # What is read back then comes from the disk, where the file system has one.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        check(partial)
+
+    replace_whole(path, write)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

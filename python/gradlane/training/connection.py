@@ -1,0 +1,300 @@
+"""How a channel is opened between all ranks: plan, secret, addresses, connections; and closed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradlane.errors import RendezvousError
+from gradlane.training.core import Channel, CoreModule, Listener, translate_error
+from gradlane.training.monitoring.observer import ModelWatch, Observer
+from gradlane.training.monitoring.recorder import Recorder
+from gradlane.training.node.channel import NodeChannel
+from gradlane.training.node.layout import agree_on_layout
+from gradlane.training.node.opening import open_node_channel
+from gradlane.training.node.rules import OFF
+from gradlane.training.options.options import FACTOR_SCHEMES, Options
+from gradlane.training.options.stragglers import parse_stragglers
+from gradlane.training.rendezvous import addresses
+from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
+from gradlane.training.rendezvous.deadlock import Standstill
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.serving import Invitation, Invitations
+
+if TYPE_CHECKING:
+    from gradlane.training.checkpoints.manager import Checkpoints
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a session gives each of its models.
+
+    Attributes:
+        core: the compiled core or its double.
+        options: the session's.
+        place: this rank's.
+        store_host: host of the rendezvous store.
+        store_port: its port.
+        secret: the user's own secret, or None.
+        standstill: looks out for ranks that wait for each other.
+        observer: knows what all models count.
+        checkpoints: takes them, or None.
+        recorder: what a timeline is recorded with, or None.
+        schemes: how tensors are aggregated, by name, where a plan says it; others go by the
+            strategy.
+        invitations: rank 0's word to ranks that only serve, or None.
+    """
+
+    core: CoreModule
+    options: Options
+    place: Place
+    store_host: str
+    store_port: int
+    secret: str | None
+    standstill: Standstill
+    observer: Observer
+    checkpoints: Checkpoints | None = None
+    recorder: Recorder | None = None
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    invitations: Invitations | None = None
+
+
+def open_channel(
+    around: Surroundings,
+    meeting: Meeting,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    update: str,
+    first: int = 0,
+    gradients: Sequence[Tensor] = (),
+) -> Channel:
+    """Connect to all ranks.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks agree; for this channel alone.
+        rows: the plan's tensors.
+        update: where the optimizer runs.
+        first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
+            it follow in their order.
+        gradients: tensors like the gradients of the first rows, where those are torch's.
+
+    Raises:
+        RendezvousError: the ranks cannot reach each other.
+    """
+    channel = _open(around, meeting, rows, update, first, gradients)
+    if around.place.ranks > 1:
+        wait_until_all_are_connected(around.core, channel, meeting)
+
+    def look() -> None:
+        try:
+            channel.is_ready(0, 0)
+        except around.core.ChannelError as error:
+            raise translate_error(around.core, error, "waiting for other ranks") from error
+
+    meeting.connected(around.options.progress_timeout_s, look)
+    return channel
+
+
+def ranks_in_errors(around: Surroundings, channel: Channel, first: int) -> list[int]:
+    """Return the ranks of the world by their numbers in a channel's errors.
+
+    Args:
+        around: what the session gives.
+        channel: as `open_channel` has returned it.
+        first: as `open_channel` was given it.
+    """
+    turn = 0 if isinstance(channel, NodeChannel) else first
+    world_size = around.place.world_size
+    own = [(turn + index) % world_size for index in range(world_size)]
+    return [*own, *range(world_size, around.place.ranks)]
+
+
+def _open(
+    around: Surroundings,
+    meeting: Meeting,
+    rows: Sequence[Mapping[str, Any]],
+    update: str,
+    first: int,
+    gradients: Sequence[Tensor],
+) -> Channel:
+    options, place = around.options, around.place
+    # Who sends factors knows which tensors have any, and says so in their rows.
+    schemes = {name: one for name, one in around.schemes.items() if one not in FACTOR_SCHEMES}
+    table = [
+        {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
+    ]
+    secret = meeting.secret(around.secret)
+    if options.local != OFF and place.world_size > 1:
+        layout = agree_on_layout(options, meeting, os.environ)
+        if layout is not None:
+            between = functools.partial(_connect, around, meeting, secret, update)
+            return open_node_channel(
+                around,
+                meeting,
+                table,
+                layout,
+                first=first,
+                open_between=between,
+                gradients=gradients,
+            )
+    ranks = [(first + index) % place.world_size for index in range(place.world_size)]
+    return _connect(around, meeting, secret, update, table, ranks)
+
+
+def _connect(
+    around: Surroundings,
+    meeting: Meeting,
+    secret: bytes,
+    update: str,
+    rows: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
+) -> Channel:
+    """Open the core's channel between some ranks, in their order."""
+    options, place = around.options, around.place
+    # Ranks that only serve are the last ones of each channel.
+    everyone = [*ranks, *range(place.world_size, place.ranks)]
+    # Ranks that carry for their nodes have a channel for each local rank.
+    job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
+    settings = _channel_options(
+        around, job, meeting.generation, ranks.index(place.rank), len(everyone)
+    )
+    # A core that knows nothing of them is asked for nothing of them.
+    further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    if place.serving:
+        further["workers"] = len(ranks)
+    rule = parse_stragglers(options.stragglers)
+    if rule is not None and place.world_size > 1:
+        further["stragglers_json"] = rule.core_rule(options.ahead_steps)
+    plan = around.core.plan_json(
+        json.dumps(rows),
+        options.strategy,
+        options.slice_elems,
+        options.seed,
+        update,
+        len(everyone),
+        **further,
+    )
+    if around.invitations is not None:
+        around.invitations.send(
+            Invitation(
+                channel=meeting.channel,
+                ranks=everyone,
+                rows=rows,
+                strategy=options.strategy,
+                slice_elems=options.slice_elems,
+                seed=options.seed,
+                update=update,
+                settings=settings,
+            )
+        )
+    listener, host = listen(around)
+    return connect_channel(around.core, meeting, listener, host, settings, plan, secret, everyone)
+
+
+def _channel_options(
+    around: Surroundings, job: str, generation: int, rank: int, world_size: int
+) -> dict[str, Any]:
+    options = around.options
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "job": job,
+        "generation": generation,
+        "seed": options.seed,
+        "frame_bytes": options.frame_bytes,
+        "credit_bytes": options.frame_bytes,
+        "low_water_bytes": options.low_water_bytes,
+        "send_buffer_bytes": options.send_buffer_bytes,
+        "pacing": options.pacing,
+        "receive_buffer_bytes": 0,
+        "work_depth": max(2, 2 * options.work_threads),
+        "work_threads": options.work_threads,
+        "io_threads": options.io_threads,
+        "silence_timeout_s": options.silence_timeout_s,
+        "progress_timeout_s": options.progress_timeout_s,
+        "connect_timeout_s": options.connect_timeout_s,
+        "trace": options.trace or around.recorder is not None,
+    }
+
+
+def say_goodbye(
+    around: Surroundings,
+    channel: Channel,
+    watch: ModelWatch,
+    meeting: Meeting,
+    timeout_s: float,
+) -> bool:
+    """Close a channel in good order, and pass on what its ranks have waited for.
+
+    Args:
+        around: what the session gives.
+        channel: it sends what is owed, and waits until every rank has said goodbye.
+        watch: knows what this rank has waited for, and on rank 0 hears of the others.
+        meeting: where word is left.
+        timeout_s: for all goodbyes.
+
+    Returns:
+        Whether every rank said goodbye in time.
+
+    Raises:
+        GradlaneError: the session has failed.
+    """
+    watch.tell(meeting)
+    try:
+        channel.finish(timeout_s)
+    except around.core.ChannelTimeout:
+        return False
+    except around.core.ChannelError as error:
+        raise translate_error(around.core, error, "closing the session") from error
+    meeting.parted()
+    watch.hear(meeting)
+    return True
+
+
+def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
+    """Return the addresses to try to listen on, and the one that others use if it is another.
+
+    Raises:
+        RendezvousError: none is found.
+    """
+    options = around.options
+    advertised = options.advertise
+    interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
+    try:
+        if interface:
+            return [addresses.interface_address(interface)], advertised
+        if advertised:
+            literal = addresses.resolve(advertised)
+            # Behind address translation the advertised address is none of this machine's.
+            return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
+        if around.place.ranks == 1:
+            return ["127.0.0.1"], None
+        return [addresses.address_towards(around.store_host, around.store_port)], None
+    except OSError as error:
+        raise RendezvousError(
+            f"rank {around.place.rank} finds no address to listen on ({error}): give "
+            "interface= or advertise="
+        ) from error
+
+
+def listen(around: Surroundings) -> tuple[Listener, str]:
+    """Bind a socket; returns it and the address that others reach it at."""
+    low, high = around.options.ports or (0, 0)
+    hosts, advertised = listening_hosts(around)
+    for host in hosts:
+        try:
+            return around.core.Listener(host, low, high), advertised or host
+        except OSError as error:
+            last = error
+    raise RendezvousError(
+        f"rank {around.place.rank} cannot listen on {hosts[0]} (ports "
+        f"{low}-{high}, 0 is any): {last}"
+    ) from last

@@ -1,0 +1,138 @@
+"""Which weights of a model travel as factors, and what the core is told of them.
+
+Only weights of layers that can be tapped have factors. Their biases and everything else go on as
+their strategy says, also where a plan gives a whole layer the scheme `sfb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradlane.training.factors.block import Part, block_bytes
+from gradlane.training.factors.capture import can_factor, own_factors
+from gradlane.training.factors.rebuild import rebuild
+from gradlane.training.options.codec_choice import RAW, CodecChoice
+from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
+from gradlane.training.rendezvous.tensor_table import Entry, state_entry
+
+_BLOCK_DTYPE = "f32"
+"""Blocks are cut like tensors of this dtype, whatever is in them."""
+_BLOCK_ELEMENT_BYTES = 4
+_BLOCK_MOST_BYTES = 2**32 - 1
+NOT_ENCODED = "travels as factors, which are not encoded"
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A weight that travels as factors.
+
+    Attributes:
+        entry: its place in the tensor table.
+        layers: those that use it; several where it is tied.
+        scheme: one of `FACTOR_SCHEMES`: whether they go to all ranks, or to one that answers.
+    """
+
+    entry: Entry
+    layers: tuple[nn.Module, ...]
+    scheme: str = SFB
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether one rank makes the mean for all."""
+        return self.scheme == ADAM
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest block: that of a whole gradient."""
+        return block_bytes(self.entry.nbytes)
+
+    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
+        """Write the mean of all ranks' gradients, as `gradlane.training.factors.rebuild` does."""
+        own = own_factors(self.layers[0])
+        if own is None:
+            rebuild(contributions, divisor, out)
+        else:
+            own.rebuild(contributions, divisor, out, aside=self.is_answered)
+
+    def plan_row(self) -> dict[str, Any]:
+        """Return the row of the plan's tensor whose blocks are gathered."""
+        return {
+            "name": self.entry.name,
+            "numel": self.most_bytes // _BLOCK_ELEMENT_BYTES,
+            "dtype": _BLOCK_DTYPE,
+            "role": "parameter",
+            "scheme": "answer" if self.is_answered else "gather",
+        }
+
+    def first_values(self) -> Entry:
+        """Return the entry that its values have in step 0, in which there are no blocks."""
+        return state_entry(f"{self.entry.name} (first values)", self.entry.tensor)
+
+
+def layers_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the layers of a model that can be tapped, by the `id` of their weight."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        if can_factor(module):
+            weight = dict.__getitem__(module._parameters, "weight")
+            found.setdefault(id(weight), []).append(module)
+    return found
+
+
+def choose_factored(
+    model: nn.Module, trained: Sequence[Entry], schemes: Mapping[str, str], options: Options
+) -> dict[int, Factored]:
+    """Choose the weights that travel as factors.
+
+    Args:
+        model: the user's.
+        trained: table entries of its trained parameters.
+        schemes: those of a plan, by name; empty: the options count.
+        options: in force for the model.
+
+    Returns:
+        By tensor number.
+
+    Raises:
+        ValueError: a plan names a tensor that cannot; the message says which and why.
+    """
+    given = {index: schemes.get(entry.name, "") for index, entry in enumerate(trained)}
+    wanted = {index: scheme for index, scheme in given.items() if scheme in FACTOR_SCHEMES}
+    if not wanted and not (options.factors and not schemes):
+        return {}
+    why = factors_refusal(options.strategy, options.update)
+    if why:
+        index, scheme = next(iter(wanted.items()))
+        raise ValueError(
+            f"the plan aggregates {trained[index].name!r} by scheme {scheme!r}, but {why}"
+        )
+    layers = layers_by_weight(model)
+    chosen = {}
+    for index in wanted or range(len(trained)):
+        entry, scheme = trained[index], wanted.get(index, options.factors)
+        own = layers.get(id(entry.tensor), [])
+        problem = "" if own else "no nn.Linear or nn.Embedding with torch's own forward uses it"
+        if own and block_bytes(entry.nbytes) > _BLOCK_MOST_BYTES:
+            problem = f"its {entry.nbytes} bytes are over the 4 GiB that a block may have"
+        if not problem:
+            chosen[index] = Factored(entry, tuple(own), scheme)
+        elif wanted and len(entry.shape) > 1:
+            raise ValueError(
+                f"the plan aggregates {entry.name!r} by scheme {scheme!r}, but it has no factors: "
+                f"{problem}; plan='poseidon' chooses layers of this model"
+            )
+    return chosen
+
+
+def without_codecs(
+    choices: Iterable[CodecChoice], factored: Mapping[int, Factored]
+) -> list[CodecChoice]:
+    """Return choices of codecs with none for tensors that travel as factors."""
+    return [
+        CodecChoice(choice.tensor, RAW, NOT_ENCODED) if index in factored else choice
+        for index, choice in enumerate(choices)
+    ]

@@ -1,0 +1,70 @@
+"""Makes the means of weights that this rank owns, for all ranks (scheme `adam`).
+
+The factors of all ranks come to a weight's owner whenever the last of them is ready, and all others
+wait for what it makes of them. So a thread of its own makes it: the program may be in its backward,
+in an evaluation, or waiting for another owner, which may wait for this one. Of several weights the
+one that forward needs first is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from gradlane.training.core import Channel, CoreModule
+
+
+class Maker(Protocol):
+    """Who makes a mean of all ranks' blocks and hands it over."""
+
+    def answer(self, index: int, step: int) -> None:
+        """Answer for a tensor in a step; may raise."""
+
+
+class Answering:
+    """The thread on which a rank answers; it ends with the channel."""
+
+    def __init__(
+        self,
+        core: CoreModule,
+        channel: Channel,
+        maker: Maker,
+        describe: Callable[[int, int], str],
+    ) -> None:
+        """Start to answer.
+
+        Args:
+            core: where the channel's errors come from.
+            channel: it asks.
+            maker: it answers.
+            describe: what goes on, for messages, when tensor and step are being answered for.
+        """
+        self._core = core
+        self._channel = channel
+        self._maker = maker
+        self._describe = describe
+        thread = threading.Thread(target=self._run, name="gradlane-answers", daemon=True)
+        thread.start()
+
+    def _run(self) -> None:
+        waiting: list[tuple[int, int]] = []
+        try:
+            while True:
+                asked = self._channel.next_questions(wait=not waiting)
+                for index, step in asked:
+                    heapq.heappush(waiting, (step, index))
+                step, index = heapq.heappop(waiting)
+                self._answer(index, step)
+        except self._core.ChannelError:
+            return  # The session is over; whoever waits in it is told why.
+
+    def _answer(self, index: int, step: int) -> None:
+        try:
+            self._maker.answer(index, step)
+        except self._core.ChannelError:
+            raise
+        except Exception as error:
+            # Nobody can go on without this answer: all ranks shall hear what has happened.
+            self._channel.abort(f"{error} (noticed while {self._describe(index, step)})")

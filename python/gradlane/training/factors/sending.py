@@ -1,0 +1,245 @@
+"""Sends factors in place of gradients and makes means of what all ranks sent.
+
+What backward yields for a weight in a step is packed at once, since its memory may change, and
+leaves as one block when the last part is there. A rank whose factors would be larger than the
+gradient sends the gradient; so it is with whatever came as a gradient. All ranks rebuild the mean
+from the same blocks in the same order; or, of a weight that one rank answers for, that rank does,
+and all others get what it has made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlane.training.core import Blocks, Channel, CoreModule
+from gradlane.training.factors.block import (
+    BlockError,
+    Dense,
+    Part,
+    dense_block,
+    pack,
+    part_bytes,
+    unpack,
+)
+from gradlane.training.factors.capture import Taker, install, remove
+from gradlane.training.factors.choice import Factored
+from gradlane.training.factors.rebuild import rebuild
+from gradlane.training.factors.root import Answering
+from gradlane.training.model.gradient_intake import is_alone
+
+
+class FactorLane:
+    """The blocks of one model's weights, on their way out and in."""
+
+    def __init__(
+        self,
+        core: CoreModule,
+        channel: Channel,
+        factored: Mapping[int, Factored],
+        rank: int,
+        training_step_of: Callable[[int], int],
+    ) -> None:
+        """Start between two steps.
+
+        Args:
+            core: where the channel's errors come from.
+            channel: where these tensors have the schemes `gather` and `answer`.
+            factored: the weights, by tensor number.
+            rank: this rank.
+            training_step_of: the number of a step of the channel in training, for messages.
+        """
+        self._channel = channel
+        self._factored = factored
+        self._rank = rank
+        self._held: dict[int, list[Tensor]] = {}
+        self._sent: dict[int, Tensor] = {}
+        self._means: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        if any(one.is_answered for one in factored.values()):
+
+            def describe(index: int, step: int) -> str:
+                name = factored[index].entry.name
+                return f"rebuilding {name!r} in step {training_step_of(step)}"
+
+            self._answering = Answering(core, channel, self, describe)
+
+    def __contains__(self, index: int) -> bool:
+        """Whether a tensor travels as factors."""
+        return index in self._factored
+
+    def begin(self) -> None:
+        """Begin a step: whatever was held and not sent is forgotten."""
+        self._held.clear()
+
+    def holds(self, index: int) -> bool:
+        """Whether there is a part of a tensor's gradient in this step."""
+        return bool(self._held.get(index))
+
+    def hold(self, index: int, part: Part) -> None:
+        """Keep a copy of a part of a tensor's gradient; the parts of a step add up.
+
+        Raises:
+            BlockError: its values have a dtype that does not travel.
+        """
+        one = self._factored[index]
+        blocks = self._held.setdefault(index, [])
+        if sum(block.nbytes for block in blocks) + part_bytes(part) <= one.most_bytes:
+            blocks.append(pack([part]))
+            return
+        entry = one.entry
+        kept = [part for block in blocks for part in self._parts(index, block, self._rank)]
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
+        rebuild([[*kept, part]], 1, whole)
+        self._held[index] = [pack([Dense(whole)])]
+
+    def give(self, index: int, step: int) -> None:
+        """Send what is held of a tensor."""
+        blocks = self._held.pop(index)
+        block = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        self._sent[index] = block
+        self._channel.block_ready(index, step, block.data_ptr(), block.nbytes)
+
+    def give_nothing(self, index: int, step: int) -> None:
+        """Say that there is no gradient; the mean of other ranks' comes all the same."""
+        self._held.pop(index, None)
+        self._channel.block_absent(index, step)
+
+    def take(self, index: int, step: int, *, wanted: bool) -> Tensor | None:
+        """Return the mean gradient of a tensor that is ready, laid out like its parameter.
+
+        Args:
+            index: the tensor.
+            step: the step in which it is ready.
+            wanted: whether some rank had a gradient, and the mean is needed.
+
+        Raises:
+            BlockError: what a rank sent is no block of this tensor.
+        """
+        own, made = self._sent.pop(index, None), self._made.pop(index, None)
+        blocks = self._channel.take_blocks(index, step)
+        if blocks is None:
+            return made if wanted else None
+        if wanted and self._factored[index].is_answered:
+            return self._answered(index, blocks)
+        try:
+            if not wanted:
+                return None
+            mean = self._memory_for(index)
+            self._rebuild(index, own, blocks, mean)
+            return mean
+        finally:
+            blocks.release()
+
+    def answer(self, index: int, step: int) -> None:
+        """Make the mean of a tensor of which all blocks are here, and send it to all ranks.
+
+        Called on a thread of its own, while the tensor is nobody else's.
+
+        Raises:
+            BlockError: what a rank sent is no block of this tensor.
+        """
+        blocks = self._channel.take_blocks(index, step)
+        assert blocks is not None, "the channel asked"
+        entry = self._factored[index].entry
+        try:
+            block = self._means.get(index)
+            if block is None or not is_alone(block):
+                block = self._means[index] = dense_block(entry.shape, entry.dtype)
+            (whole,) = self._parts(index, block, self._rank)
+            assert isinstance(whole, Dense)
+            mean = whole.values
+            if entry.device.type != "cpu":
+                mean = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
+            self._rebuild(index, self._sent.get(index), blocks, mean)
+            if mean is not whole.values:
+                whole.values.copy_(mean)
+        finally:
+            blocks.release()
+        self._made[index] = mean
+        self._channel.answer_ready(index, step, block.data_ptr(), block.nbytes)
+
+    def _answered(self, index: int, blocks: Blocks) -> Tensor:
+        """Return what a tensor's owner has made, in the memory in which it has arrived."""
+        regions = enumerate(blocks.regions())
+        owner, region = next((rank, one) for rank, one in regions if one is not None)
+        block = _view(region, blocks)
+        parts = [] if block is None else self._parts(index, block, owner)
+        if len(parts) != 1 or not isinstance(parts[0], Dense):
+            name = self._factored[index].entry.name
+            raise BlockError(f"rank {owner} answered for {name!r} with no whole gradient")
+        return parts[0].values.to(self._factored[index].entry.device)
+
+    def _rebuild(self, index: int, own: Tensor | None, blocks: Blocks, mean: Tensor) -> None:
+        """Write the mean that all ranks' blocks make; `own` is this rank's."""
+        regions = blocks.regions()
+        parts: list[list[Part]] = []
+        for rank, region in enumerate(regions):
+            block = own if rank == self._rank else _view(region)
+            if region is None or block is None:
+                parts.append([])
+            else:
+                parts.append(self._parts(index, block, rank))
+        self._factored[index].rebuild(parts, len(regions), mean)
+
+    def _memory_for(self, index: int) -> Tensor:
+        """Return memory for a mean: last step's, unless somebody still has it."""
+        kept = self._means.get(index)
+        if kept is None or not is_alone(kept):
+            entry = self._factored[index].entry
+            with torch.inference_mode(False):
+                kept = torch.empty_strided(
+                    entry.shape, entry.stride, dtype=entry.dtype, device=entry.device
+                )
+            self._means[index] = kept
+        # A tensor of its own over the same memory, so that `.grad` never is the kept one.
+        return kept.detach()
+
+    def _parts(self, index: int, block: Tensor, rank: int) -> list[Part]:
+        entry = self._factored[index].entry
+        return unpack(block, entry.shape, entry.dtype, rank)
+
+
+class Taps:
+    """The taps on all layers that send factors; a handle like those of hooks."""
+
+    def __init__(self, factored: Mapping[int, Factored], taker: Taker) -> None:
+        """Tap all layers."""
+        self._layers = [layer for one in factored.values() for layer in one.layers]
+        self._handles = []
+        for index, one in factored.items():
+            accumulation: Any = torch.autograd.graph.get_gradient_edge(one.entry.tensor).node
+            end = functools.partial(_end_parts, taker, index)
+            self._handles.append(accumulation.register_hook(end))
+            for layer in one.layers:
+                install(layer, taker, index)
+
+    def remove(self) -> None:
+        """Take the taps off again."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            remove(layer)
+
+
+def _end_parts(taker: Taker, index: int, *gradients: Any) -> None:
+    """Hook of the node that adds a weight's gradients up: runs also where there were none."""
+    taker.end_parts(index)
+
+
+def _view(region: tuple[int, int] | None, blocks: Blocks | None = None) -> Tensor | None:
+    """Return memory of the core as bytes, without a copy; `blocks` live as long as it."""
+    if region is None:
+        return None
+    address, nbytes = region
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    # Tensors keep their buffer, and this object keeps whom the memory belongs to.
+    memory.owner = blocks  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,123 @@
+"""How ranks come together that otherwise wait for nobody: asynchronous training.
+
+With `strategy="asgd"` every rank is somewhere else in its training. Where all of them have to be at
+one point, as for equal parameters at the end, they say so in the rendezvous store and wait for each
+other there. Meanwhile their channels go on serving the ranks that are still training.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from gradlane.errors import ProgressTimeout, RanksDiffer
+from gradlane.training.core import Channel
+from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.wait_notifier import PAUSE
+
+_LONGEST_PAUSE_S = 0.05
+_LOOK_S = 1.0
+
+
+class Gathering:
+    """The points where all ranks of one channel come together."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        meeting: Meeting,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Begin; all ranks gather as often and for the same reasons.
+
+        Args:
+            channel: raises when the session has failed.
+            meeting: where the ranks of the channel have met.
+            timeout_s: how long to wait while no rank that is missing pushes anything, in seconds.
+            clock: seconds of a clock that only goes forward.
+            sleep: waits some seconds.
+        """
+        self._channel = channel
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._number = 0
+
+    def all_here(self, call: str, word: str = "") -> list[str]:
+        """Wait until every rank is at this point.
+
+        Args:
+            call: why; the same on every rank.
+            word: what this rank tells the others.
+
+        Returns:
+            Every rank's word, by rank.
+
+        Raises:
+            RanksDiffer: another rank is there for another reason.
+            ProgressTimeout: a rank does not come, and does not train either.
+            ChannelError: the session has failed.
+        """
+        place = self._meeting.place
+        self._number += 1
+        key = f"gather/{self._number}"
+        self._meeting.put(f"{key}/{place.rank}", json.dumps([call, word]))
+        missing = list(range(place.world_size))
+        words = [""] * place.world_size
+        with PAUSE:
+            self._wait(key, call, missing, words)
+        if self._number > 1:
+            # Everybody has read the last point's words before coming to this one.
+            self._meeting.drop(f"gather/{self._number - 1}/{place.rank}")
+        return words
+
+    def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
+        pause_s = 0.0005
+        looked_s = self._clock()
+        patience = Patience(self._timeout_s, self._clock)
+        pushes = -1
+        while True:
+            for rank in list(missing):
+                said = self._meeting.peek(f"{key}/{rank}")
+                if said is None:
+                    break
+                theirs, words[rank] = json.loads(said)
+                self._compare(call, rank, theirs)
+                missing.remove(rank)
+            if not missing:
+                return
+            self._channel.is_ready(0, 0)
+            now_s = self._clock()
+            if now_s - looked_s >= _LOOK_S or pushes < 0:
+                looked_s = now_s
+                if pushes != (pushes := self._pushes()):
+                    patience.renew()
+                if patience.is_over(_LOOK_S):
+                    raise ProgressTimeout(
+                        f"rank {self._meeting.place.rank} waited {self._timeout_s:g} s in {call} "
+                        f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
+                        'trained: with strategy="asgd" all ranks have to call it (where they '
+                        "evaluate, save or load for longer than that: progress_timeout_s)",
+                        None,
+                    )
+            self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _compare(self, call: str, rank: int, theirs: str) -> None:
+        if theirs != call:
+            raise RanksDiffer(
+                f"rank {self._meeting.place.rank} is in {call}, and rank {rank} in {theirs}: with "
+                'strategy="asgd" both wait for all ranks, so that all of them have to make the '
+                "same calls in the same order"
+            )
+
+    def _pushes(self) -> int:
+        """How many pushes were applied here so far."""
+        readings = json.loads(self._channel.metrics_json()).get("staleness", [])
+        return sum(reading["pushes"] for reading in readings)

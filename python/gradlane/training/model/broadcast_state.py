@@ -1,0 +1,180 @@
+"""Everything that training has changed, from one rank to all others, over a channel of its own.
+
+Step 0 of a channel spreads what its rank 0 has; the ranks are numbered anew for it, from the source
+on. What the optimizer's state consists of is told through the rendezvous store, since it may be
+missing on the other side: as JSON and bytes, so that nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradlane.errors import UsageError
+from gradlane.formats.serialization.pieces import pack, unpack
+from gradlane.formats.serialization.strict_json import FormatError
+from gradlane.formats.serialization.structure import UnstorableError
+from gradlane.training.carrier import spread_from_host
+from gradlane.training.connection import Surroundings, open_channel, ranks_in_errors
+from gradlane.training.core import translate_error
+from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.rendezvous.connecting import in_world_ranks
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.tensor_table import Entry, state_entry
+
+_GOODBYE_S = 60.0
+
+
+def hand_over(
+    around: Surroundings,
+    meeting: Meeting,
+    entries: Sequence[Entry],
+    optimizer: Optimizer,
+    source: int,
+) -> None:
+    """Give every rank one rank's tensors and its optimizer's state; a collective call.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks meet for this; for nothing else.
+        entries: the model's tensor table.
+        optimizer: of the model; its parameters are those of the table.
+        source: the rank whose values everyone gets.
+
+    Raises:
+        UsageError: the optimizer keeps a value that cannot be sent; on every rank.
+        GradlaneError: a rank was lost.
+    """
+    is_source = around.place.rank == source
+    # Also those without elements: nothing of them is sent, but they have state.
+    groups = optimizer.param_groups
+    parameters = [one for group in groups for one in list.__iter__(group["params"])]
+    told = _described(parameters, optimizer) if is_source else b""
+    if is_source:
+        meeting.put("state", told)
+    # The source reads its own words, so that all fail alike.
+    told = told or meeting.get("state", source)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    try:
+        state = unpack(told, device)
+        if "refused" in state:
+            raise UsageError(f"rank {source} cannot hand its state over: {state['refused']}")
+        if not is_source:
+            _adopt(parameters, optimizer, state)
+    except (FormatError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"rank {around.place.rank} cannot take over the state of rank {source}: {error!r}; do "
+            "all ranks have the same model, optimizer and version of gradlane?"
+        ) from error
+    everything = [*entries, *_state_entries(parameters, optimizer)]
+    rows = [entry.bytes_row() for entry in everything]
+    channel = open_channel(around, meeting, rows, update="worker", first=source)
+    try:
+        spread_from_host(channel, everything, is_source)
+    except around.core.ChannelError as error:
+        text, rank = in_world_ranks(error, ranks_in_errors(around, channel, source))
+        named = type(error)(text, *error.args[1:2], rank)
+        raise translate_error(
+            around.core, named, f"receiving the state of rank {source}"
+        ) from error
+    finally:
+        with contextlib.suppress(around.core.ChannelError):
+            channel.finish(_GOODBYE_S)
+    meeting.leave()
+
+
+def with_current_buffers(entries: Sequence[Entry], model: nn.Module) -> list[Entry]:
+    """Return a tensor table with the buffers that a model has now.
+
+    Raises:
+        UsageError: a buffer was replaced by one of another shape or dtype.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found = []
+    for entry in entries:
+        buffer = buffers.get(entry.name, entry.tensor)
+        if buffer.shape != entry.shape or buffer.dtype is not entry.dtype:
+            raise UsageError(
+                f"buffer {entry.name!r} is {tuple(buffer.shape)} {buffer.dtype} now, and was "
+                f"{tuple(entry.shape)} {entry.dtype} in prepare(), so that it cannot be handed "
+                "over: call prepare() again on all ranks"
+            )
+        found.append(dataclasses.replace(entry, tensor=buffer))
+    return found
+
+
+def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
+    """Pack what the state consists of; tensors by shape, everything else by value."""
+    rows: dict[int, dict[str, Any]] = {}
+    states = plain_state(optimizer)
+    for index, parameter in enumerate(parameters):
+        if parameter in states:
+            rows[index] = {}
+        for key, value in states.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                on_cpu = value.device.type == "cpu"
+                value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
+            else:
+                value = [value]
+            rows[index][key] = value
+    # Some optimizers keep state that is of no parameter.
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        return pack({"state": rows, "others": others, "param_groups": groups})
+    except UnstorableError as error:
+        return pack({"refused": f"in its optimizer, {error}"})
+
+
+def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, Any]) -> None:
+    """Give the optimizer state of the source's form; tensors get their values later."""
+    expected: dict[int, dict[str, Any]] = told["state"]
+    states = plain_state(optimizer)
+    for index, parameter in enumerate(parameters):
+        rows = expected.get(index)
+        if rows is None:
+            states.pop(parameter, None)
+            continue
+        state = states[parameter]
+        for key in [key for key in state if key not in rows]:
+            del state[key]
+        for key, value in rows.items():
+            state[key] = _formed(state.get(key), value, parameter)
+    for key, value in told["others"].items():
+        states[key] = value
+    for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
+        for key, value in hyperparameters.items():
+            group[key] = value
+
+
+def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
+    if isinstance(told, list):
+        return told[0]
+    shape = torch.Size(told["shape"])
+    if isinstance(own, Tensor) and own.shape == shape and own.dtype is told["dtype"]:
+        return own
+    device = torch.device("cpu") if told["on_cpu"] else parameter.device
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=told["dtype"], device=device)
+
+
+def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Entry]:
+    return [
+        state_entry(f"{key} of the optimizer", value)
+        for parameter in parameters
+        for key, value in sorted(plain_state(optimizer).get(parameter, {}).items(), key=_by_name)
+        if isinstance(value, Tensor) and value.numel() > 0
+    ]
+
+
+def _by_name(item: tuple[Any, Any]) -> str:
+    return repr(item[0])

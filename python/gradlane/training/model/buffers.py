@@ -1,0 +1,422 @@
+"""Buffers, such as the statistics of batch norm, kept alike on all ranks by one packed tensor.
+
+The pack takes part in every step like a gradient: it is handed over when the step ends, travels
+with the highest urgency, and is unpacked before the next forward of a module that owns buffers. The
+core knows means alone, so the pack is f64, where the mean can carry anything:
+
+- what rank 0 alone contributes are 32-bit words times the number of ranks, whose mean over zeros
+  is the word itself, to the last bit, whatever the dtype;
+- what is averaged is contributed by every rank that has seen data, beside a weight of 1, and
+  divided by the mean weight.
+
+DDP looks for buffers in each forward and sends rank 0's. Here they are those of `prepare`, and are
+sent at the end of a step. What would differ from DDP is an error: other buffers at `step()`, and
+changes between two steps that are not the same on all ranks, which `changes` makes a number of.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradlane.errors import UsageError
+from gradlane.training.model.compiled import enters_compiled_code, is_tracing, only_inlined
+from gradlane.training.rendezvous.tensor_table import without_repeats
+
+MODES = ("broadcast", "average", "local")
+_ALIGNMENT = 16
+_WEIGHT_LANES = 2
+"""How many ranks contribute, and whether rank 0 does, each as a mean that is 1 when all is well."""
+_REMEDY = (
+    'give prepare(..., buffers="local") to leave buffers alone, or call prepare() again on all '
+    "ranks"
+)
+
+UNKNOWN = 0
+"""Of `BufferPack.changes`: a forward that was not seen may have changed buffers."""
+UNCHANGED = 1
+_VALUE_BITS = 8
+CHANGE_BITS = 20
+"""`BufferPack.changes` is below two to this."""
+
+
+class _Slot:
+    """Where one buffer is: in its module, and in the pack's raw bytes or averaged values."""
+
+    def __init__(self, name: str, module: nn.Module, key: str, buffer: Tensor) -> None:
+        self.name = name
+        self.module = module
+        self.key = key
+        self.shape = buffer.shape
+        self.dtype = buffer.dtype
+        self.nbytes = buffer.numel() * buffer.element_size()
+        self._seen: Tensor | None = None
+        self._seen_version = 0
+
+    def held(self) -> Tensor | None:
+        """Return whatever the module has now in the buffer's place, without waiting."""
+        mapping = self.module._buffers
+        try:
+            return dict.get(mapping, self.key)
+        except TypeError:  # A scripted module's own mapping is none of Python's.
+            return dict(mapping.items()).get(self.key)
+
+    def current(self) -> Tensor:
+        """Return the buffer that the module has now; modules may replace theirs."""
+        buffer = self.held()
+        if buffer is None or buffer.shape != self.shape or buffer.dtype is not self.dtype:
+            now = "gone" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype}"
+            raise UsageError(
+                f"buffer {self.name!r} was prepared as {tuple(self.shape)} {self.dtype} and is "
+                f"{now} now: {_REMEDY}"
+            )
+        if buffer.is_inference():
+            raise UsageError(
+                f"buffer {self.name!r} was replaced by a tensor of torch.inference_mode(), outside "
+                "of which torch does not write it: replace it by its .clone(), made outside"
+            )
+        return buffer
+
+    def note(self) -> None:
+        """Take the buffer as it is for what all ranks have agreed on."""
+        self._seen = self.held()
+        self._seen_version = _version_of(self._seen)
+
+    def is_changed(self) -> bool:
+        """Return whether the buffer was written or replaced since `note`."""
+        buffer = self.held()
+        return buffer is not self._seen or _version_of(buffer) != self._seen_version
+
+
+def _version_of(buffer: Tensor | None) -> int:
+    try:
+        return -1 if buffer is None else buffer._version
+    except RuntimeError:  # Tensors of inference mode have none; they are refused at `step()`.
+        return -1
+
+
+class BufferPack:
+    """All buffers of one model in one tensor."""
+
+    def __init__(self, model: nn.Module, mode: str, rank: int, world_size: int) -> None:
+        """Lay the pack out; `start` is called when all ranks have rank 0's buffers.
+
+        Args:
+            model: the user's.
+            mode: `"broadcast"` or `"average"`.
+            rank: this rank.
+            world_size: number of ranks.
+        """
+        slots = _slots(model)
+        averages = mode == "average"
+        self._averaged = [slot for slot in slots if averages and slot.dtype.is_floating_point]
+        self._copied = [slot for slot in slots if not averages or not slot.dtype.is_floating_point]
+        self._averages = averages
+        self._rank = rank
+        self._world_size = world_size
+        self._slots_of: dict[nn.Module, list[tuple[int, _Slot]]] = {}
+        for number, slot in enumerate(self._copied):
+            self._slots_of.setdefault(slot.module, []).append((number, slot))
+        self._unexamined: set[nn.Module] = set()
+        self._changed: dict[int, int] = {}
+        devices = {slot.current().device for slot in slots}
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        values = sum(slot.shape.numel() for slot in self._averaged)
+        with torch.inference_mode(False), torch.no_grad():
+            raw, self._views = self._lay_out()
+            self._words = raw.view(torch.int32)
+            self._sent = self._words.clone()
+            count = _WEIGHT_LANES + values + self._words.numel()
+            self.tensor = torch.zeros(count, dtype=torch.float64, device=self._device)
+        lanes = self.tensor.detach()
+        self._weights = lanes[:_WEIGHT_LANES]
+        self._values = lanes[_WEIGHT_LANES : _WEIGHT_LANES + values]
+        self._first_word = _WEIGHT_LANES + values
+
+    @property
+    def owners(self) -> set[int]:
+        """The modules that own a buffer of the pack, by `id`."""
+        return {id(slot.module) for slot in (*self._averaged, *self._copied)}
+
+    @property
+    def copied_modules(self) -> list[nn.Module]:
+        """The modules that own buffers of which all ranks have rank 0's."""
+        return list(self._slots_of)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Take the buffers as they are for what all ranks have."""
+        if self._views:
+            torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
+            self._sent.copy_(self._words)
+        self._note()
+
+    @torch.no_grad()
+    def pack(self, *, silent: bool) -> Tensor | None:
+        """Return the pack with this rank's part, or None if it has nothing to say.
+
+        Args:
+            silent: this rank has seen no data in this step.
+        """
+        if self._rank == 0:
+            # What it changes from now on, no other rank sees before the next step's end.
+            self._note()
+        if silent or (self._rank != 0 and not self._averages):
+            return None
+        if self._rank == 0 and self._copied:
+            torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
+            if not self._averages and self._is_unchanged():
+                return None
+            words = self.tensor.detach()[self._first_word :]
+            words.copy_(self._words).mul_(self._world_size)
+        elif self._averages:
+            self.tensor[self._first_word :].zero_()
+        self._weights[0] = 1.0
+        self._weights[1] = float(self._world_size) if self._rank == 0 else 0.0
+        if self._averaged:
+            flat = [
+                slot.current().reshape(-1).to(device=self._device, dtype=torch.float64)
+                for slot in self._averaged
+            ]
+            torch.cat(flat, out=self._values)
+        return self.tensor
+
+    @torch.no_grad()
+    def land(self, mean: Tensor | None) -> None:
+        """Write what all ranks agreed on into the buffers.
+
+        Args:
+            mean: the pack as it came back; None: no rank had anything to say.
+        """
+        if mean is not None and not self._averages:
+            self._words.copy_(mean[self._first_word :])
+        elif mean is not None:
+            words = mean[self._first_word :].to(torch.int32)
+            self._words.copy_(torch.where(mean[1] > 0, words, self._words))
+            self._land_average(mean[_WEIGHT_LANES : self._first_word] / mean[0])
+        if self._rank != 0 and self._copied:
+            pairs = [
+                without_repeats(slot.current(), view)
+                for slot, view in zip(self._copied, self._views, strict=True)
+            ]
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            self._note()
+
+    def _land_average(self, values: Tensor) -> None:
+        parts = torch.split(values, [slot.shape.numel() for slot in self._averaged])
+        for slot, part in zip(self._averaged, parts, strict=True):
+            target, source = without_repeats(slot.current(), part.view(slot.shape))
+            target.copy_(source)
+
+    # ---- changes between two steps
+
+    def examine(self, module: nn.Module) -> None:
+        """See what was changed since the last step, before a training forward changes buffers.
+
+        Args:
+            module: whose forward is about to begin; its own buffers are looked at.
+        """
+        if module in self._unexamined:
+            self._unexamined.discard(module)
+            for number, slot in self._slots_of[module]:
+                if slot.is_changed():
+                    self._changed[number] = _checksum(slot.held())
+
+    def changes(self) -> int:
+        """Return a number of how buffers were changed since the last step: the same if alike.
+
+        Called when a step begins, after its forward. `UNKNOWN` says nothing: a module's forward
+        that nobody saw, as in compiled code, may have been what has changed them.
+        """
+        for module in self._unexamined:
+            if any(slot.is_changed() for _, slot in self._slots_of[module]):
+                return UNKNOWN
+        if not self._changed:
+            return UNCHANGED
+        first = min(self._changed) + 1
+        bits = CHANGE_BITS - _VALUE_BITS
+        checksum = zlib.crc32(repr(sorted(self._changed.items())).encode())
+        return (min(first, (1 << bits) - 1) << _VALUE_BITS) | (checksum & ((1 << _VALUE_BITS) - 1))
+
+    def first_changed(self, changes: int) -> str:
+        """Return the name of the first buffer that a number of `changes` speaks of."""
+        return self._copied[min((changes >> _VALUE_BITS) - 1, len(self._copied) - 1)].name
+
+    def _note(self) -> None:
+        self._changed.clear()
+        self._unexamined.update(self._slots_of)
+        for slot in self._copied:
+            slot.note()
+
+    def _is_unchanged(self) -> bool:
+        """Whether rank 0 has nothing new; on an accelerator nobody waits to find out."""
+        if self._device.type != "cpu":
+            return False
+        if torch.equal(self._words, self._sent):
+            return True
+        self._sent.copy_(self._words)
+        return False
+
+    def _lay_out(self) -> tuple[Tensor, list[Tensor]]:
+        offsets: list[int] = []
+        end = 0
+        for slot in self._copied:
+            offsets.append(end)
+            end += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
+        raw = torch.zeros(end, dtype=torch.uint8, device=self._device)
+        views = [
+            raw[offset : offset + slot.nbytes].view(slot.dtype).view(slot.shape)
+            for offset, slot in zip(offsets, self._copied, strict=True)
+        ]
+        return raw, views
+
+
+_Look = tuple[nn.Module, tuple[Tensor | None, ...], list[torch.Size | None]]
+"""A module, its buffers and their shapes."""
+
+
+def _shapes(buffers: Iterable[Tensor | None]) -> list[torch.Size | None]:
+    return [None if buffer is None else buffer.shape for buffer in buffers]
+
+
+class BufferForm:
+    """Checks that a model has the buffers that it was prepared with, on every rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember the buffers as they are."""
+        self._slots = _slots(model)
+        self._modules = list(model.named_modules())
+        self._seen = self._look()
+
+    def check(self) -> None:
+        """Check that every buffer is in its place and form, and that there is no other.
+
+        Raises:
+            UsageError: ranks would not be kept alike; the message names the buffer.
+        """
+        if self._is_as_seen():
+            return
+        known = {id(slot.current()) for slot in self._slots}
+        for prefix, module in self._modules:
+            for key, buffer in _items(module):
+                if buffer is not None and id(buffer) not in known and buffer.numel() > 0:
+                    raise UsageError(
+                        f"buffer {_joined(prefix, key)!r} is {tuple(buffer.shape)} {buffer.dtype} "
+                        "now, and in prepare() it was not there or had no elements, so that it is "
+                        f"not kept alike on all ranks: run a forward before prepare(), or {_REMEDY}"
+                    )
+        self._seen = self._look()
+
+    def _look(self) -> list[_Look]:
+        found = []
+        for _, module in self._modules:
+            buffers = tuple(buffer for _, buffer in _items(module))
+            found.append((module, buffers, _shapes(buffers)))
+        return found
+
+    def _is_as_seen(self) -> bool:
+        """Return whether all buffers are the same objects as before, of the same shapes."""
+        for module, buffers, shapes in self._seen:
+            mapping = module._buffers
+            now = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
+            if len(now) != len(buffers) or not all(map(operator.is_, now, buffers)):
+                return False
+            if buffers and _shapes(buffers) != shapes:
+                return False
+        return True
+
+
+class BufferWatch:
+    """Forward pre-hooks that see which buffers were changed between two steps."""
+
+    def __init__(self, pack: BufferPack, settle: Callable[[], None]) -> None:
+        """Register the hooks on all modules that own buffers; `remove` takes them off.
+
+        Args:
+            pack: what is kept alike.
+            settle: waits until the buffers are those that all ranks agreed on.
+        """
+        hook = _Examination(pack, settle)
+        # Before hooks that write buffers, such as those of spectral norm.
+        self._handles = [
+            nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+            for module in pack.copied_modules
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Examination:
+    """The hook. Forwards of compiled code are not seen, nor those of evaluation."""
+
+    def __init__(self, pack: BufferPack, settle: Callable[[], None]) -> None:
+        self._pack = pack
+        self._settle = settle
+
+    @only_inlined
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if is_tracing() or enters_compiled_code():
+            return
+        if module.training or torch.is_grad_enabled():
+            self._settle()
+            self._pack.examine(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _examine_nothing
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _examine_nothing(module: nn.Module, arguments: Any) -> None:
+    """Forward pre-hook in copies of a prepared model."""
+
+
+def _nothing() -> Callable[..., None]:
+    return _examine_nothing
+
+
+def form_of(model: nn.Module, mode: str, world_size: int) -> BufferForm | None:
+    """Return the form of a model's buffers, or None where they are left alone."""
+    return None if mode == "local" or world_size == 1 else BufferForm(model)
+
+
+def pack_buffers(model: nn.Module, mode: str, rank: int, world_size: int) -> BufferPack | None:
+    """Return the pack of a model's buffers, or None where there is nothing to keep alike."""
+    if mode == "local" or world_size == 1 or not _slots(model):
+        return None
+    return BufferPack(model, mode, rank, world_size)
+
+
+def _slots(model: nn.Module) -> Sequence[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules():
+        for key, buffer in _items(module):
+            if buffer is not None and buffer.numel() > 0 and id(buffer) not in slots:
+                slots[id(buffer)] = _Slot(_joined(prefix, key), module, key, buffer)
+    return list(slots.values())
+
+
+def _items(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    """List a module's buffers without waiting."""
+    mapping = module._buffers
+    return dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _checksum(buffer: Tensor | None) -> int:
+    """Return a checksum of a buffer's bytes, or 0 where a device would have to be waited for."""
+    if buffer is None or buffer.device.type != "cpu":
+        return 0
+    return zlib.crc32(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,164 @@
+"""How a model comes to a channel: what the ranks agree on, what travels, who carries it.
+
+When `connect` returns, all ranks have rank 0's parameters and buffers; nothing is hooked yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradlane.training.carrier import Carrier
+from gradlane.training.connection import Surroundings, open_channel
+from gradlane.training.core import Channel, translate_error
+from gradlane.training.model.served_parameters import ServedParameters
+from gradlane.training.model.staging import carrier_for
+from gradlane.training.model.step_layout import Members, lay_out
+from gradlane.training.model.verification import Terms, agree_on_terms
+from gradlane.training.monitoring.recorder import Recording
+from gradlane.training.node.channel import NodeChannel
+from gradlane.training.node.collective_carrier import CollectiveCarrier
+from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
+from gradlane.training.options.options import FACTOR_SCHEMES, RING
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.serving import check_codecs_served
+from gradlane.training.rendezvous.tensor_table import Entry
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A model's channel and what travels on it.
+
+    Attributes:
+        terms: what the ranks have agreed on.
+        members: what takes part in each step.
+        extras: entries of what travels beside the table, their numbers following it.
+        codecs: how each trained tensor is encoded.
+        channel: to all ranks; records, where the session does.
+        recording: of this channel, or None.
+        carrier: brings gradients to the channel and back.
+        served: parameters in the hands of servers that update them, or None.
+    """
+
+    terms: Terms
+    members: Members
+    extras: Sequence[Entry]
+    codecs: list[CodecChoice]
+    channel: Channel
+    recording: Recording | None
+    carrier: Carrier
+    served: ServedParameters | None
+
+
+def connect(
+    around: Surroundings,
+    meeting: Meeting,
+    model: nn.Module,
+    optimizer: Optimizer,
+    buffers: str,
+    staging_failed: Callable[[Exception], None],
+) -> Connected:
+    """Agree with all ranks, open a channel and spread rank 0's values.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks agree.
+        model: the user's.
+        optimizer: the user's.
+        buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
+        staging_failed: called by another thread with why copies through the host ended.
+
+    Raises:
+        ValueError: the model or the optimizer cannot take part.
+        GradlaneError: the ranks differ, or cannot reach each other.
+    """
+    terms = agree_on_terms(around, meeting, model, optimizer, buffers)
+    serves = around.options.update == "server"
+    # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
+    # votes and buffers of ranks that are left out of a step would be missing.
+    alone = serves or around.options.leaves_out
+    extras, members = lay_out(
+        model, terms.entries, terms.factored, around.place, buffers, alone=alone
+    )
+    trained = terms.trained
+    coded = [entry.coded() for entry in trained]
+    codecs = terms.codecs
+    check_codecs_served(codecs, around.place)
+    plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
+    for index, one in members.factored.items():
+        plain[index] = one.plan_row()
+    rows = rows_with_codecs(plain, coded, codecs)
+    opened = channel = open_channel(
+        around,
+        meeting,
+        rows,
+        update=around.options.update,
+        gradients=[entry.tensor for entry in trained],
+    )
+    recording = None
+    if around.recorder is not None:
+        recording = around.recorder.record(channel, [str(row["name"]) for row in rows])
+        channel = recording.channel
+    connected = Connected(
+        terms,
+        members,
+        extras,
+        codecs,
+        channel,
+        recording,
+        _carrier(opened, channel, terms, extras, staging_failed),
+        ServedParameters(channel, trained) if serves else None,
+    )
+    _spread(around, connected)
+    return connected
+
+
+def schemes_of(around: Surroundings, terms: Terms) -> dict[str, str]:
+    """Return how each trained tensor is aggregated, by name."""
+    usual = RING if around.options.strategy == RING else "ps"
+    found = {}
+    for index, entry in enumerate(terms.trained):
+        given = around.schemes.get(entry.name, usual)
+        # A bias has its layer's scheme in a plan, and travels as usual.
+        whole = usual if given in FACTOR_SCHEMES else given
+        found[entry.name] = terms.factored[index].scheme if index in terms.factored else whole
+    return found
+
+
+def _carrier(
+    opened: Channel,
+    channel: Channel,
+    terms: Terms,
+    extras: Sequence[Entry],
+    staging_failed: Callable[[Exception], None],
+) -> Carrier:
+    """Choose who carries; `opened` is the channel as it was before anything recorded it."""
+    trained = dict(enumerate(terms.trained))
+    beside = dict(enumerate(extras, len(terms.entries)))
+    if isinstance(opened, NodeChannel) and opened.lane_tensors:
+        others = carrier_for(channel, beside, staging_failed)
+        return CollectiveCarrier(opened, trained, others)
+    return carrier_for(channel, {**trained, **beside}, staging_failed)
+
+
+def _spread(around: Surroundings, connected: Connected) -> None:
+    """Run step 0, or tell all ranks why it failed."""
+    try:
+        connected.carrier.spread(
+            [*connected.terms.entries, *connected.extras],
+            first=around.place.rank == 0,
+            without=connected.members.factored.keys(),
+        )
+        if connected.members.buffers is not None:
+            connected.members.buffers.start()
+        if connected.served is not None:
+            connected.served.register()
+    except BaseException as error:
+        connected.channel.abort(f"{type(error).__name__} while spreading the model: {error}")
+        connected.carrier.close()
+        if isinstance(error, around.core.ChannelError):
+            raise translate_error(around.core, error, "spreading rank 0's values") from error
+        raise

@@ -1,0 +1,141 @@
+"""What a gradient must be like to be averaged in place, checked in the hook that takes it.
+
+The core writes the mean into the memory that it was lent, possibly while backward still runs. So a
+gradient is lent as it is only if nothing else can read its memory, and copied otherwise: autograd
+may give a parameter a view of memory that another branch of the graph has yet to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlane.errors import UsageError
+from gradlane.training.rendezvous.tensor_table import Entry, same_layout
+
+_GRAD: Any = torch._C.TensorBase.grad
+raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+"""Return what is in a parameter's `.grad`, whatever class stands in for the parameter's own."""
+set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""Put something into a parameter's `.grad`, and wait for nothing."""
+
+_count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _owners(tensor: Tensor) -> int | None:
+    """How many references there are to a tensor's memory, seen from here; None: unknown."""
+    if _count_owners is None:
+        return None
+    storage = tensor.untyped_storage()
+    return _count_owners(storage._cdata)
+
+
+def _sole_references() -> int:
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
+    return sys.getrefcount(tensor)
+
+
+_SOLE_REFERENCES = _sole_references()
+"""What `sys.getrefcount` says of a tensor that one local variable holds; more: a program has it."""
+_ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
+"""What `_owners` says of memory that one tensor has to itself."""
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor certainly has its memory to itself."""
+    return _ALONE is not None and _owners(tensor) == _ALONE
+
+
+class GradientIntake:
+    """Takes gradients of trained parameters, one a step and tensor."""
+
+    def __init__(self, trained: Sequence[Entry]) -> None:
+        """Take gradients of these table entries, by tensor number."""
+        self._trained = trained
+        self._copies: dict[int, Tensor] = {}
+
+    def take(self, index: int, parameter: Tensor) -> Tensor:
+        """Return a gradient in memory of its own, laid out like its table entry.
+
+        The parameter's `.grad` is None afterwards.
+
+        Raises:
+            UsageError: the gradient cannot be averaged; the message names the parameter.
+        """
+        gradient = raw_grad(parameter)
+        if gradient is None:
+            raise UsageError(
+                f"the gradient of {self._trained[index].name!r} is gone: another hook took it; "
+                "leave it in .grad"
+            )
+        set_raw_grad(parameter, None)
+        entry = self._trained[index]
+        if gradient.layout is not torch.strided:
+            gradient = _densified(entry, gradient)
+        _check(entry, gradient)
+        if gradient.is_conj() or gradient.is_neg():
+            gradient = gradient.resolve_conj().resolve_neg()
+        if (
+            is_alone(gradient)
+            and sys.getrefcount(gradient) <= _SOLE_REFERENCES
+            and same_layout(gradient, entry.stride)
+        ):
+            return gradient
+        with torch.no_grad():
+            return self._copy_for(index, gradient).copy_(gradient)
+
+    def check(self, index: int, gradient: Tensor) -> None:
+        """Check that a gradient is one that can be averaged.
+
+        Raises:
+            UsageError: it is not; the message names the parameter.
+        """
+        _check(self._trained[index], gradient)
+
+    def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
+        """Memory to copy into: last step's, unless the user still holds it."""
+        copy = self._copies.get(index)
+        if copy is None or not is_alone(copy):
+            copy = torch.empty_strided(
+                gradient.shape,
+                self._trained[index].stride,
+                dtype=gradient.dtype,
+                device=gradient.device,
+            )
+            self._copies[index] = copy
+        # A tensor of its own over the same memory, so that `.grad` never is the kept one.
+        return copy.detach()
+
+
+def _densified(entry: Entry, gradient: Tensor) -> Tensor:
+    """Return a sparse gradient, as of an embedding, with its zeros."""
+    try:
+        with torch.no_grad():
+            return gradient.to_dense()
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"the gradient of {entry.name!r} is {gradient.layout} and cannot be made dense: {error}"
+        ) from error
+
+
+def _check(entry: Entry, gradient: Tensor) -> None:
+    if gradient.dtype is not entry.dtype or gradient.shape != entry.shape:
+        raise UsageError(
+            f"the gradient of {entry.name!r} is {tuple(gradient.shape)} {gradient.dtype}, but the "
+            f"parameter was prepared as {tuple(entry.shape)} {entry.dtype}: convert or change the "
+            "model before prepare()"
+        )
+    if gradient.device != entry.device:
+        raise UsageError(
+            f"the gradient of {entry.name!r} is on {gradient.device}, but the parameter was "
+            f"prepared on {entry.device}: move the model before prepare()"
+        )
+    if gradient.requires_grad:
+        raise UsageError(
+            f"the gradient of {entry.name!r} is part of a graph (create_graph=True), which cannot "
+            "be averaged; use torch.autograd.grad for the inner gradient"
+        )

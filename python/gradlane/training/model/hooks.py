@@ -1,0 +1,437 @@
+"""Everything that is hung onto the user's model and optimizer, and how it is taken off again.
+
+The objects stay the user's own: hooks run before all others, `step` and `zero_grad` are replaced on
+the instances only, and copies of the model carry none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradlane.errors import UsageError
+from gradlane.training.model.compiled import (
+    Freshness,
+    enters_compiled_code,
+    is_tracing,
+    only_inlined,
+    opaque,
+)
+from gradlane.training.model.lazy_buffer_dict import guard_buffers, release_buffers
+from gradlane.training.model.lazy_list import guard_groups, release_groups
+from gradlane.training.model.lazy_parameter_dict import (
+    Followers,
+    guard_parameters,
+    held_parameters,
+    release_parameters,
+)
+from gradlane.training.model.lazy_state import LazyState, guard_state, release_state
+from gradlane.training.model.other_optimizers import OtherOptimizers
+from gradlane.training.model.steps import Steps
+from gradlane.training.model.validation import refuse_assignment
+from gradlane.training.rendezvous.tensor_table import Entry
+
+
+class ForwardWait:
+    """Forward pre-hook: waits for the updates of the parameters that a module uses."""
+
+    __slots__ = ("_below", "_flags_below", "_freshness", "_indices", "_steps", "_wait_for_all")
+
+    def __init__(
+        self,
+        steps: Steps,
+        indices: tuple[int, ...],
+        below: tuple[int, ...],
+        freshness: Freshness,
+        flags_below: list[Freshness],
+    ) -> None:
+        """Wait for the tensors that a module uses by itself.
+
+        Args:
+            steps: knows what is under way.
+            indices: numbers of those tensors.
+            below: numbers of the tensors of the module and all modules in it.
+            freshness: the module's flag for compiled code.
+            flags_below: the flags of the module and all modules in it.
+        """
+        self._steps = steps
+        self._indices = indices
+        self._below = below
+        self._freshness = freshness
+        self._flags_below = flags_below
+        self._wait_for_all = opaque(self._wait_below)
+
+    @only_inlined
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        """Wait, unless nothing is under way."""
+        if is_tracing() or enters_compiled_code():
+            if self._freshness.stale and (self._steps.reads_wait or not is_tracing()):
+                self._wait_for_all(module.training)
+        elif self._steps.reads_wait:
+            self._steps.before_forward(self._indices, module.training)
+
+    @property
+    def __name__(self) -> str:
+        """There is none: torch.jit.script asks for it to compile the hook.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of a model that gradlane has prepared: "
+            "script its modules before prepare(), or after session.close()"
+        )
+
+    def _wait_below(self, training: bool) -> None:
+        self._steps.before_forward(self._below, training)
+        for freshness in self._flags_below:
+            freshness.stale = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the model has parameters of its own and waits for nothing."""
+        return wait_for_nothing
+
+    def __reduce__(self) -> Any:
+        """Pickle as a hook that waits for nothing."""
+        return _nothing, ()
+
+
+class GradientHooks:
+    """Takes gradients after all other hooks on their parameters, also those registered later."""
+
+    def __init__(self, parameters: Sequence[Tensor], take: Callable[[int, Tensor], None]) -> None:
+        """Register one hook on each parameter.
+
+        Args:
+            parameters: by tensor number.
+            take: called with number and parameter once a gradient is in `.grad`.
+        """
+        self._take = take
+        self._hooks: list[tuple[dict[int, Any], int]] = []
+        self._handles: list[Any] = []
+        for index, parameter in enumerate(parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            handle = register(functools.partial(take, index))
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+            self._handles.append(handle)
+            self._hooks.append((hooks, handle.id))
+
+    def come_last(self, index: int, parameter: Tensor) -> bool:
+        """Put all hooks behind those that were registered since; called as a backward begins.
+
+        Args:
+            index: the parameter whose hooks are running: torch goes through those that it had.
+            parameter: the same.
+
+        Returns:
+            Whether its gradient is taken at the end of this backward instead of now.
+        """
+        later = False
+        for number, (hooks, key) in enumerate(self._hooks):
+            if next(reversed(hooks)) != key:
+                hooks[key] = hooks.pop(key)
+                later = later or number == index
+        if later:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(self._take, index, parameter))
+        return later
+
+    def remove(self) -> None:
+        """Take them off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def wait_for_nothing(*_: Any) -> None:
+    """Stands where a hook was, in copies of a prepared model."""
+
+
+def _nothing() -> Callable[..., None]:
+    return wait_for_nothing
+
+
+def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    """Reset the gradients of a prepared model: never waits, never touches memory in flight."""
+    original = functools.partial(type(self).zero_grad, self, set_to_none)
+    steps = getattr(self._parameters, "_steps", None)
+    if steps is None:
+        original()
+    else:
+        steps.discard(set_to_none)
+        steps.bypass(original)
+
+
+class Installation:
+    """What was hung onto one model and one optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        entries: Sequence[Entry],
+        buffer_owners: Set[int],
+    ) -> None:
+        """Remember what the model and the optimizer look like before anything is changed.
+
+        Args:
+            model: the user's.
+            optimizer: the user's.
+            entries: the tensor table.
+            buffer_owners: modules with buffers that are kept alike, by `id`.
+        """
+        self._buffer_owners = buffer_owners
+        self.after_step: Callable[[], None] = lambda: None
+        """Called after each `optimizer.step()`; may take everything off."""
+        self.keep_step: Callable[[], None] = lambda: None
+        """Called before that; takes checkpoints."""
+        self.step_whole: Callable[..., Any] = optimizer.step
+        self._model = model
+        self._optimizer = optimizer
+        self._entries = entries
+        self._trained = [entry for entry in entries if entry.trained]
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        self._modules = list(model.modules())
+        self._children = [tuple(module._modules.values()) for module in self._modules]
+        self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._freshness = {module: Freshness() for module in self._modules}
+        self._used_by: dict[nn.Module, tuple[int, ...]] = {}
+        self._scripted = [
+            (module, module.__dict__.get("_parameters"))
+            for module in self._modules
+            if isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._handles: list[Any] = []
+        self._saves_state = False
+        self._ended_steps = 0
+        self._steps: Steps | None = None
+        self._own_step: Any = None
+        self._own_zero_grad: Any = None
+        self._had_own_step = "step" in optimizer.__dict__
+        self._had_model_zero_grad = "zero_grad" in model.__dict__
+
+    def install(self, steps: Steps) -> None:
+        """Hang everything on."""
+        self._steps = steps
+        take_gradient = opaque(steps.take_gradient)
+        steps.when_stale = self.mark_stale
+        self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
+        for module in self._modules:
+            below = self._indices_below(module)
+            if below:
+                scripted = isinstance(module, torch.jit.ScriptModule)
+                hook = ForwardWait(
+                    steps,
+                    # Calls inside scripted code run no hooks.
+                    below if scripted else self._used_by[module],
+                    below,
+                    self._freshness[module],
+                    [self._freshness[one] for one in module.modules()],
+                )
+                # Scripted modules run such hooks, but refuse to have any registered.
+                handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+                self._handles.append(handle)
+        hooks = GradientHooks([entry.tensor for entry in self._trained], take_gradient)
+        steps.come_last = hooks.come_last
+        self._handles.append(hooks)
+        self._install_on_optimizer(steps)
+        for module in self._modules:
+            guard_parameters(module, steps, self._freshness[module])
+            load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
+            self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
+            if id(module) in self._buffer_owners:
+                guard_buffers(module, steps)
+        self._handles.append(Followers(steps, [entry.tensor for entry in self._trained]))
+        if not self._had_model_zero_grad:
+            self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
+
+    def follow(self, handle: Any) -> None:
+        """Take something else off together with the hooks."""
+        self._handles.append(handle)
+
+    def _indices_used(self, module: nn.Module, steps: Steps) -> tuple[int, ...]:
+        """Numbers of the tensors that a module owns, or holds past torch's registration."""
+        own = (one for one in module._parameters.values() if one is not None)
+        found = (self._index_of.get(id(one)) for one in (*own, *held_parameters(module)))
+        used = [index for index in found if index is not None]
+        if id(module) in self._buffer_owners:
+            used.append(steps.buffers_index)
+        return tuple(dict.fromkeys(used))
+
+    def _indices_below(self, module: nn.Module) -> tuple[int, ...]:
+        """Numbers of the tensors that a module and all modules in it use, each once."""
+        below = (index for one in module.modules() for index in self._used_by[one])
+        return tuple(dict.fromkeys(below))
+
+    def _install_on_optimizer(self, steps: Steps) -> None:
+        installation, optimizer, step_whole = self, self._optimizer, self.step_whole
+        zero_whole = optimizer.zero_grad
+        end_step = opaque(steps.end_step)
+        after_step = opaque(self.step_ended)
+
+        def before_state() -> None:
+            if steps.serves and not installation._saves_state:
+                raise UsageError(
+                    'optimizer.state is touched with update="server": the state is on the '
+                    "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
+                )
+            steps.before_optimizer_state()
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Update the parameters: at once, or as the averaged gradients arrive."""
+            if not installation._handles:
+                return step_whole() if closure is None else step_whole(closure)
+            # What the program has replaced since is guarded from now on, too.
+            guard_groups(self, steps)
+            if steps.serves and not isinstance(self.state, LazyState):
+                raise UsageError(
+                    'optimizer.state was replaced with update="server": the state is on the '
+                    "servers; give load_state_dict() one to go on from"
+                )
+            guard_state(self, before_state)
+            installation._ended_steps += 1
+            # Learning rate schedulers look at this to see the order of calls.
+            self._opt_called = True  # type: ignore[attr-defined]
+            result = end_step(closure)
+            after_step()
+            return result
+
+        def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
+            """Reset the gradients; between backward and step, forget those under way."""
+            if not installation._handles:
+                zero_whole(set_to_none)
+                return
+            steps.discard(set_to_none)
+            steps.bypass(functools.partial(zero_whole, set_to_none))
+
+        # Whose code steps is asked again if the optimizer is prepared in another session.
+        step.__wrapped__ = step_whole  # type: ignore[attr-defined]
+        if hasattr(step_whole, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._own_step = types.MethodType(step, optimizer)
+        self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
+        optimizer.__dict__["step"] = self._own_step
+        optimizer.__dict__["zero_grad"] = self._own_zero_grad
+        guard_groups(optimizer, steps)
+        guard_state(optimizer, before_state)
+
+        def before_state_dict(*_: Any) -> None:
+            steps.before_optimizer_state()
+            installation._saves_state = True
+
+        def after_state_dict(*_: Any) -> None:
+            # Loading has put another mapping there.
+            guard_state(optimizer, before_state)
+            installation._saves_state = False
+
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_state_dict_post_hook(after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(after_state_dict),
+        ]
+        self._handles.append(
+            OtherOptimizers(
+                optimizer, self._trained, self._index_of, steps, lambda: self._ended_steps
+            )
+        )
+
+    def step_ended(self) -> None:
+        """Do what follows on each training step."""
+        self.keep_step()
+        self.after_step()
+
+    def mark_stale(self) -> None:
+        """Have compiled code wait, or raise, before it uses any parameter again."""
+        for freshness in self._freshness.values():
+            freshness.stale = True
+
+    def remove(self) -> None:
+        """Take everything off again; the model and the optimizer are plain ones afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._steps is not None:
+            self._steps.release()
+        for module in self._modules:
+            release_parameters(module)
+            release_buffers(module)
+        for module, mapping in self._scripted:
+            if mapping is None:
+                del module.__dict__["_parameters"]
+            else:
+                module.__dict__["_parameters"] = mapping
+        if not self._had_model_zero_grad:
+            self._model.__dict__.pop("zero_grad", None)
+        release_groups(self._optimizer)
+        release_state(self._optimizer)
+        own = self._optimizer.__dict__
+        # Someone may have wrapped the replacement since: then it stays, and passes calls on.
+        if own.get("step") is self._own_step:
+            del own["step"]
+            if self._had_own_step:
+                own["step"] = self.step_whole
+        if own.get("zero_grad") is self._own_zero_grad:
+            del own["zero_grad"]
+
+    def check_unchanged(self) -> None:
+        """Check that the model still is what was prepared.
+
+        Raises:
+            UsageError: modules or parameters were added, removed or replaced, or frozen
+                parameters are trained now.
+        """
+        for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
+            if not _same(module._modules, children) or not _same(module._parameters, owned):
+                raise UsageError(self._describe_change())
+        for entry in self._entries:
+            if not entry.trained and entry.tensor.requires_grad:
+                raise UsageError(
+                    f"parameter {entry.name!r} was frozen when the model was prepared and is "
+                    "trained now: call session.prepare(model, optimizer) again, on all ranks"
+                )
+
+    def _describe_change(self) -> str:
+        before = {entry.name: id(entry.tensor) for entry in self._entries}
+        now = {name: id(parameter) for name, parameter in _raw_parameters(self._model)}
+        for name, buffer in self._model.named_buffers():
+            now[name] = before.get(name, id(buffer))
+        added = [name for name in now if name not in before]
+        removed = [name for name in before if name not in now]
+        replaced = [name for name in now if name in before and now[name] != before[name]]
+        changes = [
+            f"{word} {', '.join(map(repr, names[:3]))}"
+            for word, names in (("added", added), ("removed", removed), ("replaced", replaced))
+            if names
+        ]
+        what = "; ".join(changes) or "its modules were changed"
+        return (
+            f"the model was changed after prepare(): {what}; change it before prepare(), or call "
+            "session.prepare(model, optimizer) again, on all ranks"
+        )
+
+
+def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
+    # The children of a scripted module are in no dictionary of Python's.
+    values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
+    return len(values) == len(expected) and all(map(_is, values, expected))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """`named_parameters()` past the guard: nobody reads the values."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None and id(parameter) not in found:
+                full_name = f"{prefix}.{name}" if prefix else name
+                found[id(parameter)] = (full_name, parameter)
+    return list(found.values())

@@ -1,0 +1,183 @@
+"""Uneven data: ranks that have run out of batches go along with the others until all have.
+
+A rank without data takes part in every step with nothing: its gradients count as zeros and the mean
+still divides by the number of all ranks, as in DDP. It cannot do the others' updates, which may
+follow on clipping, unscaling or schedulers of theirs; so it does none, and when the last rank has
+run out, everyone gets the parameters, the optimizer's state and the buffers of a rank that was
+there to the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from gradlane.errors import UnevenData, UsageError
+from gradlane.training.model.consistency_check import Vote
+from gradlane.training.model.step_state import Phase, StepState
+from gradlane.training.model.steps import Steps
+
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.01
+
+
+class Joinable(Protocol):
+    """A connected model as this file sees it."""
+
+    @property
+    def steps(self) -> Steps:
+        """Its steps."""
+
+    def hand_over(self, source: int) -> None:
+        """Give every rank what a rank has; a collective call."""
+
+
+class Attendance:
+    """Who was there in the steps of one model since the join began."""
+
+    def __init__(self) -> None:
+        """Start with all ranks there."""
+        self.last_there: list[int] = []
+        self.uneven = False
+        self.over = False
+
+    def note(self, votes: Sequence[Vote]) -> None:
+        """See the votes of the next step."""
+        there = [rank for rank, vote in enumerate(votes) if not vote.shadow]
+        if not there:
+            self.over = True
+            return
+        self.last_there = there
+        self.uneven = self.uneven or len(there) < len(votes)
+
+
+class Join:
+    """A context around the loops of all ranks; made by `Session.join`."""
+
+    def __init__(self, models: Sequence[Joinable], rank: int, throws: bool) -> None:
+        """Prepare to go along in the steps of these models.
+
+        Args:
+            models: all that are connected, in the same order on every rank.
+            rank: this rank.
+            throws: whether all ranks break off when the first one has run out.
+        """
+        self.throws = throws
+        self._models = models
+        self._rank = rank
+        self._attendance: dict[int, Attendance] = {}
+
+    def __enter__(self) -> Join:
+        """Begin.
+
+        Raises:
+            UsageError: one is open already, or updates run on the servers.
+        """
+        for model in self._models:
+            steps = model.steps
+            if steps.join is not None:
+                raise UsageError("session.join() inside session.join(): one is enough")
+            if steps.is_asynchronous:
+                raise UsageError(
+                    'session.join() with strategy="asgd": ranks may run different numbers of steps '
+                    "there without it; leave it out"
+                )
+            if steps.serves:
+                raise UsageError(
+                    'session.join() with update="server": a rank without data could not keep its '
+                    'parameters up to date; use update="worker"'
+                )
+        for model in self._models:
+            self._attendance[id(model.steps)] = Attendance()
+            model.steps.join = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Go along until all ranks are here, and leave alike with all of them.
+
+        Raises:
+            UnevenData: it was to be raised, and a rank has run out before another.
+            GradlaneError: a rank was lost, or the ranks do not train alike.
+        """
+        try:
+            if error is None:
+                self._go_along()
+                uneven = [one for one in self._attendance.values() if one.uneven]
+                if self.throws and uneven:
+                    raise UnevenData(self._describe())
+                for model in self._models:
+                    attendance = self._attendance[id(model.steps)]
+                    if attendance.uneven:
+                        model.hand_over(attendance.last_there[0])
+        finally:
+            for model in self._models:
+                model.steps.join = None
+
+    def note(self, steps: StepState, votes: list[Vote]) -> None:
+        """See the votes of a step."""
+        self._attendance[id(steps)].note(votes)
+
+    def stop(self, steps: StepState) -> NoReturn:
+        """Bring all ranks out of their loops: a rank has run out.
+
+        Raises:
+            UnevenData: always, after every rank has come to the same point.
+        """
+        for model in self._models:
+            if model.steps.phase in (Phase.BACKWARD, Phase.ATTACHED):
+                model.steps.finish()
+        self._go_along()
+        raise UnevenData(self._describe())
+
+    def _describe(self) -> str:
+        return (
+            "session.join(throw_on_early_termination=True): a rank has run out of data before "
+            f"another one; rank {self._rank} stops with all others, and the step that was under "
+            "way was not taken"
+        )
+
+    def _go_along(self) -> None:
+        """Take part in the others' steps with nothing until nobody has any of their own."""
+        open_ones = [model.steps for model in self._models]
+        for steps in open_ones:
+            steps.begin_shadow()
+        pause = _Pause()
+        while open_ones:
+            # One model can be waited for; among several, whichever the others are at.
+            ready = open_ones if len(open_ones) == 1 else _with_votes(open_ones)
+            if not ready:
+                pause.take()
+                continue
+            pause.reset()
+            for steps in list(ready):
+                steps.end_shadow()
+                if self._attendance[id(steps)].over:
+                    open_ones.remove(steps)
+                else:
+                    steps.begin_shadow()
+
+
+class _Pause:
+    """Waits a little longer each time."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep = sleep
+        self._length_s = _FIRST_PAUSE_S
+
+    def take(self) -> None:
+        self._sleep(self._length_s)
+        self._length_s = min(2 * self._length_s, _LONGEST_PAUSE_S)
+
+    def reset(self) -> None:
+        self._length_s = _FIRST_PAUSE_S
+
+
+def _with_votes(models: Sequence[Steps]) -> list[Steps]:
+    return [steps for steps in models if steps.has_votes()]

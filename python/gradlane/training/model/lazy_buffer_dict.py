@@ -1,0 +1,86 @@
+"""A module's buffer mapping that waits, where buffers are kept alike on all ranks.
+
+Between `optimizer.step()` and the next forward the ranks' common values may still be on their way;
+reading a buffer, or putting another in its place, then waits for them. Copies and pickles of the
+mapping are plain dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradlane.training.model.lazy_dict import WaitingDict
+from gradlane.training.model.steps import Steps
+
+Buffer = Tensor | None
+
+
+class GuardedBuffers(WaitingDict[Buffer]):
+    """Stands in for `Module._buffers` of one module."""
+
+    __slots__ = ("_own", "_steps")
+
+    def __init__(self, buffers: Mapping[str, Buffer], steps: Steps) -> None:
+        """Guard a module's buffers.
+
+        Args:
+            buffers: what the mapping starts with.
+            steps: knows what is under way.
+        """
+        # A scripted module's own mapping is none of Python's.
+        super().__init__(buffers.items())
+        self._own = buffers
+        self._steps = steps
+
+    def _before_list(self) -> None:
+        if self._steps.reads_wait:
+            self._steps.before_buffers()
+
+    def __getitem__(self, name: str) -> Buffer:
+        """Return a buffer once it is the one that all ranks have."""
+        self._before_list()
+        return dict.__getitem__(self, name)
+
+    def __setitem__(self, name: str, buffer: Buffer) -> None:
+        """Put a buffer there; what all ranks have agreed on is not written over it later."""
+        self._before_list()
+        dict.__setitem__(self, name, buffer)
+
+    def __delitem__(self, name: str) -> None:
+        """Take a buffer out once nothing is to be written into it any more."""
+        self._before_list()
+        dict.__delitem__(self, name)
+
+    def update(self, *others: Any, **named: Any) -> None:
+        """Put several buffers there."""
+        self._before_list()
+        dict.update(self, *others, **named)
+
+    def __ior__(self, others: Any) -> GuardedBuffers:  # type: ignore[override]
+        """Put several buffers there."""
+        self.update(others)
+        return self
+
+    def clear(self) -> None:
+        """Take all buffers out once nothing is to be written into them any more."""
+        self._before_list()
+        dict.clear(self)
+
+    def plain(self) -> Mapping[str, Buffer]:
+        """Return a mapping that does not wait: a scripted module's own, else a dictionary."""
+        return dict(dict.items(self)) if isinstance(self._own, dict) else self._own
+
+
+def guard_buffers(module: nn.Module, steps: Steps) -> None:
+    """Replace a module's buffer mapping by a waiting one."""
+    module.__dict__["_buffers"] = GuardedBuffers(module._buffers, steps)
+
+
+def release_buffers(module: nn.Module) -> None:
+    """Give a module a plain buffer mapping again."""
+    guarded = module.__dict__.get("_buffers")
+    if isinstance(guarded, GuardedBuffers):
+        module.__dict__["_buffers"] = guarded.plain()

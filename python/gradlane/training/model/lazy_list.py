@@ -1,0 +1,110 @@
+"""A group's list of parameters that waits: what is read through the optimizer is right, too.
+
+`GradScaler`, clipping by `optimizer.param_groups` and logging read parameters there. Copies and
+pickles of the list are plain ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradlane.training.model.steps import Phase, Steps
+
+
+class WaitingParameters(list[Tensor]):
+    """Stands in for `group["params"]` of one group of an optimizer."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, parameters: list[Tensor], steps: Steps) -> None:
+        """Guard a group's parameters.
+
+        Args:
+            parameters: what the list starts with.
+            steps: knows what is under way.
+        """
+        super().__init__(parameters)
+        self._steps = steps
+
+    def _wait(self) -> None:
+        if self._steps.lists_wait:
+            self._steps.before_list(list(super().__iter__()))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Go through the parameters once they are right.
+
+        What was only accumulated here is averaged before `GradScaler` looks for infinities in it:
+        ranks that each looked at their own gradients would skip different steps.
+        """
+        self._wait()
+        if self._steps.phase is Phase.LOCAL and sys._getframe(1).f_code is _UNSCALES:
+            self._steps.average_local()
+        return super().__iter__()
+
+    def __reversed__(self) -> Iterator[Tensor]:
+        """Go through them backwards once they are right."""
+        self._wait()
+        return super().__reversed__()
+
+    def __getitem__(self, position: Any) -> Any:
+        """Return some of them once they are right."""
+        self._wait()
+        return super().__getitem__(position)
+
+    def __add__(self, other: Any) -> Any:
+        """Return a plain list."""
+        return self.copy() + other
+
+    def __radd__(self, other: Any) -> Any:
+        """Return a plain list."""
+        return other + self.copy()
+
+    def __mul__(self, count: Any) -> Any:
+        """Return a plain list."""
+        return self.copy() * count
+
+    def copy(self) -> list[Tensor]:
+        """Return a plain list once the parameters are right."""
+        self._wait()
+        return list(super().__iter__())
+
+    def __copy__(self) -> list[Tensor]:
+        """Return a plain list."""
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Tensor]:
+        """Return a plain list with copies of the parameters."""
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle as a plain list."""
+        return list, (self.copy(),)
+
+
+_UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
+
+
+def plain(parameters: list[Tensor]) -> Iterator[Tensor]:
+    """Go through a group's parameters without waiting: nobody reads their values."""
+    return list.__iter__(parameters)
+
+
+def guard_groups(optimizer: Optimizer, steps: Steps) -> None:
+    """Replace the lists of parameters in an optimizer's groups by waiting ones."""
+    for group in optimizer.param_groups:
+        if not isinstance(group["params"], WaitingParameters):
+            group["params"] = WaitingParameters(group["params"], steps)
+
+
+def release_groups(optimizer: Optimizer) -> None:
+    """Give an optimizer's groups plain lists again."""
+    for group in optimizer.param_groups:
+        if isinstance(group["params"], WaitingParameters):
+            group["params"] = list(plain(group["params"]))

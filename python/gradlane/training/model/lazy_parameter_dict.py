@@ -1,0 +1,161 @@
+"""A module's parameter mapping that waits: reading a parameter waits for its update.
+
+Hooks see modules that are called. Parameters are also read without a call: attention reads its
+output projection's weights, weight norm and EMA copies read them, `parameters()` and
+`state_dict()` list them. All of those go through `Module._parameters`, which this replaces.
+Copies and pickles of it are plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import ItemsView, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from gradlane.errors import UsageError
+from gradlane.training.model.compiled import (
+    Freshness,
+    enters_compiled_code,
+    is_read_by_compiler,
+    is_tracing,
+    only_inlined,
+    opaque,
+)
+from gradlane.training.model.lazy_dict import WaitingDict
+from gradlane.training.model.steps import Steps
+
+Parameter = nn.Parameter | None
+
+
+class GuardedParameters(WaitingDict[Parameter]):
+    """Stands in for `Module._parameters` of one module."""
+
+    __slots__ = ("_before_compiled_read", "_freshness", "_module", "_steps")
+
+    def __init__(self, module: nn.Module, steps: Steps, freshness: Freshness) -> None:
+        """Guard a module's parameters.
+
+        Args:
+            module: whose.
+            steps: knows what is under way.
+            freshness: the module's, for compiled code.
+        """
+        # A scripted module's own mapping is none of Python's.
+        super().__init__(module._parameters.items())
+        self._module = weakref.ref(module)
+        self._steps = steps
+        self._freshness = freshness
+        self._before_compiled_read = opaque(self._wait_for_all)
+
+    @only_inlined
+    def __getitem__(self, name: str) -> Parameter:
+        """Return a parameter once it has its update."""
+        parameter = dict.__getitem__(self, name)
+        if is_tracing() or enters_compiled_code():
+            if self._freshness.stale and self._steps.reads_wait:
+                self._before_compiled_read()
+        elif self._steps.reads_wait and parameter is not None:
+            self._steps.before_read(parameter, self._evaluates())
+        return parameter
+
+    def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
+        """List names and parameters once they are right."""
+        if self._steps.lists_wait and not is_read_by_compiler():
+            self._before_list()
+        return dict.items(self)
+
+    def _wait_for_all(self) -> None:
+        for parameter in dict.values(self):
+            if parameter is not None:
+                self._steps.before_read(parameter, self._evaluates())
+
+    def _evaluates(self) -> bool:
+        module = self._module()
+        return module is not None and not module.training
+
+    def _before_list(self) -> None:
+        if self._steps.lists_wait and not is_read_by_compiler():
+            self._steps.before_list([*dict.values(self)])
+
+
+def guard_parameters(module: nn.Module, steps: Steps, freshness: Freshness) -> None:
+    """Replace a module's parameter mapping by a waiting one."""
+    module.__dict__["_parameters"] = GuardedParameters(module, steps, freshness)
+
+
+def release_parameters(module: nn.Module) -> None:
+    """Give a module a plain parameter mapping again."""
+    guarded = module.__dict__.get("_parameters")
+    if isinstance(guarded, GuardedParameters):
+        module.__dict__["_parameters"] = dict(dict.items(guarded))
+
+
+class Followers:
+    """Guards modules that are built after `prepare` and share parameters with the model.
+
+    Such as those that FX makes, lists of parameters, and layers that weights are tied to later.
+    """
+
+    def __init__(self, steps: Steps, parameters: Iterable[Tensor]) -> None:
+        """Watch the registration of parameters until `remove`.
+
+        Args:
+            steps: knows what is under way.
+            parameters: the model's.
+        """
+        self._steps = steps
+        self._shared = {id(parameter) for parameter in parameters}
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Sessions that were given up are not closed, and must not be kept alive by a global hook.
+        followers = weakref.WeakMethod(self._on_registration)
+
+        def on_registration(module: nn.Module, name: str, parameter: Parameter) -> None:
+            watch = followers()
+            if watch is not None:
+                watch(module, name, parameter)
+
+        self._handle = register_module_parameter_registration_hook(on_registration)
+        weakref.finalize(self, self._handle.remove)
+
+    def remove(self) -> None:
+        """Stop watching, and make the modules plain ones again."""
+        self._handle.remove()
+        for module in self._modules:
+            release_parameters(module)
+
+    def _on_registration(self, module: nn.Module, name: str, parameter: Parameter) -> None:
+        if id(parameter) not in self._shared:
+            return
+        guarded = module._parameters
+        if not isinstance(guarded, GuardedParameters):
+            guard_parameters(module, self._steps, Freshness())
+            self._modules.add(module)
+        elif guarded._steps is not self._steps:
+            raise UsageError(
+                f"parameter {name!r} of a {type(module).__name__} belongs to another prepared "
+                "model than the module's other parameters: keep them in modules of their own"
+            )
+
+
+def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield parameters that a module keeps in plain attributes, lists and dictionaries.
+
+    Past torch's registration, but used in its forward all the same.
+    """
+    own = (value for name, value in module.__dict__.items() if name not in _REGISTERED)
+    yield from _parameters_in(list(own), depth=3)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _parameters_in(values: Iterable[Any], depth: int) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif depth > 0 and type(value) in (list, tuple, set, dict):
+            members = value.values() if type(value) is dict else value
+            yield from _parameters_in(list(members), depth - 1)

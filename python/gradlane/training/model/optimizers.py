@@ -1,0 +1,332 @@
+"""Which optimizers can be driven how, and what is read from them.
+
+An optimizer steps *per parameter* when the update of one parameter needs nothing of another, and
+`step()` leaves parameters without a gradient alone. Only then can it be given some of the gradients
+now and the rest later with the same result to the last bit. `WAYS` says it for each class of
+`torch.optim`; the tests hold every one of them against a loop without gradlane.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from gradlane.training.rendezvous.tensor_table import Entry, names_of
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a class of optimizers is driven.
+
+    Attributes:
+        in_parts: whether each tensor may be stepped as soon as its averaged gradient is there.
+        on_servers: whether the servers have a kernel for it (`update="server"`).
+        refused: why it is not taken at all; empty where it is.
+    """
+
+    in_parts: bool = True
+    on_servers: bool = False
+    refused: str = ""
+
+
+WAYS: dict[str, Way] = {
+    "ASGD": Way(),
+    "Adadelta": Way(),
+    "Adafactor": Way(),
+    "Adagrad": Way(),
+    "Adam": Way(on_servers=True),
+    "AdamW": Way(on_servers=True),
+    "Adamax": Way(),
+    "LBFGS": Way(
+        False, refused="it evaluates the model many times in a step and mixes all parameters"
+    ),
+    "Muon": Way(),
+    "NAdam": Way(),
+    "RAdam": Way(),
+    "RMSprop": Way(),
+    "Rprop": Way(),
+    "SGD": Way(on_servers=True),
+    "SparseAdam": Way(False, refused="it needs sparse gradients, which cannot be averaged"),
+}
+"""Every class of `torch.optim` by name; a class that is not here steps whole at the barrier."""
+
+
+def steps_per_parameter(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known, or says, to step per parameter.
+
+    Those of `torch.optim` are known. Any other class says so with an attribute
+    `steps_per_parameter = True`.
+    """
+    declared = getattr(optimizer, "steps_per_parameter", None)
+    if declared is not None:
+        return bool(declared)
+    return is_known(optimizer)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps per parameter by torch's own code alone."""
+    return _steps_by(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+
+
+def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:
+    """Return whether an optimizer steps by the code of one of these classes of `torch.optim`.
+
+    It does not where a subclass or the program replaces anything that the class has.
+    """
+    known = {getattr(torch.optim, name, None) for name in names}
+    for base in type(optimizer).__mro__:
+        if base in known:
+            return not _replaced(optimizer, base) and _is_torchs(optimizer.step)
+    return False
+
+
+def _replaced(optimizer: Optimizer, base: type[Any]) -> set[str]:
+    """Return what of a class of torch an optimizer or its subclass has another version of."""
+    classes = type(optimizer).__mro__
+    own: set[str] = set(vars(optimizer))
+    for one in classes[: classes.index(base)]:
+        own.update(vars(one))
+    replaced = {name for name in own if hasattr(base, name) and not name.startswith("__")}
+    return replaced - _REPLACEABLE
+
+
+_REPLACEABLE = {
+    # `step` is looked at by itself: schedulers of torch wrap it, and each class's once used.
+    *("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "hooked"),
+}
+
+
+def _is_torchs(step: Callable[..., Any]) -> bool:
+    """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
+    while True:
+        step = getattr(step, "__func__", step)
+        # Not `__module__`: `functools.wraps` copies that from what is wrapped.
+        module = str(getattr(step, "__globals__", {}).get("__name__", ""))
+        if module.partition(".")[0] not in ("torch", "gradlane"):
+            return False
+        wrapped = getattr(step, "__wrapped__", None)
+        if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
+            # Schedulers of torch 2.4 do not say what they wrap as others do.
+            wrapped = inspect.getclosurevars(step).nonlocals["func"]
+        if wrapped is None:
+            return module.startswith("torch.optim.")
+        step = wrapped
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def gradlane_hook(hook: _Hook) -> _Hook:
+    """Mark a hook on all optimizers as one that does not mind steps in parts."""
+    _OWN_HOOKS.add(hook)
+    return hook
+
+
+_OWN_HOOKS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody looks on at each step, and must not see it done in parts."""
+    from torch.optim import optimizer as module
+
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_pre_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
+    )
+    return any(hook not in _OWN_HOOKS for hook in hooks)
+
+
+def check_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+    """Check that an optimizer fits the model.
+
+    Args:
+        optimizer: the user's.
+        entries: the model's tensor table.
+
+    Raises:
+        ValueError: the optimizer cannot be driven, or its parameters are not the model's.
+    """
+    for base in type(optimizer).__mro__:
+        way = WAYS.get(base.__name__) if base.__module__.startswith("torch.") else None
+        if way is not None and way.refused:
+            raise ValueError(f"optimizer {base.__name__} is not supported: {way.refused}")
+    for number, group in enumerate(optimizer.param_groups):
+        _check_group(number, group)
+    model_parameters = {id(entry.tensor): entry for entry in entries}
+    held = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            held.add(id(parameter))
+            if id(parameter) not in model_parameters and parameter.numel() > 0:
+                raise ValueError(
+                    f"group {number} of the optimizer holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: prepare one module "
+                    "that holds them all, such as nn.ModuleList([model, loss])"
+                )
+    missing = [entry for entry in entries if entry.trained and id(entry.tensor) not in held]
+    if missing:
+        raise ValueError(
+            f"the optimizer does not hold {names_of(missing)}, which are trained: call "
+            "requires_grad_(False) on them, or give them to the optimizer"
+        )
+
+
+def _check_group(number: int, group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"group {number} of the optimizer has differentiable=True: an update that autograd "
+            "follows cannot happen later than step()"
+        )
+    if group.get("capturable") and any(one.device.type == "cpu" for one in group["params"]):
+        raise ValueError(
+            f"group {number} of the optimizer has capturable=True, which torch takes for "
+            "parameters on an accelerator only, and parameters on the CPU"
+        )
+
+
+def check_server_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+    """Check that an optimizer can run on the owners of the slices.
+
+    Raises:
+        ValueError: the servers have no kernel for it, a setting makes no sense there, somebody
+            looks on at its steps, or a parameter is not in plain memory.
+    """
+    served = [name for name, way in WAYS.items() if way.on_servers]
+    if not _steps_by(optimizer, served):
+        raise ValueError(
+            f'update="server" runs torch.optim.{", ".join(served)}, not '
+            f'{type(optimizer).__name__}; use update="worker" (the default) for any other optimizer'
+        )
+    _check_unobserved(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        _settings(optimizer, number, group)
+    for entry in entries:
+        if entry.trained and (
+            entry.tensor.device.type != "cpu" or entry.tensor.stride() != entry.stride
+        ):
+            raise ValueError(
+                f'update="server" writes parameters in place: {entry.name!r} must be dense and on '
+                'the CPU; use update="worker" instead'
+            )
+
+
+def server_rows(
+    optimizer: Optimizer, index_of: dict[int, int], steps: Sequence[int]
+) -> tuple[str, frozenset[int]]:
+    """Return every tensor's settings for the servers.
+
+    Args:
+        optimizer: one that passed `check_server_optimizer`.
+        index_of: number of each trained parameter, by `id`.
+        steps: how many steps each of them has taken, by number.
+
+    Returns:
+        The JSON that the core reads, and the numbers of the tensors that have a momentum.
+
+    Raises:
+        ValueError: a setting makes no sense; the message names group and key.
+    """
+    _check_unobserved(optimizer)
+    rows: list[dict[str, Any]] = []
+    with_momentum: list[int] = []
+    seen = 0
+    for number, group in enumerate(optimizer.param_groups):
+        settings = _settings(optimizer, number, group)
+        tensors = []
+        for parameter in group["params"]:
+            index = index_of.get(id(parameter))
+            if index is not None:
+                tensors.append(index)
+            elif parameter.requires_grad and parameter.numel() > 0:
+                raise ValueError(
+                    f"group {number} of the optimizer holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that was not trained when the model was prepared; "
+                    "open a new session and prepare it again"
+                )
+        seen += len(tensors)
+        if settings["kind"] == "adam":
+            settings["steps"] = [steps[index] for index in tensors]
+        elif settings["momentum"] != 0.0:
+            with_momentum += tensors
+        if tensors:
+            rows.append({**settings, "tensors": tensors})
+    if seen != len(index_of):
+        raise ValueError(
+            f"the optimizer holds {seen} of {len(index_of)} trained parameters: with "
+            'update="server" groups may not lose any after prepare()'
+        )
+    return json.dumps(rows), frozenset(with_momentum)
+
+
+def _check_unobserved(optimizer: Optimizer) -> None:
+    if has_step_hooks(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has step hooks, which nobody would call: with "
+            'update="server" there is no step on this rank; use update="worker"'
+        )
+
+
+def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's settings in the core's words, each of them checked."""
+
+    def take(key: str, value: Any, wanted: str, fits: Callable[[float], bool]) -> float:
+        found = float(value.item() if isinstance(value, Tensor) else value)
+        if not (math.isfinite(found) and fits(found)):
+            raise ValueError(
+                f"group {number} of the optimizer has {key}={value!r}: the servers take {wanted}"
+            )
+        return found
+
+    def not_negative(key: str) -> float:
+        return take(key, group[key], "a number that is not negative", lambda value: value >= 0.0)
+
+    if isinstance(optimizer, (Adam, AdamW)):
+        if group["amsgrad"]:
+            raise ValueError(
+                f'group {number} of the optimizer has amsgrad=True: update="server" has no kernel '
+                'for it; use update="worker"'
+            )
+        beta1, beta2 = (
+            take("betas", beta, "two numbers from 0 to below 1", lambda value: 0.0 <= value < 1.0)
+            for beta in group["betas"]
+        )
+        return {
+            "kind": "adam",
+            "lr": not_negative("lr"),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": not_negative("eps"),
+            "weight_decay": not_negative("weight_decay"),
+            # Before torch 2.7, AdamW is no Adam, and the class alone says how weights decay.
+            "decoupled_weight_decay": bool(
+                group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+            ),
+            "maximize": bool(group["maximize"]),
+        }
+    momentum = not_negative("momentum")
+    dampening = take("dampening", group["dampening"], "a number", lambda value: True)
+    if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
+        raise ValueError(
+            f"group {number} of the optimizer has nesterov=True with momentum={momentum} and "
+            f"dampening={dampening}: Nesterov momentum needs a momentum and no dampening"
+        )
+    return {
+        "kind": "sgd",
+        "lr": not_negative("lr"),
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": not_negative("weight_decay"),
+        "nesterov": bool(group["nesterov"]),
+        "maximize": bool(group["maximize"]),
+    }

@@ -1,0 +1,135 @@
+"""Refuses steps of optimizers that hold a prepared model's parameters and are not the prepared one.
+
+Such a step would see gradients that are on their way, and the session would not know of it. One
+that steps the prepared optimizer within, such as a look-ahead, is welcome.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradlane.errors import UsageError
+from gradlane.training.model.forward_order import inside_backward
+from gradlane.training.model.lazy_list import plain
+from gradlane.training.model.optimizers import gradlane_hook
+from gradlane.training.rendezvous.tensor_table import Entry
+
+
+class StepView(Protocol):
+    """What the watch asks a model's steps."""
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether this thread is in an update of the model's own."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why there is nothing more to be had, or None."""
+
+
+class OtherOptimizers:
+    """Watches the steps of all optimizers of the process for one prepared model."""
+
+    def __init__(
+        self,
+        prepared: Optimizer,
+        trained: Sequence[Entry],
+        index_of: Mapping[int, int],
+        steps: StepView,
+        ended_steps: Callable[[], int],
+    ) -> None:
+        """Watch until `remove`.
+
+        Args:
+            prepared: the optimizer that may step.
+            trained: the model's trained parameters.
+            index_of: their numbers, by `id`.
+            steps: the model's.
+            ended_steps: counts the calls of the prepared optimizer's `step()`.
+        """
+        self._prepared = prepared
+        self._trained = trained
+        self._index_of = index_of
+        self._steps = steps
+        self._ended_steps = ended_steps
+        self._begun: dict[int, int] = {}
+        _watch_all()
+        _WATCHES[id(self)] = weakref.ref(self)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        _WATCHES.pop(id(self), None)
+
+    def before(self, other: Optimizer) -> None:
+        """Note that an optimizer is about to step.
+
+        Raises:
+            UsageError: it holds parameters of the model, inside backward.
+        """
+        name = self._shared(other)
+        if name is not None:
+            if inside_backward():
+                self._refuse(other, name, " inside backward()")
+            self._begun[id(other)] = self._ended_steps()
+
+    def after(self, other: Optimizer) -> None:
+        """Note that an optimizer has stepped.
+
+        Raises:
+            UsageError: it holds parameters of the model, and has not stepped the prepared one.
+        """
+        begun = self._begun.pop(id(other), None)
+        if begun is not None and begun == self._ended_steps():
+            self._refuse(other, self._shared(other) or "", "")
+
+    def _shared(self, other: Optimizer) -> str | None:
+        if other is self._prepared or self._steps.is_exempt or self._steps.failure is not None:
+            return None
+        for group in other.param_groups:
+            for parameter in plain(group["params"]):
+                index = self._index_of.get(id(parameter))
+                if index is not None:
+                    return self._trained[index].name
+        return None
+
+    def _refuse(self, other: Optimizer, name: str, where: str) -> NoReturn:
+        raise UsageError(
+            f"another {type(other).__name__} than the prepared optimizer has stepped parameter "
+            f"{name!r}{where}: call session.prepare(model, optimizer) with the one that trains the "
+            "model, on all ranks"
+        )
+
+
+_WATCHES: dict[int, weakref.ref[OtherOptimizers]] = {}
+_watches_all = False
+
+
+def _watch_all() -> None:
+    """Have torch call the watches. Once: torch's hooks are one mapping for all threads."""
+    global _watches_all
+    if not _watches_all:
+        _watches_all = True
+        register_optimizer_step_pre_hook(gradlane_hook(_before))
+        register_optimizer_step_post_hook(gradlane_hook(_after))
+
+
+def _watches() -> list[OtherOptimizers]:
+    return [watch for one in list(_WATCHES.values()) if (watch := one()) is not None]
+
+
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    for watch in _watches():
+        watch.before(optimizer)
+
+
+def _after(optimizer: Optimizer, *_: Any) -> None:
+    for watch in _watches():
+        watch.after(optimizer)

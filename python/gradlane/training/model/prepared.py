@@ -1,0 +1,480 @@
+"""One model and one optimizer on one channel: how they are connected and taken apart again.
+
+When `connect` returns, all ranks have rank 0's parameters and buffers, and the user's own objects
+are hooked. After `close` they are plain objects again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradlane.errors import CheckpointError, GradlaneError, SessionFailed, UsageError
+from gradlane.training.connection import Surroundings, say_goodbye
+from gradlane.training.core import translate_error
+from gradlane.training.factors.sending import Taps
+from gradlane.training.model import optimizers
+from gradlane.training.model.barrier import Gathering
+from gradlane.training.model.broadcast_state import hand_over, with_current_buffers
+from gradlane.training.model.buffers import BufferWatch
+from gradlane.training.model.connecting import connect, schemes_of
+from gradlane.training.model.consistency_check import Hyperparameters, compare_endings, tell_ending
+from gradlane.training.model.exchange import Exchange
+from gradlane.training.model.forward_order import ForwardOrder
+from gradlane.training.model.hooks import Installation
+from gradlane.training.model.late_gradients import Carrying
+from gradlane.training.model.lazy_parameters import LazyParameters
+from gradlane.training.model.residual_state import ResidualState
+from gradlane.training.model.server_state import Apart, ServerState
+from gradlane.training.model.steps import Driver, Phase, Steps
+from gradlane.training.model.updates import DeferredUpdate
+from gradlane.training.options.momentum import check_momentum
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.parameter_check import AgreementCheck
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long to wait for the other ranks' goodbyes, where nobody says otherwise."""
+
+
+class Prepared:
+    """A connected model."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        meet: Callable[[], Meeting],
+        model: nn.Module,
+        optimizer: Optimizer,
+        defer: bool,
+        buffers: str = "local",
+    ) -> None:
+        """Agree with all ranks, connect, spread rank 0's values and hook everything.
+
+        Args:
+            around: what the session gives.
+            meet: opens a place where the ranks agree, another one each time.
+            model: the user's.
+            optimizer: the user's.
+            defer: whether updates may happen after `optimizer.step()` and in parts.
+            buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
+
+        Raises:
+            ValueError: the model or the optimizer cannot take part.
+            GradlaneError: the ranks differ, or cannot reach each other.
+        """
+        meeting = meet()
+        self._around = around
+        self._meet = meet
+        self._meeting = meeting
+        self._optimizer = optimizer
+        self._defer = defer
+        self._buffers = buffers
+        self.model = model
+        connected = connect(around, meeting, model, optimizer, buffers, self._staging_failed)
+        self._connected = connected
+        self.channel, self.codecs = connected.channel, connected.codecs
+        self._members, self._served = connected.members, connected.served
+        self._entries, self._trained = connected.terms.entries, connected.terms.trained
+        self._momentum_codecs = connected.terms.momentum_codecs
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        self._agreement = AgreementCheck(meeting, self._trained, around.options.check_every)
+        pack = self._members.buffers
+        self.installation = Installation(
+            model, optimizer, self._entries, pack.owners if pack is not None else set()
+        )
+        self.steps = self._make_steps()
+        self.installation.install(self.steps)
+        self.installation.follow(Taps(self._members.factored, self.steps))
+        if pack is not None:
+            self.installation.follow(BufferWatch(pack, self.steps.before_buffers))
+        if connected.recording is not None:
+            connected.recording.watch(model)
+        self._watch = around.observer.watch(model, self.channel, self.steps)
+        self._gathering: Gathering | None = None
+        if around.options.is_asynchronous:
+            limit_s = around.options.progress_timeout_s
+            self._gathering = Gathering(self.channel, meeting, limit_s)
+        else:
+            # Where nobody waits for other ranks' gradients, there is no circle to be found.
+            around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
+        self._server = self._make_server_state(meeting) if self._served is not None else None
+        self.residuals = ResidualState(
+            channel=self.channel,
+            meeting=meeting,
+            members=self._members,
+            choices=self.codecs,
+            updates_on_servers=self._served is not None,
+            settle=self.steps.settle,
+            spend_step=self.steps.spend_step,
+            translating=self._translating,
+            settle_carried=self.steps.exchange.settle_carried,
+            leaves_out=around.options.leaves_out,
+        )
+        if self._gathering is not None:
+            # From now on this rank updates what it owns, also before its own first step.
+            self.channel.set_optimizer(0, self._server_rows())
+
+        self.has_parted = False
+        """Whether every rank has said goodbye."""
+        meeting.connected(around.options.progress_timeout_s, self._look)
+        if around.checkpoints is not None:
+            try:
+                around.checkpoints.follow(self, meeting)
+            except (CheckpointError, UsageError):
+                # On all ranks alike.
+                raise
+            except BaseException as error:
+                # The session has not got this model yet, and would not tell the others.
+                self.abort(f"{type(error).__name__} while preparing the model: {error}")
+                raise
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return all that training goes on from, whole on every rank; a collective call."""
+        self.check_between_steps()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "session": self.residuals.state_dict(),
+        }
+
+    def load_whole_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `whole_state` returned; a collective call between steps.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.residuals.load_state_dict(state["session"])
+
+    def close(self, timeout_s: float) -> None:
+        """Settle, unhook and say goodbye.
+
+        Args:
+            timeout_s: how long to wait for the other ranks' goodbyes; it is no error if they
+                do not come.
+
+        Raises:
+            GradlaneError: the last step could not be brought to an end.
+        """
+        try:
+            self.steps.raise_failure()
+            self.steps.finish()
+            self._pull("session.close()")
+        except GradlaneError as error:
+            self.abort(f"closed after an error: {error}")
+            raise
+        self._around.standstill.remove(self._meeting.name)
+        self.installation.remove()
+        if self._connected.recording is not None:
+            self._connected.recording.unwatch()
+        if self._server is not None:
+            self._server.release()
+        self.steps.close("the session was closed")
+        self._connected.carrier.close()
+        votes = self._members.ballot is not None
+        if votes:
+            tell_ending(self._meeting, self.steps.step, *self.steps.own_vote())
+        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+            if votes:
+                compare_endings(self._meeting)
+            self._meeting.leave()
+            self.has_parted = True
+
+    def synchronize(self) -> None:
+        """Wait until every parameter has its update, and, where ranks train asynchronously, until
+        all ranks are here and have the same parameters.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        self.steps.raise_failure()
+        self.steps.settle()
+        if self._gathering is not None and self.in_step:
+            raise UsageError(
+                f"session.synchronize() in the middle of step {self.steps.step}: with "
+                'strategy="asgd" it waits for all ranks; call it after optimizer.step()'
+            )
+        self._pull("session.synchronize()")
+
+    def staleness(self) -> list[dict[str, Any]]:
+        """Return, by rank, how stale the gradients were that this rank's servers applied."""
+        readings: list[dict[str, Any]] = json.loads(self.channel.metrics_json()).get(
+            "staleness", []
+        )
+        return readings
+
+    def _pull(self, call: str) -> None:
+        """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
+        if self._gathering is None or self._served is None or self._around.place.world_size == 1:
+            return
+        with self._translating(f"waiting for all ranks in {call}"):
+            self._served.register()
+            self._gathering.all_here(call)
+            self.steps.spend_step(self._served.pull)
+            # Who goes on training changes the servers' parameters: not before all have them.
+            self._gathering.all_here(f"{call}, with all parameters")
+
+    def reconnected(
+        self, options: Options, timeout_s: float, schemes: Mapping[str, str] | None = None
+    ) -> Prepared:
+        """Close, and connect the same model with other options; a collective call between steps.
+
+        The optimizer's state stays, also that on the servers, and so do buffers and residuals.
+
+        Args:
+            options: in place of the session's.
+            timeout_s: how long to wait for the other ranks' goodbyes.
+            schemes: how tensors are aggregated, by name; None: as before.
+
+        Raises:
+            GradlaneError: a rank was lost, or cannot connect.
+        """
+        self.steps.raise_failure()
+        self.steps.settle()
+        if self._server is not None:
+            self._server.bring_home()
+        residuals = self.residuals.state_dict()
+        self.close(timeout_s)
+        # Connecting spreads rank 0's; buffers may be each rank's own.
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        around = replace(self._around, options=options)
+        if schemes is not None:
+            around = replace(around, schemes=schemes)
+        again = Prepared(
+            around,
+            self._meet,
+            self.model,
+            self._optimizer,
+            self._defer,
+            self._buffers,
+        )
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+        again.residuals.load_state_dict(residuals)
+        return again
+
+    def hand_over(self, source: int) -> None:
+        """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
+        self.steps.settle()
+        try:
+            entries = with_current_buffers(self._entries, self.model)
+            hand_over(self._around, self._meet(), entries, self._optimizer, source)
+        except GradlaneError as error:
+            self.abort(f"the state of rank {source} could not be handed over: {error}")
+            raise
+        if self._members.buffers is not None:
+            self._members.buffers.start()
+
+    def abort(self, reason: str) -> None:
+        """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
+        self.steps.close(f"the session was given up: {reason}")
+        with contextlib.suppress(self._around.core.ChannelError):
+            self.channel.abort(reason)
+        self._connected.carrier.close()
+
+    def _stand_still(self, reason: str) -> None:
+        """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
+        self.steps.fail(SessionFailed(reason, self.steps.step - 1))
+        with contextlib.suppress(self._around.core.ChannelError):
+            self.channel.abort(reason)
+
+    def forget_in_child(self) -> None:
+        """Drop the connections in a forked child, where the model is a plain one."""
+        self.channel.forget_in_child()
+        if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self.steps.failure is None:
+            self.installation.remove()
+            if self._server is not None:
+                self._server.release()
+        self.steps.close("this session belongs to the parent of this forked child")
+
+    def shares_with(self, model: nn.Module) -> bool:
+        """Whether another model has a trained parameter of this one."""
+        if self.steps.failure is not None:
+            return False
+        return any(id(parameter) in self._index_of for parameter in model.parameters())
+
+    def check_between_steps(self) -> None:
+        """Check that the model can be connected anew.
+
+        Raises:
+            UsageError: it is in the middle of a step.
+        """
+        if self.steps.phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"prepare() again in the middle of step {self.steps.step}: call it between "
+                "zero_grad() and the next backward()"
+            )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+        return self._optimizer
+
+    @property
+    def buffers_apart(self) -> set[str]:
+        """Names of the buffers that differ from rank to rank, as in the model's state."""
+        if self._members.buffers is not None:
+            return set()
+        return {name for name, _ in self.model.named_buffers()}
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor is aggregated, by name."""
+        return schemes_of(self._around, self._connected.terms)
+
+    @property
+    def reads_averages(self) -> bool:
+        """Whether the program reads averaged gradients between backward and step."""
+        return self.steps.reads_averages
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        What follows on a training step, such as a checkpoint, follows on this one, too.
+
+        Returns:
+            Whether it was done.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        passed = self.steps.pass_step()
+        if passed:
+            self.installation.step_ended()
+        return passed
+
+    @property
+    def in_step(self) -> bool:
+        """Whether gradients are under way without an `optimizer.step()`."""
+        return self.steps.phase in (Phase.BACKWARD, Phase.ATTACHED)
+
+    # ---- inside
+
+    def _staging_failed(self, error: Exception) -> None:
+        core = self._around.core
+        if isinstance(error, core.ChannelError):
+            self.steps.fail(translate_error(core, error, "handing a gradient over"))
+        else:
+            self.abort(f"staging failed: {error}")
+
+    def _make_steps(self) -> Steps:
+        around, optimizer = self._around, self._optimizer
+        observes = around.place.rank == 0 and around.place.ranks > 1
+        step_whole = self.installation.step_whole
+        if self._connected.recording is not None:
+            step_whole = self._connected.recording.timed_update(step_whole)
+        update = DeferredUpdate(
+            optimizer,
+            step_whole,
+            [entry.tensor for entry in self._trained],
+            self._index_of,
+            is_known=optimizers.is_known(optimizer),
+        )
+        driver = Driver(
+            update=update,
+            defers=lambda: (
+                self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
+            ),
+            check_unchanged=self._check_unchanged,
+            server_rows=self._server_rows if self._served is not None else None,
+            note_update=self._note_update,
+            order=ForwardOrder() if observes else None,
+            announce_order=self._announce_order,
+            before_step=self._before_step,
+            agreement=self._agreement,
+            hyperparameters=Hyperparameters(optimizer),
+            abort=self.channel.abort,
+            is_asynchronous=around.options.is_asynchronous,
+        )
+        return Steps(
+            lambda reports: Exchange(
+                around.core,
+                self.channel,
+                self._connected.carrier,
+                self._members,
+                reports,
+                functools.partial(around.standstill.waiting, self._meeting.name),
+                around.place.rank,
+                Carrying()
+                if around.options.late == "carry" and around.place.world_size > 1
+                else None,
+            ),
+            driver,
+            functools.partial(LazyParameters, [entry.tensor for entry in self._trained]),
+        )
+
+    def _announce_order(self, order: ForwardOrder) -> None:
+        first_extra = len(self._entries)
+        priorities = order.priorities(first_extra + len(self._connected.extras))
+        # The ballot is asked for before any update, and buffers by the first module that has some.
+        priorities[first_extra:] = [0] * len(self._connected.extras)
+        self.channel.switch_priorities(priorities)
+
+    def _before_step(self, step: int) -> None:
+        self._watch.step_begins(step)
+        if self._agreement.is_due(step - 1):
+            self._agreement.after_step(step - 1)
+        if self._server is not None and self._served is not None:
+            with self._translating(f"beginning step {step}"):
+                self._served.register()
+            self._server.agree()
+
+    def _look(self) -> None:
+        """Raise if the session has failed."""
+        with self._translating("waiting for other ranks"):
+            self.channel.is_ready(0, 0)
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """Turn errors of the channel into the package's own, and keep them."""
+        core = self._around.core
+        try:
+            yield
+        except core.ChannelError as error:
+            self.steps.keep_and_raise(translate_error(core, error, doing), error)
+
+    def _make_server_state(self, meeting: Meeting) -> ServerState:
+        return ServerState(
+            channel=self.channel,
+            meeting=meeting,
+            optimizer=self._optimizer,
+            trained=self._trained,
+            spend_step=self.steps.spend_step,
+            translating=self._translating,
+            apart=Apart(self._gathering, self.steps.settle, self.steps.exchange.pushes)
+            if self._gathering is not None
+            else None,
+        )
+
+    def _server_rows(self) -> str:
+        """Hyper-parameters of all tensors, read at the start and at the end of a step.
+
+        Raises:
+            UsageError: the core would write into memory that is no parameter's any more.
+        """
+        assert self._served is not None
+        assert self._server is not None
+        self._served.check_unmoved()
+        self._check_unchanged()
+        return self._server.rows()
+
+    def _check_unchanged(self) -> None:
+        self.installation.check_unchanged()
+        check_momentum(self._optimizer, self._momentum_codecs)
+        if self._members.form is not None:
+            self._members.form.check()
+
+    def _note_update(self, index: int) -> None:
+        if self._server is not None:
+            self._server.updated(index)

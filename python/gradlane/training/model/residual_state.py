@@ -1,0 +1,362 @@
+"""What a rank still owes to training: out of a session into a checkpoint, and back.
+
+That is what codecs with error feedback have lost so far, and late gradients that are carried on.
+Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without
+it forgets gradients. There are two kinds. What this rank's own contributions have lost is another
+tensor on every rank, and so is what it carries on. What results have lost is kept by the owner of
+each slice, and is whole here: the owners broadcast it, as it is, in a step of the channel that is
+no training, and that no rank is left out of.
+
+A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
+it holds the means over all ranks. What counts for training is what they add to the mean gradient,
+so where the ranks do not each load their own, every rank starts with the mean, and nothing is lost
+or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradlane.training.core import Channel
+from gradlane.training.model.late_gradients import Carrying
+from gradlane.training.model.step_layout import Members
+from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.tensor_table import Entry, in_layout
+
+WORKER = "worker_residual"
+OWNER = "owner_residual"
+CARRIED = "carried"
+MEAN_OF = {WORKER: "mean_worker_residual", CARRIED: "mean_carried"}
+"""What each rank has of its own, and the name of its mean over all ranks."""
+_RESIDUALS = (WORKER, MEAN_OF[WORKER], OWNER)
+_KINDS = (*_RESIDUALS, CARRIED, MEAN_OF[CARRIED])
+
+
+class ResidualState:
+    """The residuals of one model, seen from one rank; all calls are collective, between steps."""
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        meeting: Meeting,
+        members: Members,
+        choices: Sequence[CodecChoice],
+        updates_on_servers: bool,
+        settle: Callable[[], None],
+        spend_step: Callable[[Callable[[int], None]], None],
+        translating: Callable[[str], AbstractContextManager[None]],
+        settle_carried: Callable[[], Carrying | None] = lambda: None,
+        leaves_out: bool = False,
+    ) -> None:
+        """Look at what there is to keep.
+
+        Args:
+            channel: the model's.
+            meeting: where the ranks agree.
+            members: what takes part in its steps.
+            choices: the codecs of the trained tensors.
+            updates_on_servers: whether results are parameters, which travel as they are.
+            settle: waits for the end of a step that is still under way.
+            spend_step: runs a function with the number of a channel's step that is no training.
+            translating: a context that turns errors of the channel into the package's own.
+            settle_carried: returns what is carried of late gradients, or None where none is.
+            leaves_out: whether steps may go on without ranks that are late.
+        """
+        self._channel = channel
+        self._meeting = meeting
+        self._members = members
+        self._owners_keep = not updates_on_servers
+        self._settle = settle
+        self._spend_step = spend_step
+        self._translating = translating
+        self._settle_carried = settle_carried
+        self._carries = settle_carried() is not None and meeting.place.world_size > 1
+        self._begin = channel.step_gather if leaves_out else channel.step_begin
+        self._kept = [
+            index
+            for index, choice in enumerate(choices)
+            if choice.facts is not None
+            and choice.facts.residual_width > 0
+            and meeting.place.world_size > 1
+        ]
+        self._widths = {
+            index: choices[index].facts.residual_width  # type: ignore[union-attr]
+            for index in self._kept
+        }
+        self._loads = 0
+        self._lent: list[Tensor] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no codec keeps anything, and no late gradient is carried on."""
+        return not self._kept and not self._carries
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all residuals, f32 and laid out like the tensors, by name.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        place = self._meeting.place
+        state: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+        state.update({kind: {} for kind in _KINDS})
+        if self.is_empty:
+            return state
+        self._settle()
+        carrying = self._settle_carried()
+        if carrying is not None and self._carries:
+            carried = self._carried(carrying)
+            self._note(state, CARRIED, carried)
+            self._note(state, MEAN_OF[CARRIED], self._mean_carried(carried))
+        if self._kept:
+            own = {index: self._own(index) for index in self._kept}
+            self._note(state, WORKER, own)
+            self._note(state, MEAN_OF[WORKER], self._mean(own))
+            self._note(state, OWNER, self._of_owners() if self._owners_keep else {})
+        return state
+
+    def _note(self, state: dict[str, Any], kind: str, values: Mapping[int, Tensor]) -> None:
+        state[kind] = {self._entry(index).name: value for index, value in values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take residuals over; those of tensors whose codec keeps none are dropped.
+
+        Args:
+            state: what `state_dict` returned on any rank of a world of any size.
+
+        Raises:
+            ValueError: it is no such state, or of another model.
+            RendezvousError: a rank has not called it.
+        """
+        checked = self._check(state)
+        if self.is_empty:
+            return
+        self._settle()
+        place = self._meeting.place
+        own = (int(state["rank"]), int(state["world_size"])) == (place.rank, place.world_size)
+        self._loads += 1
+        key = f"residuals/{self._loads}"
+        self._meeting.put(f"{key}/{place.rank}", json.dumps(own))
+        said = [
+            json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
+        ]
+        kind = WORKER if all(said) else MEAN_OF[WORKER]
+        carrying = self._settle_carried()
+        if carrying is not None and self._carries:
+            self._carry(carrying, checked[CARRIED if all(said) else MEAN_OF[CARRIED]])
+        with self._translating("loading residuals"):
+            for index in self._kept:
+                name = self._entry(index).name
+                for source, target in ((kind, WORKER), (OWNER, OWNER)):
+                    value = checked[source].get(name)
+                    if value is None or (target == OWNER and not self._owners_keep):
+                        value = torch.zeros((), dtype=torch.float32, device="cpu")
+                    elif target == WORKER and value.dim() == len(self._shape(self._entry(index))):
+                        # Another codec kept one number: what was not sent, the first of several.
+                        value = self._as_first(index, value)
+                    self._load(index, target, value)
+
+    def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is left of a state where the model trains other tensors than before."""
+        shapes = {entry.name: self._shape(entry) for entry in self._members.trained}
+        left: dict[str, Any] = dict(state)
+        for kind in _KINDS:
+            left[kind] = {
+                name: value
+                for name, value in state.get(kind, {}).items()
+                if tuple(value.shape[: len(shapes.get(name, ()))]) == shapes.get(name)
+            }
+        return left
+
+    def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        missing = [key for key in ("rank", "world_size", *_RESIDUALS) if key not in state]
+        if missing:
+            raise ValueError(
+                f"this is no state of residuals: it lacks {', '.join(missing)}; load what "
+                "session.state_dict() returned"
+            )
+        shapes = {entry.name: entry for entry in self._members.trained}
+        for kind in _KINDS:
+            for name, value in state.get(kind, {}).items():
+                if name not in shapes:
+                    raise ValueError(f"{kind} has {name!r}, which this model does not train")
+                entry = shapes[name]
+                shape = self._shape(entry)
+                kept = self._kept_shape(name) if kind in (WORKER, MEAN_OF[WORKER]) else ()
+                if tuple(value.shape) not in (shape, shape + kept):
+                    raise ValueError(
+                        f"{kind} of {name!r} has shape {tuple(value.shape)}, expected "
+                        f"{shape + kept}: is the checkpoint another model's?"
+                    )
+        return {kind: dict(state.get(kind, {})) for kind in _KINDS}
+
+    @staticmethod
+    def _shape(entry: Entry) -> tuple[int, ...]:
+        return (*entry.shape, 2) if entry.dtype.is_complex else tuple(entry.shape)
+
+    def _kept_shape(self, name: str) -> tuple[int, ...]:
+        widths = [width for index, width in self._widths.items() if self._entry(index).name == name]
+        return (widths[0],) if widths and widths[0] > 1 else ()
+
+    def _entry(self, index: int) -> Entry:
+        return self._members.trained[index]
+
+    def _empty(self, index: int, dtype: torch.dtype | None = None, width: int = 1) -> Tensor:
+        """Return memory for a tensor, on the host and in its layout; complex numbers are pairs.
+
+        Args:
+            index: the tensor.
+            dtype: in place of its own.
+            width: numbers for each value, in a dimension of their own where there are several.
+        """
+        entry = self._entry(index)
+        shape, stride, own = self._shape(entry), entry.stride, entry.dtype
+        if own.is_complex:
+            stride, own = (*(2 * step for step in stride), 1), own.to_real()
+        if width > 1:
+            shape, stride = (*shape, width), (*(width * step for step in stride), 1)
+        with torch.inference_mode(False):
+            return torch.empty_strided(shape, stride, dtype=dtype or own, device="cpu")
+
+    def _own(self, index: int) -> Tensor:
+        value = self._empty(index, torch.float32, self._widths[index])
+        with self._translating("reading residuals"):
+            self._channel.copy_worker_residual(index, value.data_ptr(), value.numel())
+        return value
+
+    def _load(self, index: int, kind: str, value: Tensor) -> None:
+        room = self._empty(index, torch.float32, self._widths[index] if kind == WORKER else 1)
+        room.copy_(value)
+        self._channel.load_state(index, kind, room.data_ptr(), room.numel())
+
+    def _as_first(self, index: int, value: Tensor) -> Tensor:
+        width = self._widths[index]
+        if width == 1:
+            return value
+        wide = torch.zeros((*value.shape, width), dtype=value.dtype, device=value.device)
+        wide[..., 0] = value
+        return wide
+
+    def _carried(self, carrying: Carrying) -> dict[int, Tensor]:
+        """Return copies of what this rank carries, each tensor in its own dtype."""
+        found = {}
+        for index in range(len(self._members.trained)):
+            gradient = carrying.carried(index)
+            if gradient is not None:
+                found[index] = self._empty(index)
+                found[index].copy_(_as_real(gradient))
+        return found
+
+    def _mean_carried(self, carried: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Average carried gradients over all ranks, nothing counting as zeros."""
+        means = {index: self._empty(index).zero_() for index in range(len(self._members.trained))}
+        for index, value in carried.items():
+            means[index].copy_(value)
+        self._step(means, read=None, gives=lambda index: index in carried)
+        return means
+
+    def _carry(self, carrying: Carrying, values: Mapping[str, Tensor]) -> None:
+        """Have these added to this rank's next gradients."""
+        for index, entry in enumerate(self._members.trained):
+            if entry.name in values:
+                with torch.inference_mode(False), torch.no_grad():
+                    gradient = torch.empty_like(entry.tensor)
+                    _as_real(gradient).copy_(values[entry.name])
+                carrying.carry(index, gradient)
+
+    def _mean(self, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Average residuals over all ranks, each tensor in its own dtype."""
+        means = {index: torch.empty_like(value) for index, value in own.items()}
+        for part in range(max(self._widths.values())):
+            given = {}
+            for index, value in own.items():
+                if part < self._widths[index]:
+                    given[index] = self._empty(index)
+                    given[index].copy_(value if self._widths[index] == 1 else value[..., part])
+            self._step(given, read=None, gives=lambda index: True)
+            for index, value in given.items():
+                mean = means[index]
+                (mean if self._widths[index] == 1 else mean[..., part]).copy_(value)
+        return means
+
+    def _of_owners(self) -> dict[int, Tensor]:
+        """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
+        place = self._meeting.place
+
+        def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
+            landings = {index: self._empty(index) for index in indices}
+            for landing in landings.values():
+                landing.zero_()
+            # One rank gives something that is not looked at, or nobody would answer.
+            self._step(landings, read=part, gives=lambda it: it % place.world_size == place.rank)
+            return landings
+
+        values = read(0, self._kept)
+        halves = [index for index in self._kept if self._entry(index).dtype.itemsize == 2]
+        for index, upper in (read(1, halves) if halves else {}).items():
+            lower = values[index].view(torch.int16).to(torch.int32) & 0xFFFF
+            words = (upper.view(torch.int16).to(torch.int32) << 16) | lower
+            values[index] = in_layout(words.view(torch.float32), self._entry(index).stride)
+        return values
+
+    def _step(
+        self, memory: Mapping[int, Tensor], *, read: int | None, gives: Callable[[int], bool]
+    ) -> None:
+        """Run a step without codecs in which these tensors land, and nothing else does.
+
+        Args:
+            memory: what is given, and where results land, by tensor number.
+            read: which half of the owners' residuals results are; None: they are means.
+            gives: whether this rank gives a tensor.
+        """
+        members, channel = self._members, self._channel
+        others = {index: entry.tensor for index, entry in enumerate(members.trained)}
+        if members.ballot is not None:
+            others[members.ballot_index] = members.ballot.tensor
+        if members.buffers is not None:
+            others[members.buffers_index] = members.buffers.tensor
+        # If this breaks off, the core may still write there.
+        self._lent = list(memory.values())
+
+        def run(step: int) -> None:
+            self._begin(step)
+            if read is None:
+                channel.send_raw(step)
+            else:
+                channel.read_state(OWNER, read)
+            for index, tensor in others.items():
+                if index in members.factored:
+                    channel.block_absent(index, step)
+                    continue
+                landing = memory.get(index)
+                if landing is None:
+                    # No rank has any: nothing is written there.
+                    channel.tensor_absent(index, step, tensor.data_ptr(), _nbytes(tensor))
+                    continue
+                hand_over = channel.gradient_ready if gives(index) else channel.tensor_absent
+                hand_over(index, step, landing.data_ptr(), _nbytes(landing))
+            channel.step_end(step)
+            channel.wait_step(step)
+            channel.take_ready(step)
+            for index in members.factored:
+                channel.take_blocks(index, step)
+
+        self._spend_step(run)
+        self._lent = []
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs, in the same memory; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,374 @@
+"""Optimizer state on the servers: how it goes there, and how it comes back in torch's own format.
+
+With `update="server"` each slice's owner keeps the optimizer's state of that slice, and nobody else
+does. What every rank knows is how many steps each tensor has taken, since all ranks see the same
+tensors become ready. State goes to the owners from tensors that lie whole on every rank, such as
+those of a loaded checkpoint, without a byte on the network. It comes back in `state_dict()`, which
+is therefore a collective call: the owners broadcast it in steps of their own. Both are by tensor,
+so that neither the world size nor the slices matter to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from gradlane.errors import PeerLost, RanksDiffer, RendezvousError, SessionFailed
+from gradlane.training.core import Channel
+from gradlane.training.model.barrier import Gathering
+from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.optimizers import server_rows
+from gradlane.training.model.state_checks import (
+    MEANS,
+    MOMENTUM,
+    check_states,
+    digest_of,
+    mark_incomplete,
+    state_names,
+    states_by_parameter,
+)
+from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.tensor_table import Entry, in_layout
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What is different where ranks train asynchronously.
+
+    Attributes:
+        gathering: where all ranks come together.
+        settle: waits for this rank's own step.
+        pushes: how many gradients of each tensor this rank has handed over, kept up to date.
+    """
+
+    gathering: Gathering
+    settle: Callable[[], None]
+    pushes: Sequence[int]
+
+
+class ServerState:
+    """The state of one optimizer that runs on the servers, seen from one rank."""
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        meeting: Meeting,
+        optimizer: Optimizer,
+        trained: Sequence[Entry],
+        spend_step: Callable[[Callable[[int], None]], None],
+        translating: Callable[[str], AbstractContextManager[None]],
+        apart: Apart | None = None,
+    ) -> None:
+        """Take over whatever state the optimizer has.
+
+        Args:
+            channel: between steps.
+            meeting: where the ranks agree.
+            optimizer: the user's, checked by `check_server_optimizer`.
+            trained: table entries of the trained parameters, by tensor number.
+            spend_step: runs a function with the number of a channel's step that is no training.
+            translating: a context that turns errors of the channel into the package's own.
+            apart: where ranks train asynchronously; each push is a step of the optimizer then.
+        """
+        self._channel = channel
+        self._meeting = meeting
+        self._optimizer = optimizer
+        self._trained = trained
+        self._spend_step = spend_step
+        self._translating = translating
+        self._apart = apart
+        self._pushes_before = [0] * len(trained)
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
+        self._steps = [0] * len(trained)
+        self._buffered: set[int] = set()
+        self._buffers: frozenset[int] = frozenset()
+        self._loaded: dict[int, dict[str, Any]] = {}
+        self._unagreed: str | None = None
+        self._meetings = 0
+        self._lent: list[Tensor] = []
+        self._take_over({})
+        self._unagreed = None
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def rows(self) -> str:
+        """Return every tensor's settings for the next step as the JSON that the core reads.
+
+        Raises:
+            ValueError: a setting makes no sense; the message names group and key.
+        """
+        rows, self._buffers = server_rows(self._optimizer, self._index_of, self._steps)
+        return rows
+
+    def updated(self, index: int) -> None:
+        """Note that a tensor has taken a step."""
+        if self._apart is not None:
+            # Steps are the owners' to count: other ranks' gradients make some, too.
+            return
+        self._steps[index] += 1
+        if index in self._buffers:
+            self._buffered.add(index)
+
+    def agree(self) -> None:
+        """Check that all ranks have loaded the same state since the last step.
+
+        Raises:
+            RanksDiffer: they have not; raised on every rank.
+            RendezvousError: a rank has loaded nothing.
+        """
+        if self._unagreed is None or self._apart is not None:
+            return
+        mine, self._unagreed = self._unagreed, None
+        for rank, theirs in self._exchange("load_state_dict", mine):
+            if theirs != mine:
+                raise RanksDiffer(
+                    f"rank {self._meeting.place.rank} and rank {rank} have loaded different "
+                    "optimizer states: load the same checkpoint on every rank"
+                )
+
+    def bring_home(self) -> None:
+        """Put all state into the optimizer, on every rank, for whoever goes on; a collective call.
+
+        Raises:
+            RanksDiffer: the ranks have state of different tensors.
+        """
+        self._before_save(self._optimizer)
+        self._steps = [0] * len(self._trained)
+        self._buffered.clear()
+
+    def release(self) -> None:
+        """Let go of the optimizer; if its state stays behind, it refuses to go on without."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        taken = self._steps
+        if self._apart is not None:
+            pushes = self._own_pushes()
+            taken = [have + more for have, more in zip(taken, pushes, strict=True)]
+            self._buffered |= {index for index in self._buffers if pushes[index] > 0}
+        if self._stored(taken):
+            mark_incomplete(self._optimizer)
+
+    # ---- out
+
+    def _stored(self, steps: Sequence[int]) -> dict[str, list[int]]:
+        """Which tensors have state, by its name, after so many steps; the same on every rank."""
+        if isinstance(self._optimizer, SGD):
+            return {MOMENTUM: sorted(self._buffered)} if self._buffered else {}
+        indices = [index for index, taken in enumerate(steps) if taken > 0]
+        return dict.fromkeys(MEANS, indices) if indices else {}
+
+    def _before_save(self, optimizer: Optimizer) -> None:
+        if self._apart is not None:
+            with self._translating("collecting the optimizer's state"):
+                self._save_apart(self._apart)
+            return
+        stored = self._stored(self._steps)
+        if not stored:
+            return
+        self.agree()
+        for rank, theirs in self._exchange("state_dict", json.dumps(stored)):
+            if json.loads(theirs) != stored:
+                raise RanksDiffer(f"rank {rank} has optimizer state of other tensors than this one")
+        self._bring(stored, self._steps)
+
+    def _bring(self, stored: dict[str, list[int]], steps: Sequence[int]) -> None:
+        for name, indices in stored.items():
+            for index, value in self._gather(name, indices).items():
+                state = plain_state(self._optimizer)[self._trained[index].tensor]
+                if not isinstance(self._optimizer, SGD):
+                    state["step"] = torch.tensor(
+                        float(steps[index]), dtype=torch.float32, device="cpu"
+                    )
+                state[name] = value
+
+    def _own_pushes(self) -> list[int]:
+        assert self._apart is not None
+        counts = zip(self._apart.pushes, self._pushes_before, strict=True)
+        return [pushes - before for pushes, before in counts]
+
+    def _save_apart(self, apart: Apart) -> None:
+        """Put all state into the optimizer while every rank stands still."""
+        if isinstance(self._optimizer, SGD) and not (self._buffers or self._buffered):
+            return
+        apart.settle()
+        told = apart.gathering.all_here("optimizer.state_dict()", json.dumps(self._own_pushes()))
+        # Nothing is under way now. What each rank pushed is what every slice was updated with.
+        steps = list(self._steps)
+        for word in told:
+            steps = [have + more for have, more in zip(steps, json.loads(word), strict=True)]
+        if isinstance(self._optimizer, SGD):
+            fresh = {index for index in self._buffers if steps[index] > 0}
+            self._buffered |= fresh
+        self._bring(self._stored(steps), steps)
+        self._channel.set_optimizer(0, self.rows())
+        apart.gathering.all_here("optimizer.state_dict(), with all state")
+
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._forget_local()
+
+    def _forget_local(self) -> None:
+        for entry in self._trained:
+            plain_state(self._optimizer).pop(entry.tensor, None)
+
+    def _gather(self, name: str, indices: list[int]) -> dict[int, Tensor]:
+        """Return the f32 state of tensors, laid out like them."""
+        halves = [index for index in indices if self._trained[index].dtype.itemsize == 2]
+        values = self._read(name, 0, indices)
+        uppers = self._read(name, 1, halves) if halves else {}
+        for index, upper in uppers.items():
+            lower = values[index].view(torch.int16).to(torch.int32) & 0xFFFF
+            words = (upper.view(torch.int16).to(torch.int32) << 16) | lower
+            values[index] = in_layout(words.view(torch.float32), self._trained[index].stride)
+        return values
+
+    def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
+        """Have the owners broadcast one kind of state, or half of it, where parameters land."""
+        place, channel = self._meeting.place, self._channel
+        with torch.inference_mode(False):
+            landings = {
+                index: torch.empty_strided(
+                    entry.shape, entry.stride, dtype=entry.dtype, device="cpu"
+                )
+                for index, entry in ((index, self._trained[index]) for index in indices)
+            }
+        # If this breaks off, the core may still write there.
+        self._lent = list(landings.values())
+        apart = self._apart
+        if apart is not None:
+            # Who is answered alone has to ask alone, and owners have to know what for.
+            channel.read_state(name, part)
+            apart.gathering.all_here(f"optimizer.state_dict(), reading {name}")
+
+        def run(step: int) -> None:
+            channel.step_begin(step)
+            if apart is None:
+                channel.read_state(name, part)
+            for index, entry in enumerate(self._trained):
+                landing = landings.get(index)
+                if landing is not None:
+                    channel.set_parameter(index, landing.data_ptr(), entry.nbytes)
+                # One rank gives something that is not looked at, or nobody would answer.
+                gives = landing is not None and (
+                    apart is not None or index % place.world_size == place.rank
+                )
+                hand_over = channel.gradient_ready if gives else channel.tensor_absent
+                hand_over(index, step, entry.tensor.data_ptr(), entry.nbytes)
+            channel.step_end(step)
+            channel.wait_step(step)
+            channel.take_ready(step)
+            for index in landings:
+                entry = self._trained[index]
+                channel.set_parameter(index, entry.tensor.data_ptr(), entry.nbytes)
+
+        self._spend_step(run)
+        self._lent = []
+        if apart is not None:
+            apart.gathering.all_here(f"optimizer.state_dict(), with {name}")
+        return landings
+
+    # ---- in
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loaded = states_by_parameter(optimizer, state_dict)
+        # What cannot be taken over is refused before torch changes anything.
+        check_states(optimizer, self._trained, self._loaded)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        loaded, self._loaded = self._loaded, {}
+        short = {id(entry.tensor) for entry in self._trained if entry.dtype is not torch.float32}
+        exact = {key: state for key, state in loaded.items() if key in short}
+        if self._apart is None:
+            self._take_over(exact)
+            return
+        with self._translating("handing the optimizer's state to the servers"):
+            self._take_over_apart(self._apart, exact)
+
+    def _take_over_apart(self, apart: Apart, exact: dict[int, dict[str, Any]]) -> None:
+        apart.settle()
+        apart.gathering.all_here("optimizer.load_state_dict()")
+        self._take_over(exact)
+        self._pushes_before = list(apart.pushes)
+        self._channel.set_optimizer(0, self.rows())
+        told = apart.gathering.all_here(
+            "optimizer.load_state_dict(), with it", self._unagreed or ""
+        )
+        if len(set(told)) > 1:
+            raise RanksDiffer(
+                "the ranks have loaded different optimizer states: load the same checkpoint on "
+                "every rank"
+            )
+
+    def _take_over(self, exact: dict[int, dict[str, Any]]) -> None:
+        """Move the optimizer's state to the owners.
+
+        Args:
+            exact: state as it was before torch rounded it to the parameters' dtypes, by `id`.
+        """
+        states = [
+            {
+                **plain_state(self._optimizer).get(entry.tensor, {}),
+                **exact.get(id(entry.tensor), {}),
+            }
+            for entry in self._trained
+        ]
+        names = state_names(self._optimizer)
+        with self._translating("handing the optimizer's state to the servers"):
+            self._load(states, names)
+        self._unagreed = digest_of(states, names)
+        self._forget_local()
+
+    def _load(self, states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        self._channel.clear_state()
+        self._buffered.clear()
+        for index, (entry, state) in enumerate(zip(self._trained, states, strict=True)):
+            self._steps[index] = int(state.get("step", 0))
+            for name in names:
+                value = state.get(name)
+                if value is not None:
+                    values = in_layout(value.detach().to("cpu", torch.float32), entry.stride)
+                    self._channel.load_state(index, name, values.data_ptr(), values.numel())
+                    self._buffered.add(index)
+
+    def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
+        """Tell all ranks something and return what each of them says."""
+        place = self._meeting.place
+        self._meetings += 1
+        key = f"state/{self._meetings}"
+        self._meeting.put(f"{key}/{place.rank}", f"{call} {mine}")
+        said = []
+        for rank in range(place.world_size):
+            try:
+                theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
+            except (StoreLost, PeerLost):
+                raise
+            except (RendezvousError, SessionFailed) as error:
+                text = (
+                    f'optimizer.{call}() with update="server" is a collective call, which rank '
+                    f"{rank} has not made: call it on every rank, also where the result is not "
+                    f"saved ({error})"
+                )
+                if isinstance(error, SessionFailed):
+                    raise SessionFailed(text, error.last_complete_step) from error
+                raise RendezvousError(text) from error
+            if not theirs.startswith(f"{call} "):
+                raise RanksDiffer(
+                    f"rank {place.rank} called optimizer.{call}(), and rank {rank} "
+                    f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
+                )
+            said.append((rank, theirs.removeprefix(f"{call} ")))
+        self._meeting.drop(f"state/{self._meetings - 1}/{place.rank}")
+        return said

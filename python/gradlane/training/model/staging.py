@@ -1,0 +1,189 @@
+"""How gradients on an accelerator get to the core and back: through memory of the host.
+
+The training thread does not wait for copies to the host: a small thread waits for each of them,
+and then hands the memory over. That memory is kept, one buffer a tensor, and is written again only
+after its last copy to the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradlane.training.carrier import Carrier, DirectCarrier, spread_from_host
+from gradlane.training.core import Channel
+from gradlane.training.model.cuda_copies import CudaCopies
+from gradlane.training.rendezvous.tensor_table import Entry
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long closing waits for the copy that is being waited for."""
+
+
+class Mark(Protocol):
+    """The end of a copy."""
+
+    def synchronize(self) -> None:
+        """Wait until the copy has been made."""
+
+
+MarkT = TypeVar("MarkT", bound=Mark)
+
+
+class Copies(Protocol[MarkT]):
+    """Copies between devices and the host, each in the order of its device's own work."""
+
+    def are_for(self, device: torch.device) -> bool:
+        """Whether tensors on this device have to be copied."""
+
+    def host_memory(self, entry: Entry) -> Tensor:
+        """Return memory of the host with the layout of an entry's gradients."""
+
+    def to_host(self, host: Tensor, gradient: Tensor, after: MarkT | None) -> MarkT:
+        """Start a copy of what the device is to have computed by now, and return at once.
+
+        Args:
+            host: is written, but not before `after`.
+            gradient: stays as it is until the copy has been made.
+            after: the last copy from `host`.
+        """
+
+    def to_device(self, gradient: Tensor, host: Tensor) -> MarkT:
+        """Queue a copy before whatever the device is given to do from now on."""
+
+
+@dataclass
+class _Copy(Generic[MarkT]):
+    """A copy to the host that is under way."""
+
+    copied: MarkT
+    index: int
+    step: int
+
+
+class StagedCarrier(Generic[MarkT]):
+    """Carries gradients of tensors on devices; tensors in plain memory go directly."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        trained: Mapping[int, Entry],
+        report: Callable[[Exception], None],
+        copies: Copies[MarkT],
+    ) -> None:
+        """Carry gradients of these tensors over a channel.
+
+        Args:
+            channel: the channel.
+            trained: table entries by tensor number.
+            report: told when handing over has failed on the small thread.
+            copies: makes the copies.
+        """
+        self._channel = channel
+        self._trained = trained
+        self._report = report
+        self._copies = copies
+        self._direct = DirectCarrier(channel, trained)
+        self._hosts: dict[int, Tensor] = {}
+        self._returned: dict[int, MarkT] = {}
+        self._under_way: deque[_Copy[MarkT]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._hand_over, name="gradlane-staging", daemon=True
+        )
+        self._thread.start()
+
+    def give(self, index: int, step: int, gradient: Tensor) -> None:
+        """Start the copy to the host; the memory is handed over when it is done."""
+        if not self._copies.are_for(gradient.device):
+            self._direct.give(index, step, gradient)
+            return
+        copied = self._copies.to_host(self._host(index), gradient, self._returned.get(index))
+        with self._wake:
+            self._under_way.append(_Copy(copied, index, step))
+            self._wake.notify()
+
+    def give_nothing(self, index: int, step: int) -> Tensor:
+        """Hand over memory of the host; returns a fresh tensor on the tensor's own device."""
+        entry = self._trained[index]
+        if not self._copies.are_for(entry.tensor.device):
+            return self._direct.give_nothing(index, step)
+        returned = self._returned.get(index)
+        if returned is not None:
+            # The copy out of this buffer is a step old; this waits for it alone.
+            returned.synchronize()
+        host = self._host(index)
+        self._channel.tensor_absent(index, step, host.data_ptr(), entry.nbytes)
+        with torch.inference_mode(False):
+            return torch.empty_strided(
+                entry.tensor.shape,
+                entry.stride,
+                dtype=entry.tensor.dtype,
+                device=entry.tensor.device,
+            )
+
+    def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
+        """Queue copies back to the devices, before whatever reads them."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for index, gradient in arrived:
+                if self._copies.are_for(gradient.device):
+                    self._returned[index] = self._copies.to_device(gradient, self._host(index))
+
+    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
+        """Run step 0 through copies in the host's memory."""
+        spread_from_host(self._channel, entries, first, without)
+
+    def close(self) -> None:
+        """Stop the small thread; copies that are under way are not handed over."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            # A device that hangs does not keep anybody from leaving.
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _hand_over(self) -> None:
+        while True:
+            with self._wake:
+                while not self._under_way and not self._closing:
+                    self._wake.wait()
+                if self._closing:
+                    return
+                copy = self._under_way.popleft()
+            try:
+                copy.copied.synchronize()
+                if self._closing:
+                    return
+                host, entry = self._host(copy.index), self._trained[copy.index]
+                self._channel.gradient_ready(copy.index, copy.step, host.data_ptr(), entry.nbytes)
+            except Exception as error:
+                self._report(error)
+                return
+
+    def _host(self, index: int) -> Tensor:
+        host = self._hosts.get(index)
+        if host is None:
+            host = self._hosts[index] = self._copies.host_memory(self._trained[index])
+        return host
+
+
+def carrier_for(
+    channel: Channel, carried: Mapping[int, Entry], report: Callable[[Exception], None]
+) -> Carrier:
+    """Return what carries these tensors, wherever they are.
+
+    Args:
+        channel: the channel.
+        carried: table entries by tensor number.
+        report: told when handing over has failed on another thread.
+    """
+    copies = CudaCopies()
+    if any(copies.are_for(entry.device) for entry in carried.values()):
+        return StagedCarrier(channel, carried, report, copies)
+    return DirectCarrier(channel, carried)

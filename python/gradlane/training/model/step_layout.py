@@ -1,0 +1,81 @@
+"""What takes part in the steps of one channel, each in its place: gradients, votes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gradlane.training.factors.choice import Factored
+from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
+from gradlane.training.model.consistency_check import Ballot
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.tensor_table import Entry, extra_entry
+
+
+@dataclass(frozen=True)
+class Members:
+    """What takes part in the steps of a channel.
+
+    Attributes:
+        trained: table entries of the trained parameters, by tensor number.
+        ballot: how all ranks ended their steps, or None where updates run on the servers.
+        ballot_index: its tensor number.
+        buffers: buffers that are kept alike, or None.
+        buffers_index: their tensor number.
+        form: the form that buffers were prepared in, or None where they are left alone.
+        factored: trained parameters that travel as factors, by tensor number.
+    """
+
+    trained: Sequence[Entry]
+    ballot: Ballot | None = None
+    ballot_index: int = -1
+    buffers: BufferPack | None = None
+    buffers_index: int = -1
+    form: BufferForm | None = None
+    factored: Mapping[int, Factored] = field(default_factory=dict)
+
+
+def lay_out(
+    model: nn.Module,
+    entries: Sequence[Entry],
+    factored: Mapping[int, Factored],
+    place: Place,
+    buffers: str,
+    *,
+    alone: bool,
+) -> tuple[list[Entry], Members]:
+    """Give everything that takes part in each step its place.
+
+    Args:
+        model: the user's.
+        entries: its table; places beside the gradients follow it.
+        factored: trained parameters that travel as factors, by tensor number.
+        place: this rank's.
+        buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
+        alone: nothing but gradients may take part.
+
+    Returns:
+        The entries that follow the table, and all members.
+    """
+    trained = [entry for entry in entries if entry.trained]
+    if alone:
+        return [], Members(trained)
+    pack = pack_buffers(model, buffers, place.rank, place.world_size)
+    ballot = Ballot(place.rank, place.world_size, pack)
+    index = len(entries)
+    extras = [extra_entry("gradlane's ballot", ballot.tensor)]
+    if pack is not None:
+        extras.append(extra_entry("the packed buffers", pack.tensor))
+    # Blocks are of training steps alone: something else carries the weights in step 0.
+    extras += [one.first_values() for one in factored.values()]
+    return extras, Members(
+        trained,
+        ballot,
+        index,
+        pack,
+        index + 1 if pack is not None else -1,
+        form_of(model, buffers, place.world_size),
+        factored,
+    )

@@ -1,0 +1,295 @@
+"""Optimizer steps that happen later than the user's call, in as many parts as gradients arrive.
+
+Every part runs with the hyper-parameters of the moment of `optimizer.step()`, without grad,
+inference mode or autocast, whatever is in force where it is triggered; the optimizer's own groups
+are never written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradlane.errors import UsageError
+from gradlane.training.model.gradient_intake import raw_grad, set_raw_grad
+from gradlane.training.model.lazy_state import plain_state
+
+
+class DeferredUpdate:
+    """The recorded step of one optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[[], Any],
+        parameters: Sequence[Tensor],
+        index_of: dict[int, int],
+        *,
+        is_known: bool,
+    ) -> None:
+        """Drive an optimizer.
+
+        Args:
+            optimizer: the user's.
+            step: its own `step`, as it was before it was replaced.
+            parameters: trained parameters by tensor number.
+            index_of: their numbers, by `id`.
+            is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
+                parts if it has written nothing but parameters and their state.
+        """
+        self._is_known = is_known
+        self.in_parts = is_known
+        """Whether a step may be done in parts."""
+        self._judged = is_known
+        self.notice = ""
+        """What the program is to be warned of after this step."""
+        self._optimizer = optimizer
+        self._step = step
+        self._parameters = parameters
+        self._index_of = index_of
+        self._groups: list[dict[str, Any]] = []
+        self._place: dict[int, tuple[int, int]] = {}
+        self._state: MutableMapping[Any, Any] = {}
+        self._stepped: set[int] = set()
+        self._written: set[int] = set()
+        self._leaves_zeros = False
+        self._leaves_none = False
+        self._empty: list[tuple[int, int, Tensor]] = []
+
+    def record(self) -> None:
+        """Keep every group's hyper-parameters as they are now.
+
+        Raises:
+            UsageError: the optimizer was given a parameter that the model did not have.
+        """
+        groups: list[dict[str, Any]] = []
+        place: dict[int, tuple[int, int]] = {}
+        empty: list[tuple[int, int, Tensor]] = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            groups.append({key: _kept(value) for key, value in group.items() if key != "params"})
+            for position, parameter in enumerate(list.__iter__(group["params"])):
+                index = self._index_of.get(id(parameter))
+                if index is not None:
+                    place[index] = (number, position)
+                elif parameter.numel() == 0:
+                    if raw_grad(parameter) is not None:
+                        empty.append((number, position, parameter))
+                elif parameter.requires_grad:
+                    raise UsageError(
+                        f"group {number} of the optimizer holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that was not trained when the model was "
+                        "prepared: call session.prepare(model, optimizer) again, on all ranks"
+                    )
+        self._groups, self._place, self._empty = groups, place, empty
+        self._state = plain_state(self._optimizer)
+        self._stepped.clear()
+        self._written.clear()
+        self._leaves_zeros = False
+        self._leaves_none = False
+
+    def zero_in_place(self) -> None:
+        """Do what `zero_grad(set_to_none=False)` means for gradients that are not in `.grad` yet.
+
+        Torch leaves zeros where a gradient was, with which the next step decays and moves on.
+        """
+        if self._leaves_none:
+            return
+        self._leaves_zeros = True
+        for index in self._stepped:
+            self._leave_zeros(index)
+
+    def leave_none(self) -> None:
+        """Do what `zero_grad()` means: leave nothing in `.grad` after the update."""
+        self._leaves_zeros = False
+        self._leaves_none = True
+
+    def note_written(self, index: int) -> None:
+        """The program has put something into `.grad` since the step: it stays there."""
+        self._written.add(index)
+
+    def stepped_elsewhere(self, index: int) -> None:
+        """A server has stepped a parameter: what `.grad` holds now is as if it were done here."""
+        self._stepped.add(index)
+        if self._leaves_zeros:
+            self._leave_zeros(index)
+
+    def _leave_zeros(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if raw_grad(parameter) is None and index not in self._written:
+            # It may be a read in inference mode that waits.
+            with torch.inference_mode(False):
+                set_raw_grad(parameter, torch.zeros_like(parameter))
+
+    def step_whole(self) -> None:
+        """Step the optimizer on what is in `.grad`, as the program would."""
+        before = None if self._judged else _settings(self._optimizer)
+        self._step_with(self._optimizer.param_groups)
+        if before is not None:
+            written = _differing(before, _settings(self._optimizer))
+            self.in_parts, self._judged = not written, True
+            if written:
+                self.notice = (
+                    f"{_writes(self._optimizer, written)}; it is stepped whole from now on: "
+                    "step() waits for all gradients"
+                )
+
+    def _step_with(self, groups: list[dict[str, Any]]) -> None:
+        """Step the optimizer with some groups, on the state that it had at the recorded step."""
+        optimizer = self._optimizer
+        own_groups, own_state = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = groups
+        optimizer.state = self._state  # type: ignore[assignment]
+        try:
+            self._step()
+        finally:
+            optimizer.param_groups, optimizer.state = own_groups, own_state
+
+    def apply(self, arrived: Iterable[tuple[int, Tensor]]) -> None:
+        """Step the parameters whose averaged gradients are given, in one call of the optimizer.
+
+        As after a step of torch, each gradient is in `.grad` afterwards, unless the program has
+        reset or replaced it since. Gradients that have begun to add up for the next step stay.
+
+        Args:
+            arrived: tensor numbers and averaged gradients, laid out like the parameters.
+        """
+        members: dict[int, list[tuple[int, Tensor]]] = {}
+        stepped: list[tuple[int, Tensor, Tensor | None]] = []
+        for index, gradient in arrived:
+            place = self._place.get(index)
+            if place is not None:
+                parameter = self._parameters[index]
+                stepped.append((index, parameter, raw_grad(parameter)))
+                set_raw_grad(parameter, gradient)
+                members.setdefault(place[0], []).append((place[1], parameter))
+        if not stepped:
+            return
+        # Nothing of these is exchanged, but the optimizer keeps state of them, too.
+        for number, position, parameter in self._empty:
+            stepped.append((-1, parameter, raw_grad(parameter)))
+            set_raw_grad(parameter, torch.empty_like(parameter))
+            members.setdefault(number, []).append((position, parameter))
+        self._empty.clear()
+        groups = [
+            {
+                **self._groups[number],
+                "params": [parameter for _, parameter in sorted(members[number], key=_position)],
+            }
+            for number in sorted(members)
+        ]
+        try:
+            with undisturbed():
+                before = None if self._is_known else _settings(self._optimizer, groups)
+                with _without_step_hooks(self._optimizer):
+                    self._step_with(groups)
+                if before is not None:
+                    written = _differing(before, _settings(self._optimizer, groups))
+                    if written:
+                        raise RuntimeError(
+                            f"{_writes(self._optimizer, written)}; pass defer=False to prepare()"
+                        )
+        finally:
+            for index, parameter, local in stepped:
+                if self._leaves_none or local is not None or index in self._written:
+                    set_raw_grad(parameter, local)
+                elif self._leaves_zeros:
+                    self._zero(parameter)
+
+    def _zero(self, parameter: Tensor) -> None:
+        gradient = raw_grad(parameter)
+        if gradient is not None:
+            with torch.no_grad(), torch.inference_mode(False):
+                gradient.zero_()
+
+
+def undisturbed() -> ExitStack:
+    """Return a context without whatever is in force where an update happens to be triggered.
+
+    Inference mode, autocast, tracing, the transforms of torch.func and modes such as
+    `FakeTensorMode` are for the forward that waits, not for the update. Grad mode is the
+    optimizer's own.
+    """
+    stack = ExitStack()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        stack.enter_context(torch._C._DisableFuncTorch())
+    if torch._C._len_torch_function_stack() > 0:
+        stack.enter_context(torch._C.DisableTorchFunction())
+    if torch._C._len_torch_dispatch_stack() > 0:
+        stack.enter_context(_disable_current_modes())
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+    tracing = torch._C._get_tracing_state()
+    if tracing is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
+    return stack
+
+
+@contextmanager
+def _without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out hooks that were registered after the recorded step: they see the next ones."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any(own):
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
+
+
+def _settings(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return what a step of an optimizer that treats each parameter by itself does not write."""
+    found = {
+        f"self.{name}": _kept(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "param_groups"
+    }
+    for number, group in enumerate(optimizer.param_groups if groups is None else groups):
+        for key, value in group.items():
+            if key != "params":
+                found[f"param_groups[{number}][{key!r}]"] = _kept(value)
+    return found
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in after if name not in before or not _equal(before[name], after[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one is other or one == other)
+
+
+def _writes(optimizer: Optimizer, names: list[str]) -> str:
+    return (
+        f"step() of {type(optimizer).__name__} writes {', '.join(names[:3])}, so it does not "
+        "treat each parameter by itself"
+    )
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        return tuple(_kept(one) for one in value)
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _position(member: tuple[int, Tensor]) -> int:
+    return member[0]

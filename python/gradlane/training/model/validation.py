@@ -1,0 +1,131 @@
+"""Arguments of `prepare` that cannot be prepared, whatever their tensors are like, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from gradlane.errors import UsageError
+from gradlane.training.model.lazy_parameter_dict import GuardedParameters
+
+_WRAPPERS = {
+    "DistributedDataParallel": (
+        "is wrapped in DistributedDataParallel, which averages gradients by itself: prepare the "
+        "bare one (its .module)"
+    ),
+    "DataParallel": (
+        "is wrapped in DataParallel, which computes on copies that nothing keeps up to date: "
+        "prepare the bare one (its .module) and start one rank a device"
+    ),
+    "FullyShardedDataParallel": (
+        "is sharded by FullyShardedDataParallel; gradlane keeps whole parameters on every rank: "
+        "prepare the bare model"
+    ),
+    "FSDPModule": (
+        "is sharded by fully_shard(); gradlane keeps whole parameters on every rank: prepare the "
+        "bare model"
+    ),
+}
+
+
+def check_arguments(model: Any, optimizer: Any) -> None:
+    """Check that `prepare` was given a model and its optimizer.
+
+    Raises:
+        UsageError: it was not; the message says what it was given and what to give instead.
+    """
+    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
+        raise UsageError(
+            f"prepare() was given the optimizer ({type(model).__name__}) before the model "
+            f"({type(optimizer).__name__}): call prepare(model, optimizer)"
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"prepare() was given {_told(model)} as the model: {_in_place_of(model)}")
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "param_groups"):
+        advice = _in_place_of_optimizer(optimizer)
+        raise UsageError(f"prepare() was given {_told(optimizer)} as the optimizer: {advice}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UsageError(
+            f"prepare() was given {_told(optimizer)} as the optimizer, which wraps another one: "
+            "prepare the torch.optim optimizer inside, before anything wraps it"
+        )
+
+
+def _told(given: Any) -> str:
+    """Return how a message names an argument: its class, and how many there are in a list."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, (list, tuple, set, dict)):
+        held = given.values() if isinstance(given, dict) else given
+        kinds = {type(one).__name__ for one in held}
+        return f"a {type(given).__name__} of {len(given)} ({', '.join(sorted(kinds)[:3])})"
+    return "None" if given is None else f"an object of class {type(given).__name__}"
+
+
+def _in_place_of(model: Any) -> str:
+    if isinstance(model, type):
+        return f"give an instance, {model.__name__}(...)"
+    if isinstance(model, dict):
+        return "give one nn.Module that holds everything, such as nn.ModuleDict(models)"
+    if isinstance(model, (list, tuple, set)):
+        return (
+            "give one nn.Module that holds everything, such as nn.ModuleList(models), with one "
+            "optimizer, or call prepare() for each model with an optimizer of its own"
+        )
+    return "give the nn.Module itself, not its parameters, its forward or a wrapper"
+
+
+def _in_place_of_optimizer(optimizer: Any) -> str:
+    if isinstance(optimizer, type):
+        return f"give an instance, {optimizer.__name__}(model.parameters(), ...)"
+    if isinstance(optimizer, (list, tuple, set, dict)):
+        return (
+            "a model has one optimizer, with a group for each setting; or call prepare() for each "
+            "part of the model with the part's own optimizer"
+        )
+    if isinstance(optimizer, (LRScheduler, ReduceLROnPlateau)):
+        return "give the scheduler's optimizer (scheduler.optimizer); schedulers stay as they are"
+    if optimizer is None:
+        return "give one of torch.optim, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+    return (
+        "give a torch.optim.Optimizer; where this is a wrapper of another package, the optimizer "
+        "inside of it"
+    )
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that a model is one that gradlane can keep together.
+
+    Raises:
+        ValueError: it is not; the message names the module.
+    """
+    for name, module in model.named_modules():
+        where = f"module {name!r} of the model" if name else "the model"
+        for base in type(module).__mro__:
+            if base.__module__.startswith("torch.") and base.__name__ in _WRAPPERS:
+                raise ValueError(f"{where} {_WRAPPERS[base.__name__]}")
+        if isinstance(module.__dict__.get("_parameters"), GuardedParameters):
+            raise ValueError(
+                f"{where} has parameters of a model that is already prepared: close that session "
+                "first, or prepare one module that holds everything"
+            )
+
+
+def refuse_assignment(
+    module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Keep `load_state_dict(assign=True)` from replacing parameters: a hook of prepared modules.
+
+    Raises:
+        UsageError: it would. Copies of the model are plain ones and may.
+    """
+    if metadata.get("assign_to_params_buffers") and isinstance(
+        module._parameters, GuardedParameters
+    ):
+        raise UsageError(
+            f"load_state_dict(assign=True) would replace the parameters of {prefix[:-1]!r}, which "
+            "were prepared: load with assign=False, or before prepare()"
+        )

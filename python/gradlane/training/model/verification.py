@@ -1,0 +1,142 @@
+"""What all ranks agree on before a model is connected: its tensors, its optimizer, the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradlane.errors import UsageError
+from gradlane.training.connection import Surroundings
+from gradlane.training.factors.choice import Factored, choose_factored, without_codecs
+from gradlane.training.model.optimizers import check_optimizer, check_server_optimizer
+from gradlane.training.model.shared_storage import Clusters
+from gradlane.training.model.state_checks import check_taken_over
+from gradlane.training.model.validation import check_model
+from gradlane.training.options.codec_choice import CodecChoice, choose_codecs
+from gradlane.training.options.momentum import check_momentum, keeps_momentum
+from gradlane.training.options.options import ring_ranks
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.tensor_table import Entry, build_table, is_expanded, names_of
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the ranks have agreed on.
+
+    Attributes:
+        entries: the model's table; trained parameters come first.
+        factored: trained parameters that travel as factors, by tensor number.
+        codecs: how each trained tensor is encoded.
+    """
+
+    entries: Sequence[Entry]
+    factored: Mapping[int, Factored]
+    codecs: list[CodecChoice]
+
+    @property
+    def trained(self) -> list[Entry]:
+        """Table entries of the trained parameters, by tensor number."""
+        return [entry for entry in self.entries if entry.trained]
+
+    @property
+    def momentum_codecs(self) -> dict[int, str]:
+        """Codecs that keep momentum, by `id` of the parameter."""
+        return _momentum_codecs(self.trained, self.codecs)
+
+
+def _momentum_codecs(trained: Sequence[Entry], codecs: Sequence[CodecChoice]) -> dict[int, str]:
+    return {
+        id(entry.tensor): choice.codec
+        for entry, choice in zip(trained, codecs, strict=True)
+        if keeps_momentum(choice.codec)
+    }
+
+
+def agree_on_terms(
+    around: Surroundings, meeting: Meeting, model: nn.Module, optimizer: Optimizer, buffers: str
+) -> Terms:
+    """Check a model and its optimizer, and that all ranks have the same.
+
+    Args:
+        around: what the session gives.
+        meeting: where the ranks agree; one that refuses tells the others there.
+        model: the user's.
+        optimizer: the user's.
+        buffers: how buffers are kept.
+
+    Raises:
+        ValueError: the model or the optimizer cannot take part; the message names the tensor.
+        UsageError: the optimizer would apply momentum again that a codec has applied.
+        RanksDiffer: the ranks have different ones.
+    """
+    options = {
+        **around.options.agreed(),
+        "world_size": around.place.world_size,
+        "buffers": buffers,
+    }
+    try:
+        check_model(model)
+        entries = build_table(model)
+        _check_memory(entries)
+        if around.options.checkpoint is not None:
+            _check_loadable(model, entries)
+        check_optimizer(optimizer, entries)
+        trained = [entry for entry in entries if entry.trained]
+        factored = choose_factored(model, trained, around.schemes, around.options)
+        ranks = ring_ranks(around.options.strategy, around.place.world_size)
+        coded = [entry.coded() for entry in trained]
+        codecs = without_codecs(choose_codecs(around.options.codec, coded, ranks), factored)
+        check_momentum(optimizer, _momentum_codecs(trained, codecs))
+        if around.options.update == "server":
+            check_server_optimizer(optimizer, entries)
+            _check_apart(trained)
+            options["optimizer_state"] = check_taken_over(optimizer, trained)
+    except (ValueError, UsageError) as error:
+        meeting.refuse(str(error))
+        raise
+    rows = [
+        {**entry.row(), "scheme": factored[index].scheme} if index in factored else entry.row()
+        for index, entry in enumerate(entries)
+    ]
+    meeting.agree({"options": options, "tensors": rows})
+    return Terms(entries, factored, codecs)
+
+
+def _check_memory(entries: Sequence[Entry]) -> None:
+    """Check that nothing shares memory with a trained parameter that is none itself.
+
+    Reading it would not wait for the parameter's update.
+    """
+    shared = Clusters([entry.tensor for entry in entries])
+    for index, entry in enumerate(entries):
+        if not entry.trained:
+            others = [entries[other] for other in shared.whole([index]) if entries[other].trained]
+            if others:
+                raise ValueError(
+                    f"{entry.name!r}, which is not trained, lies in the memory of "
+                    f"{names_of(others)}, which is: replace it by its .clone(), or compute it in "
+                    "the forward"
+                )
+
+
+def _check_loadable(model: nn.Module, entries: Sequence[Entry]) -> None:
+    """Check that torch can load everything that a checkpoint will hold."""
+    expanded = {entry.name: entry for entry in entries if is_expanded(entry.tensor)}
+    saved = [expanded[name] for name in model.state_dict() if name in expanded] if expanded else []
+    if saved:
+        raise ValueError(
+            f"{names_of(saved)} would be in checkpoints and torch loads no expanded tensor "
+            "(stride 0): replace it by its .clone(), or register it with persistent=False"
+        )
+
+
+def _check_apart(trained: Sequence[Entry]) -> None:
+    shared = Clusters([entry.tensor for entry in trained]).members
+    if shared:
+        raise ValueError(
+            f"{names_of(trained[index] for index in shared)} share memory, and with "
+            'update="server" each is updated by itself; use update="worker"'
+        )

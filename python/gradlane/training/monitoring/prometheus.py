@@ -1,0 +1,189 @@
+"""A session's numbers for Prometheus: the text format, and where it is answered.
+
+The text format 0.0.4 is a page of rules that have not changed in years; so this asks for no package
+(see decision 21).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.formats.untrusted import escaped
+from gradlane.training.monitoring.endpoint import Endpoint
+from gradlane.training.monitoring.metrics import Metrics, waited_s
+from gradlane.training.rendezvous.environment import find_local_rank
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LOOPBACK = "127.0.0.1"
+_VARIABLE = "GRADLANE_PROMETHEUS"
+_ADDRESS = re.compile(r"(?:(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One metric: name without prefix, kind, help, and values by labels."""
+
+    name: str
+    kind: str
+    text: str
+    samples: Sequence[tuple[Mapping[str, object], float]]
+
+
+def exposition(metrics: Metrics) -> str:
+    """Return the numbers in Prometheus' text format."""
+    lines = []
+    always = {"rank": metrics["rank"]}
+    for family in _families(metrics):
+        name = f"gradlane_{family.name}"
+        lines.append(f"# HELP {name} {_label(family.text, quotes=False)}")
+        lines.append(f"# TYPE {name} {family.kind}")
+        for labels, value in family.samples:
+            pairs = {**always, **labels}.items()
+            text = ",".join(f'{key}="{_label(str(one))}"' for key, one in pairs)
+            lines.append(f"{name}{{{text}}} {float(value)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _families(metrics: Metrics) -> Iterable[_Family]:
+    steps = metrics["steps"]
+    peers: list[Mapping[str, Any]] = [
+        row for row in metrics["peers"] if row["rank"] != metrics["rank"]
+    ]
+
+    def one(name: str, kind: str, text: str, value: float) -> _Family:
+        return _Family(name, kind, text, [({}, value)])
+
+    def by_peer(name: str, kind: str, text: str, key: str) -> _Family:
+        samples = [({"peer": row["rank"]}, float(row[key])) for row in peers]
+        return _Family(name, kind, text, samples)
+
+    yield one("steps_total", "counter", "Training steps begun.", metrics["step"])
+    yield one("step_seconds", "gauge", "Median time of a recent step.", steps["median_s"])
+    yield one("step_wait_seconds", "gauge", "Median wait of a recent step.", steps["wait_median_s"])
+    yield one("wait_seconds_total", "counter", "Waits for other ranks.", metrics["wait_s"])
+    yield one("wait_share", "gauge", "Share of steps spent waiting.", steps["wait_share"])
+    for way, direction in (("sent", "tx"), ("received", "rx")):
+        yield by_peer(f"{way}_bytes_total", "counter", f"Bytes {way}.", f"{direction}_bytes")
+        yield by_peer(
+            f"{way}_payload_bytes_total",
+            "counter",
+            f"Bytes {way}, without headers.",
+            f"{direction}_payload_bytes",
+        )
+    yield one("codec_ratio", "gauge", "Bytes before encoding through sent.", metrics["codec_ratio"])
+    yield by_peer("queued_bytes", "gauge", "Bytes that wait to be sent.", "queued_bytes")
+    yield by_peer("queued_messages", "gauge", "Messages that wait to be sent.", "queued_messages")
+    yield one("queued_works", "gauge", "Works that wait for a thread.", metrics["queued_works"])
+    yield one("scratch_bytes", "gauge", "Memory of the engine's own.", metrics["scratch_bytes"])
+    for thread in ("io", "work"):
+        used = metrics["io_cpu_s"] if thread == "io" else metrics["work_cpu_s"]
+        yield one(f"{thread}_cpu_seconds_total", "counter", f"CPU of {thread} threads.", used)
+    yield _Family(
+        "layer_wait_seconds_total",
+        "counter",
+        "Waits for the parameters of a layer.",
+        [
+            ({"model": wait["model"], "layer": wait["name"]}, waited_s(wait))
+            for wait in metrics["layer_waits"]
+        ],
+    )
+    yield one(
+        "gathered_slices_total",
+        "counter",
+        "Slices of this rank that all have contributed to.",
+        metrics["gathered_slices"],
+    )
+    yield _Family(
+        "last_contributions_total",
+        "counter",
+        "Slices of this rank that a rank was the last to contribute to.",
+        [({"from": row["rank"]}, row["last_count"]) for row in metrics["stragglers"]],
+    )
+    yield _Family(
+        "late_seconds_total",
+        "counter",
+        "Time that these came after the contribution before them.",
+        [({"from": row["rank"]}, row["late_s"]) for row in metrics["stragglers"]],
+    )
+    yield one(
+        "refused_connections_total",
+        "counter",
+        "Callers that were refused.",
+        metrics["refused_connections"],
+    )
+
+
+def _label(text: str, *, quotes: bool = True) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quotes else text
+
+
+def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
+    """Answer Prometheus from now on.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 for any that is free.
+        metrics: returns the numbers; called in another thread, once a second at most.
+
+    Raises:
+        ValueError: the address cannot be listened on; the message names it.
+    """
+    try:
+        return Endpoint(host, port, lambda: exposition(metrics()).encode(), CONTENT_TYPE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"the Prometheus endpoint cannot listen on {host!r}, port {port} ({error}): give "
+            "another prometheus_port; ranks of one node take the ports from it on, by their "
+            "local rank"
+        ) from error
+
+
+def wanted_address(
+    port: int | str | None, environment: Mapping[str, str]
+) -> tuple[str, int] | None:
+    """Return where this rank is to answer: as the program says, else as `GRADLANE_PROMETHEUS` does.
+
+    Ranks of one node take one port each, by their local rank.
+
+    Args:
+        port: the program's, as a number or as the variable has it; or None.
+        environment: the variables.
+
+    Returns:
+        Host and port, or None for no endpoint.
+
+    Raises:
+        ValueError: what is given is neither a port nor `HOST:PORT`.
+    """
+    if isinstance(port, int):
+        host, first = LOOPBACK, port
+    elif port is not None:
+        host, first = parse_address(port, "prometheus_port")
+    elif text := environment.get(_VARIABLE):
+        host, first = parse_address(text, _VARIABLE)
+    else:
+        return None
+    return host, first + find_local_rank(environment) if first else 0
+
+
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Read `PORT`, which is one of the loopback interface, `HOST:PORT` or `[IPv6]:PORT`.
+
+    Args:
+        text: what was given.
+        name: of the option or variable, for the message.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(
+            f"{name} is {escaped(text)}; it must be PORT (for callers on this machine), HOST:PORT "
+            "or [IPv6]:PORT; 0.0.0.0:PORT and [::]:PORT are all addresses of this machine"
+        )
+    return match["ipv6"] or match["host"] or LOOPBACK, int(match["port"])

@@ -1,0 +1,153 @@
+"""Timelines of real runs, from what one rank has recorded."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradlane.formats.timeline.spans import Span, Timeline
+from gradlane.training.core import CoreRow
+
+_SLICED = ("push", "broadcast", "notify", "pull", "ring-scale", "ring-reduce", "ring-gather")
+"""Kinds of frames that are about a slice."""
+_LANES = {
+    "push": "push",
+    "broadcast": "broadcast",
+    "ring-scale": "push",
+    "ring-reduce": "push",
+    "ring-gather": "broadcast",
+}
+"""Lanes in which frames leave; others leave in `control`."""
+NOTES = (
+    "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
+    "what arrives from its header to its last byte; counters spread bytes over that time",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that the program's own threads did."""
+
+    lane: str
+    """`forward`, `backward`, `wait` or `update`."""
+    begin_ns: int
+    end_ns: int
+    step: int
+    tensors: tuple[int, ...] = ()
+    """What was waited for; empty: the whole step."""
+
+
+class Recorded(Protocol):
+    """What one model's recording holds."""
+
+    names: Sequence[str]
+    """Names of tensors by their number."""
+
+    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+        """Return what the program did, what the core did, and how much was not kept."""
+
+
+def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str, Any]) -> Timeline:
+    """Return the timeline of one rank.
+
+    Args:
+        rank: the rank.
+        recordings: one for each model.
+        facts: what belongs to the file.
+    """
+    spans: list[Span] = []
+    dropped = 0
+    for recording in recordings:
+        marks, rows, missing = recording.taken()
+        dropped += missing
+        spans += _computed(rank, marks, recording.names)
+        spans += _moved(rank, rows, recording.names)
+    notes = list(NOTES)
+    if dropped:
+        notes.append(f"rank {rank}: {dropped} spans at the beginning were not kept")
+    return Timeline(
+        spans=spans,
+        source="recorded",
+        dropped=dropped,
+        facts=facts,
+        notes=notes,
+        machines={rank: machine_name()},
+    )
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """Return where a rank's own file goes: `trace.json` becomes `trace.rank0.json`."""
+    stem, _, suffixes = path.name.partition(".")
+    return path.with_name(f"{stem}.rank{rank}.{suffixes or 'json'}")
+
+
+def machine_name() -> str:
+    """Return a name for the machine whose clock counts here: that of its last start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def _computed(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
+    """Yield what the program did; waits and updates interrupt forward and backward."""
+    breaks = sorted(
+        (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
+    )
+    for mark in marks:
+        arguments: dict[str, Any] = {"step": mark.step}
+        name = f"step {mark.step}"
+        if mark.tensors:
+            name = arguments["tensor"] = names[mark.tensors[0]]
+        if len(mark.tensors) > 1:
+            arguments["tensors"] = [names[tensor] for tensor in mark.tensors[:16]]
+        pieces = [(mark.begin_ns, mark.end_ns)]
+        if mark.lane in ("forward", "backward"):
+            pieces = list(_without(mark.begin_ns, mark.end_ns, breaks))
+        for begin_ns, end_ns in pieces:
+            yield Span(rank, mark.lane, name, begin_ns, end_ns, arguments)
+
+
+def _without(
+    begin_ns: int, end_ns: int, breaks: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a time in which there was no break; breaks are in order."""
+    for break_begin_ns, break_end_ns in breaks:
+        if break_end_ns <= begin_ns:
+            continue
+        if break_begin_ns >= end_ns:
+            break
+        if break_begin_ns > begin_ns:
+            yield begin_ns, break_begin_ns
+        begin_ns = max(begin_ns, break_end_ns)
+    if begin_ns < end_ns:
+        yield begin_ns, end_ns
+
+
+def _moved(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
+    for (begin_ns, end_ns), way, kind, peer, step, place, size_bytes, priority in rows:
+        tensor, slice_number, offset = place
+        if kind == "heartbeat":
+            continue
+        lane = "reduce"
+        if way == "rx":
+            lane = "receive"
+        elif way == "tx":
+            lane = _LANES.get(kind, "control")
+        about_slice = way == "work" or kind in _SLICED
+        name = names[tensor] if about_slice else kind
+        arguments = {
+            "step": step,
+            "tensor": name if about_slice else None,
+            "slice": slice_number if about_slice else None,
+            "kind": kind,
+            "peer": peer,
+            "bytes": size_bytes,
+            "priority": priority,
+        }
+        if way != "work":
+            arguments["offset"] = offset
+        yield Span(rank, lane, name, begin_ns, end_ns, arguments)

@@ -1,0 +1,254 @@
+"""Listens to a real run, and writes its timeline at the end: one file a rank.
+
+Nothing of this exists unless it was asked for (`gradlane.init(trace_path=...)`, `GRADLANE_TRACE`);
+then memory is bounded: the last spans are kept, and the file says how many were not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradlane.formats.timeline.chrome import write_chrome
+from gradlane.training.core import Channel, CoreRow
+from gradlane.training.model.compiled import is_tracing
+from gradlane.training.model.forward_order import inside_backward
+from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.environment import Place
+
+MARKS_MAX = 1 << 18
+"""Marks of the program that are kept of a model; a mark is some hundred bytes."""
+WAIT_MIN_NS = 10_000
+"""What takes less was no wait: the tensor was there."""
+_OUTPUTS_MAX = 16
+
+
+class Recorder:
+    """Records all models of a session."""
+
+    def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
+        """Record for a file.
+
+        Args:
+            path: the file as the user named it; each rank writes `rank_path` of it.
+            rank: this rank.
+            facts: what belongs to the file.
+        """
+        self._path = rank_path(path, rank)
+        self._rank = rank
+        self._facts = facts
+        self._recordings: list[Recording] = []
+
+    def record(self, channel: Channel, names: Sequence[str]) -> Recording:
+        """Begin to record a model.
+
+        Args:
+            channel: the model's.
+            names: of its tensors, by number.
+        """
+        recording = Recording(channel, names)
+        self._recordings.append(recording)
+        return recording
+
+    def write(self) -> None:
+        """Write the file. What goes wrong is a warning: the run itself is not concerned."""
+        try:
+            timeline = recorded_timeline(self._rank, self._recordings, self._facts)
+            write_chrome(timeline, self._path)
+        except OSError as error:
+            warnings.warn(
+                f"the timeline of rank {self._rank} cannot be written to {self._path}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def wanted_path(path: str | Path | None) -> Path | None:
+    """Return the file that a program asks for, or `GRADLANE_TRACE`; None for no timeline."""
+    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
+    return Path(text) if text else None
+
+
+def make_recorder(options: Options, place: Place) -> Recorder | None:
+    """Return the recorder of a session that is to be recorded."""
+    if options.trace_path is None:
+        return None
+    facts = {
+        "strategy": options.strategy,
+        "workers": place.world_size,
+        "job": place.job,
+        "slice_elems": options.slice_elems,
+        "update": options.update,
+    }
+    return Recorder(options.trace_path, place.rank, facts)
+
+
+class Recording:
+    """Records one model."""
+
+    def __init__(self, channel: Channel, names: Sequence[str]) -> None:
+        """Listen to a channel."""
+        self.names = names
+        self.channel = cast(Channel, _ListeningChannel(channel, self))
+        self._core = channel
+        self._marks: deque[Mark] = deque(maxlen=MARKS_MAX)
+        self._dropped = 0
+        self._step = 0
+        self._forward_since_ns: int | None = None
+        self._backward_since_ns: int | None = None
+        self._step_before_backward = 0
+        self._handles: list[Any] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Note forward and backward of the model as a whole."""
+        before, after = _Hook(self._before_forward), _Hook(self._after_forward)
+        self._handles += [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after),
+        ]
+
+    def unwatch(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def timed_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the optimizer's step, timed."""
+
+        @functools.wraps(step)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin_ns = time.monotonic_ns()
+            try:
+                return step(*arguments, **options)
+            finally:
+                self.note(Mark("update", begin_ns, time.monotonic_ns(), self._step))
+
+        return timed
+
+    def begin_step(self, step: int) -> None:
+        """A step has begun on the channel."""
+        self._step = step
+
+    def note(self, mark: Mark) -> None:
+        """Keep a mark."""
+        if len(self._marks) == MARKS_MAX:
+            self._dropped += 1
+        self._marks.append(mark)
+
+    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+        """Return what was recorded, and how much of it was not kept."""
+        rows, dropped = self._core.take_timeline()
+        return list(self._marks), rows, self._dropped + dropped
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not inside_backward():
+            self._forward_since_ns = time.monotonic_ns()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        since_ns, self._forward_since_ns = self._forward_since_ns, None
+        if since_ns is None:
+            return
+        self.note(Mark("forward", since_ns, time.monotonic_ns(), self._step + 1))
+        for number, tensor in enumerate(_tensors_in(output, depth=3)):
+            if number < _OUTPUTS_MAX and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        if self._backward_since_ns is None:
+            self._backward_since_ns = time.monotonic_ns()
+            self._step_before_backward = self._step
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        since_ns, self._backward_since_ns = self._backward_since_ns, None
+        if since_ns is not None:
+            step = max(self._step, self._step_before_backward + 1)
+            self.note(Mark("backward", since_ns, time.monotonic_ns(), step))
+
+
+class _ListeningChannel:
+    """A channel that tells a recording when the program begins steps and waits."""
+
+    def __init__(self, channel: Channel, recording: Recording) -> None:
+        self._channel = channel
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def step_begin(self, step: int) -> None:
+        self._channel.step_begin(step)
+        self._recording.begin_step(step)
+
+    def step_pass(self, step: int) -> None:
+        self._channel.step_pass(step)
+        self._recording.begin_step(step)
+
+    def step_gather(self, step: int) -> None:
+        self._channel.step_gather(step)
+        self._recording.begin_step(step)
+
+    def wait(self, tensors: list[int], step: int) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            self._channel.wait(tensors, step)
+        finally:
+            self._waited(begin_ns, step, tuple(tensors))
+
+    def wait_step(self, step: int) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            self._channel.wait_step(step)
+        finally:
+            self._waited(begin_ns, step, ())
+
+    def _waited(self, begin_ns: int, step: int, tensors: tuple[int, ...]) -> None:
+        end_ns = time.monotonic_ns()
+        if end_ns - begin_ns >= WAIT_MIN_NS:
+            self._recording.note(Mark("wait", begin_ns, end_ns, step, tensors))
+
+
+class _Hook:
+    """A hook of a module; copies and pickles of the module carry one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        if not is_tracing():
+            self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _return_nothing, ()
+
+
+def _nothing(*arguments: Any) -> None:
+    """The hook of a copy."""
+
+
+def _return_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth > 0 and isinstance(output, (list, tuple, dict)):
+        for member in output.values() if isinstance(output, dict) else output:
+            yield from _tensors_in(member, depth - 1)

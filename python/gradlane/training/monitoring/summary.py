@@ -1,0 +1,118 @@
+"""One line at the end of a run: how much of a step waited, for which layer and for which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.training.monitoring.metrics import Metrics, waited_s
+
+_STANDS_OUT = 1.5
+"""A rank is named when it comes last so many times as often as chance has it."""
+
+
+_NEGLIGIBLE = 0.005
+"""Of so small a share of the time nobody needs to know more."""
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """How often a rank was the last one, over the slices of all owners.
+
+    Attributes:
+        rank: the rank.
+        last_share: share of the slices that it was the last rank to contribute to.
+        late_s_mean: how much later than the rank before it that was, in the mean.
+    """
+
+    rank: int
+    last_share: float
+    late_s_mean: float
+
+
+def late_ranks(words: Iterable[Mapping[str, Any]]) -> list[LateRank]:
+    """Add up what owners have seen; the rank that was last most often comes first.
+
+    Args:
+        words: of each owner, `stragglers` (rows by rank, with `last_count` and `late_s`) and
+            `gathered_slices`.
+    """
+    gathered = 0
+    counts: dict[int, int] = {}
+    late_s: dict[int, float] = {}
+    for word in words:
+        gathered += word.get("gathered_slices") or 0
+        for rank, row in enumerate(word.get("stragglers") or ()):
+            counts[rank] = counts.get(rank, 0) + row["last_count"]
+            late_s[rank] = late_s.get(rank, 0.0) + row["late_s"]
+    rows = [
+        LateRank(rank, count / gathered, late_s[rank] / count)
+        for rank, count in counts.items()
+        if count and gathered
+    ]
+    return sorted(rows, key=lambda row: row.last_share, reverse=True)
+
+
+def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
+    """Return the line.
+
+    Args:
+        metrics: of rank 0.
+        late: the ranks that came last, the most frequent one first.
+    """
+    steps = metrics["steps"]
+    share = min(1.0, steps["wait_share"])
+    parts = [
+        f"gradlane: {metrics['step']} steps, {_duration(steps['median_s'])} each (median)",
+        f"{share:.0%} of the time waiting for other ranks "
+        f"({_duration(steps['wait_median_s'])} a step)" + _for_layer(metrics),
+    ]
+    named = _for_rank(late, metrics["world_size"])
+    if named:
+        parts.append(named)
+    left_out = _left_out(metrics)
+    if left_out:
+        parts.append(left_out)
+    return "; ".join(parts)
+
+
+def _for_layer(metrics: Metrics) -> str:
+    most = next(iter(metrics["layer_waits"]), None)
+    if most is None or waited_s(most) <= 0.0 or metrics["steps"]["wait_share"] < _NEGLIGIBLE:
+        return ""
+    longest = f", longest in step {most['max_step']}" if most["max_step"] else ""
+    return f", most of it for {most['name']!r} ({most['wait_share']:.0%}{longest})"
+
+
+def _for_rank(late: Sequence[LateRank], world_size: int) -> str:
+    if not late or world_size == 1:
+        return ""
+    first = late[0]
+    if first.last_share * world_size < _STANDS_OUT:
+        return "no rank stands out as the last"
+    return (
+        f"rank {first.rank} came last for {first.last_share:.0%} of the slices, by "
+        f"{_duration(first.late_s_mean)} on average"
+    )
+
+
+def _left_out(metrics: Metrics) -> str:
+    rows = sorted(metrics["left_out"], key=lambda row: row["left_out_share"], reverse=True)
+    named = [
+        f"rank {row['rank']} {row['left_out_share']:.0%}"
+        + (f" ({_duration(row['late_s_mean'])} late)" if row["late_count"] else "")
+        for row in rows
+        if row["left_out_steps"]
+    ]
+    if not named:
+        return ""
+    return f"steps that went on without: {', '.join(named)}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1.0:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.0f} us"

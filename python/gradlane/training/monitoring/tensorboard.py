@@ -1,0 +1,111 @@
+"""Scalars for TensorBoard, through whatever writer the program has.
+
+The writer is the user's own, so that gradlane needs no TensorBoard: anything with the `add_scalar`
+of `torch.utils.tensorboard.SummaryWriter` will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gradlane.training.monitoring.metrics import Metrics, waited_s
+
+LAYERS_SHOWN = 5
+
+
+class ScalarWriter(Protocol):
+    """What is asked of a writer."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Keep a value of a step."""
+
+
+class ScalarLog:
+    """Writes what happened since the last time, every so many steps."""
+
+    def __init__(self, writer: ScalarWriter, every: int, metrics: Callable[[], Metrics]) -> None:
+        """Write from now on.
+
+        Args:
+            writer: the user's.
+            every: training steps from one writing to the next, 1 or more.
+            metrics: returns the session's numbers.
+
+        Raises:
+            ValueError: `every` is below 1.
+            TypeError: the writer has no `add_scalar`.
+        """
+        if every < 1:
+            raise ValueError(f"every is {every}; it must be 1 step or more")
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(
+                f"{type(writer).__name__} has no add_scalar(tag, value, step), as "
+                "torch.utils.tensorboard.SummaryWriter has"
+            )
+        self._writer = writer
+        self._every = every
+        self._metrics = metrics
+        self._before = metrics()
+
+    def after_step(self, step: int) -> None:
+        """Write, if it is time to, under the number of a step that is done with."""
+        if step % self._every == 0:
+            now = self._metrics()
+            for tag, value in scalars(self._before, now).items():
+                self._writer.add_scalar(f"gradlane/{tag}", value, step)
+            self._before = now
+
+
+def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
+    """Return what happened between two readings, by tag.
+
+    `step_s` and `wait_s` are means of a step in between, `wait_share` their ratio, `tx_bytes` and
+    `rx_bytes` a step's; `late_s/rank1` is how late rank 1 was in the mean where it came last,
+    `last_share/rank1` for which share of slices; `wait_s/LAYER` is a step's, of the five layers
+    that were waited for most.
+    """
+    steps = now["steps"]["count"] - before["steps"]["count"]
+    if steps < 1:
+        return {}
+    elapsed_s = _elapsed_s(now) - _elapsed_s(before)
+    wait_s = now["steps"]["wait_share"] * _elapsed_s(now)
+    wait_s -= before["steps"]["wait_share"] * _elapsed_s(before)
+    found = {
+        "step_s": elapsed_s / steps,
+        "wait_s": wait_s / steps,
+        "wait_share": wait_s / elapsed_s if elapsed_s > 0 else 0.0,
+        "tx_bytes": (now["tx_bytes"] - before["tx_bytes"]) / steps,
+        "rx_bytes": (now["rx_bytes"] - before["rx_bytes"]) / steps,
+        "codec_ratio": now["codec_ratio"],
+    }
+    found.update(_late(before, now))
+    earlier = {(one["model"], one["name"]): waited_s(one) for one in before["layer_waits"]}
+    layers = {
+        (one["model"], one["name"]): waited_s(one) - earlier.get((one["model"], one["name"]), 0.0)
+        for one in now["layer_waits"]
+    }
+    most = sorted(layers, key=lambda layer: layers[layer], reverse=True)[:LAYERS_SHOWN]
+    several = len({model for model, _ in layers}) > 1
+    for model, name in most:
+        tag = f"wait_s/{model}.{name}" if several else f"wait_s/{name}"
+        found[tag] = layers[(model, name)] / steps
+    return found
+
+
+def _late(before: Metrics, now: Metrics) -> dict[str, float]:
+    found = {}
+    gathered = now["gathered_slices"] - before["gathered_slices"]
+    earlier = {row["rank"]: row for row in before["stragglers"]}
+    for row in now["stragglers"]:
+        past = earlier.get(row["rank"])
+        count = row["last_count"] - (past["last_count"] if past else 0)
+        late_s = row["late_s"] - (past["late_s"] if past else 0.0)
+        if gathered > 0:
+            found[f"last_share/rank{row['rank']}"] = count / gathered
+            found[f"late_s/rank{row['rank']}"] = late_s / count if count else 0.0
+    return found
+
+
+def _elapsed_s(metrics: Metrics) -> float:
+    return metrics["steps"]["mean_s"] * metrics["steps"]["count"]

@@ -1,0 +1,91 @@
+"""Which ranks share a node, as all ranks see it alike.
+
+Nodes are blocks of consecutive ranks, as torchrun, mpirun and srun number them. What launchers say
+is checked against the machines that ranks say they are on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.errors import RanksDiffer
+from gradlane.training.node.rules import AUTO, SHARED
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.environment import find_local_rank, find_local_size
+from gradlane.training.rendezvous.rendezvous import Meeting, node_name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a rank stands among the ranks of its node, and its node among all.
+
+    Attributes:
+        nodes: number of nodes.
+        local_size: ranks on each.
+        node: this rank's node; nodes are numbered by their ranks.
+        local_rank: this rank's number on its node.
+        carriers: how many ranks of each node talk to the network, its first ones.
+    """
+
+    nodes: int
+    local_size: int
+    node: int
+    local_rank: int
+    carriers: int
+
+    def rank_of(self, node: int, local_rank: int) -> int:
+        """Return a rank's number among all."""
+        return node * self.local_size + local_rank
+
+
+def agree_on_layout(
+    options: Options, meeting: Meeting, environment: Mapping[str, str]
+) -> Layout | None:
+    """Find the layout that all ranks can have; a collective call of all ranks with one `local`.
+
+    Args:
+        options: the session's.
+        meeting: where the ranks agree.
+        environment: the launcher's variables.
+
+    Returns:
+        The layout; None where every rank talks to the network by itself: with `local="auto"` where
+        ranks cannot be put together, or there is one a node.
+
+    Raises:
+        RanksDiffer: the ranks' nodes are no such blocks; the same text on every rank.
+    """
+    place = meeting.place
+    word = [find_local_rank(environment), find_local_size(environment), node_name()]
+    meeting.put(f"local/{place.rank}", json.dumps(word))
+    words = [json.loads(meeting.get(f"local/{rank}", rank)) for rank in range(place.world_size)]
+    why = _why_not_blocks(words)
+    size = words[0][1]
+    if options.local == AUTO and (why or size == 1 or size == place.world_size):
+        return None
+    if why:
+        raise RanksDiffer(
+            f"local={options.local!r}: {why}. Start as many ranks on every node, numbered node by "
+            'node, as torchrun --nproc-per-node does, or use local="off"'
+        )
+    carriers = size if options.local == SHARED else 1
+    return Layout(place.world_size // size, size, place.rank // size, place.rank % size, carriers)
+
+
+def _why_not_blocks(words: Sequence[Sequence[Any]]) -> str:
+    """Say why ranks are no equal blocks of consecutive ranks, each on one machine; empty if so."""
+    size = words[0][1]
+    for rank, (local_rank, local_size, node) in enumerate(words):
+        if local_size != size:
+            return f"rank 0 is one of {size} ranks of its node and rank {rank} one of {local_size}"
+        if local_rank != rank % size:
+            return f"rank {rank} has local rank {local_rank} of {size}, not {rank % size}"
+        first = rank - rank % size
+        if node != words[first][2]:
+            return f"ranks {first} and {rank} should share a node and are on different machines"
+    if len(words) % size:
+        return f"{len(words)} ranks do not fill nodes of {size}"
+    return ""

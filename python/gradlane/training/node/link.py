@@ -1,0 +1,271 @@
+"""Connections between the ranks of one node: shared memory, and a socket that says what is in it.
+
+Every rank has one piece of anonymous shared memory, which the others map. Nothing of it has a name
+in the file system, so nothing is left behind after any kind of end. Between two ranks there is one
+Unix socket; its end is the end of the rank, also of one that was killed. At the end of its memory a
+rank's process counts up while it runs, so that the others notice one that stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradlane.errors import RendezvousError
+from gradlane.training.core import CoreModule
+from gradlane.training.node.layout import Layout
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+GIVE, RESULT, ORDER, FAILED, BYE, ENDED = range(6)
+"""Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of
+urgency; the sender's session has failed; goodbye; the sender is gone (told by the link itself)."""
+READY, MEAN, ADD, TAKE = range(6, 10)
+"""Those about collectives. To the first rank of the node: the sender's gradient of a tensor is on
+its device; the sender has the mean of a part over all nodes. From it: all add a tensor up now; all
+take the mean of a part now."""
+LANE_KINDS = (READY, MEAN, ADD, TAKE)
+_HEADER = struct.Struct("<BBHIq")
+_MESSAGE_BYTES_MAX = 1 << 20
+_PATH_BYTES_MAX = 100
+_PULSE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank of the node says.
+
+    Attributes:
+        sender: its local rank.
+        kind: `GIVE` to `TAKE`.
+        flag: whether there is nothing, of messages about gradients and means.
+        part: number of the part; of `READY` and `ADD`, of the tensor.
+        step: number of the step.
+        text: of `ORDER` and `FAILED`.
+    """
+
+    sender: int
+    kind: int
+    flag: bool
+    part: int
+    step: int
+    text: bytes
+
+
+class LocalLink:
+    """This rank's connections to the other ranks of its node."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        nbytes: int,
+        sockets: dict[int, socket.socket],
+        core: CoreModule,
+        interval_s: float,
+    ) -> None:
+        """Make this rank's memory, exchange it with all others and map theirs.
+
+        Args:
+            layout: where this rank is.
+            nbytes: of every rank's memory.
+            sockets: connected to each other rank of the node, by local rank.
+            core: counts signs of life.
+            interval_s: seconds from one sign of life to the next.
+        """
+        self.layout = layout
+        self.peers = sorted(sockets)
+        self._sockets = sockets
+        self._maps: list[mmap.mmap] = []
+        self._addresses: dict[int, int] = {}
+        self._pulse_offset = -(-nbytes // _PULSE_BYTES) * _PULSE_BYTES
+        nbytes = max(self._pulse_offset + _PULSE_BYTES, mmap.PAGESIZE)
+        own = os.memfd_create("gradlane")
+        try:
+            os.ftruncate(own, nbytes)
+            self._map(layout.local_rank, own, nbytes)
+            for peer in self.peers:
+                socket.send_fds(sockets[peer], [b"m"], [own])
+            for peer in self.peers:
+                _, descriptors, _, _ = socket.recv_fds(sockets[peer], 1, 1)
+                if not descriptors:
+                    rank = layout.rank_of(layout.node, peer)
+                    raise RendezvousError(
+                        f"rank {rank} ended while the ranks of its node connected"
+                    )
+                self._map(peer, descriptors[0], nbytes)
+                os.close(descriptors[0])
+        finally:
+            os.close(own)
+        self._selector = selectors.DefaultSelector()
+        for peer in self.peers:
+            self._selector.register(sockets[peer], selectors.EVENT_READ, peer)
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._pulse = core.Pulse(self.address(layout.local_rank, self._pulse_offset), interval_s)
+
+    def pulse(self, peer: int) -> int:
+        """Return a number that changes as long as a rank's process runs."""
+        return ctypes.c_uint64.from_address(self.address(peer, self._pulse_offset)).value
+
+    def address(self, local_rank: int, offset: int) -> int:
+        """Return where an offset in a rank's memory is in this process."""
+        return self._addresses[local_rank] + offset
+
+    def send(
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+    ) -> None:
+        """Say something to a rank; one that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            self._sockets[peer].send(_HEADER.pack(kind, flag, 0, part, step))
+
+    def tell(self, peer: int, kind: int, text: bytes, *, waits: bool = True) -> None:
+        """Send a text to a rank.
+
+        Args:
+            peer: its local rank.
+            kind: `ORDER` or `FAILED`.
+            text: at most a megabyte.
+            waits: whether to wait for room; without, a rank that does not listen hears nothing.
+        """
+        flags = 0 if waits else socket.MSG_DONTWAIT
+        with contextlib.suppress(OSError):
+            self._sockets[peer].send(_HEADER.pack(kind, 0, 0, 0, 0) + text, flags)
+
+    def messages(self, every_s: float) -> Iterator[Message | None]:
+        """Yield what the others say until `close`; a rank that ends says `ENDED` once.
+
+        Args:
+            every_s: seconds after which None comes in between.
+        """
+        due_s = time.monotonic() + every_s
+        while True:
+            events = self._selector.select(max(0.0, due_s - time.monotonic()))
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + every_s
+                yield None
+            for key, _ in events:
+                peer = key.data
+                if peer is None:
+                    return
+                packet = b""
+                with contextlib.suppress(OSError):
+                    packet = self._sockets[peer].recv(_MESSAGE_BYTES_MAX)
+                if len(packet) < _HEADER.size:
+                    self._selector.unregister(self._sockets[peer])
+                    yield Message(peer, ENDED, False, 0, 0, b"")
+                    continue
+                kind, flag, _, part, step = _HEADER.unpack_from(packet)
+                yield Message(peer, kind, bool(flag), part, step, packet[_HEADER.size :])
+
+    def stop(self) -> None:
+        """End `messages`, from any thread."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+
+    def hang_up(self, peer: int) -> None:
+        """Say nothing more to a rank; a thread that waits for room there waits no longer."""
+        with contextlib.suppress(OSError):
+            self._sockets[peer].shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the sockets; memory stays as long as this object."""
+        self._pulse.stop()
+        for one in (*self._sockets.values(), self._wake, self._woken):
+            one.close()
+        self._selector.close()
+
+    def _map(self, local_rank: int, descriptor: int, nbytes: int) -> None:
+        memory = mmap.mmap(descriptor, nbytes)
+        self._maps.append(memory)
+        self._addresses[local_rank] = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def connect(
+    layout: Layout,
+    meeting: Meeting,
+    nbytes: int,
+    timeout_s: float,
+    core: CoreModule,
+    interval_s: float,
+) -> LocalLink:
+    """Connect the ranks of this node, each with each.
+
+    Args:
+        layout: where this rank is.
+        meeting: where ranks leave the paths of their sockets.
+        nbytes: of every rank's shared memory.
+        timeout_s: how long to wait for a rank.
+        core: counts signs of life.
+        interval_s: seconds from one sign of life to the next.
+
+    Raises:
+        RendezvousError: a rank did not come.
+    """
+    folder = tempfile.mkdtemp(prefix="gradlane-")
+    if len(folder) > _PATH_BYTES_MAX:
+        # The path of a socket has room for 107 bytes.
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="gradlane-", dir="/tmp")
+    sockets: dict[int, socket.socket] = {}
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        path = str(Path(folder) / "rank")
+        listener.bind(path)
+        listener.listen(layout.local_size)
+        listener.settimeout(timeout_s)
+        meeting.put(f"local/socket/{meeting.place.rank}", path)
+        for peer in range(layout.local_rank):
+            sockets[peer] = _call(layout, meeting, peer, timeout_s)
+        while len(sockets) < layout.local_size - 1:
+            caller, _ = listener.accept()
+            caller.settimeout(timeout_s)
+            sockets[int.from_bytes(caller.recv(4), "little")] = caller
+        link = LocalLink(layout, nbytes, sockets, core, interval_s)
+    except (OSError, RendezvousError) as error:
+        for one in sockets.values():
+            one.close()
+        if isinstance(error, RendezvousError):
+            raise
+        local = set(range(layout.local_size)).difference(sockets, [layout.local_rank])
+        missing = sorted(layout.rank_of(layout.node, one) for one in local)
+        named = f" (without rank {', '.join(map(str, missing))})" if missing else ""
+        raise meeting.give_up(
+            f"rank {meeting.place.rank} could not connect to the other ranks of its node{named} in "
+            f"{timeout_s:g} s: {error}",
+            missing,
+        ) from error
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    for one in sockets.values():
+        one.settimeout(None)
+    return link
+
+
+def _call(layout: Layout, meeting: Meeting, peer: int, timeout_s: float) -> socket.socket:
+    rank = layout.rank_of(layout.node, peer)
+    path = meeting.get(f"local/socket/{rank}", rank).decode()
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    caller.settimeout(timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            caller.connect(path)
+            break
+        except (BlockingIOError, InterruptedError):
+            # The other one's queue of callers is full.
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+    caller.send(layout.local_rank.to_bytes(4, "little"))
+    return caller

@@ -1,0 +1,47 @@
+"""Gradients while collectives use them: their numbers in the order of memory, cut into parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradlane.training.node.shares import Part
+
+TERMS = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+"""What sums are taken in: halves in f32, and rounded once, as in the host's memory."""
+
+
+@dataclass
+class Held:
+    """This rank's gradient of a tensor in the current step.
+
+    Attributes:
+        numbers: all of them, in the order of memory; complex ones are pairs.
+        absent: whether there is none, and the memory waits for the others' mean.
+        produced: when whatever uses the memory so far is done.
+        parts_left: parts whose mean is not in place yet.
+    """
+
+    numbers: Tensor
+    absent: bool
+    produced: object
+    parts_left: int
+
+    def share(self, part: Part) -> Tensor:
+        """Return the numbers of a part, in place."""
+        size = self.numbers.element_size()
+        first = part.first_byte // size
+        return self.numbers[first : first + part.nbytes // size]
+
+
+def numbers_of(gradient: Tensor) -> Tensor:
+    """View a dense tensor's numbers in the order of memory; complex ones are pairs."""
+    flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

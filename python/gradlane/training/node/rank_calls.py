@@ -1,0 +1,79 @@
+"""Calls of a channel that are about single ranks, and have no meaning where nodes speak.
+
+What would lead to them is refused where options are given; so these are here for whoever calls a
+channel by itself.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from gradlane.training.core import Blocks
+
+
+class RankCalls:
+    """The part of a channel that a node's ranks cannot have."""
+
+    def step_pass(self, step: int) -> None:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
+    def step_gather(self, step: int) -> None:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
+    def wait_decided(self, step: int) -> None:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
+    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+        """Refuse: stragglers are single ranks."""
+        _refuse("leaving out late ranks")
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Refuse: blocks are each rank's own."""
+        _refuse("sending blocks")
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Refuse: what a rank sends is not encoded."""
+        _refuse("keeping residuals")
+
+    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+    def set_optimizer(self, step: int, rows_json: str) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+    def read_state(self, name: str, part: int) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+    def clear_state(self) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f'{what} does not go with sums on nodes: use local="off"')

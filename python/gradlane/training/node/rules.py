@@ -1,0 +1,59 @@
+"""What the ranks of a node may do before anything goes to the network, and what that goes with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.options import Options
+
+LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
+HOST, COLLECTIVE = "host", "collective"
+NODE_STRATEGIES = {"hierarchical": LEADER, "hierarchical-shared": SHARED}
+"""`p3` between nodes whose ranks add up first, by what those do (`gradlane.init(local=...)`)."""
+
+
+def check_sums(options: Options) -> None:
+    """Check that there is something to add up where `local_sums` says how.
+
+    Raises:
+        ValueError: collectives were asked for, and every rank talks to the network by itself.
+    """
+    if options.local_sums == COLLECTIVE and options.local == OFF:
+        raise ValueError(
+            'local_sums="collective" with local="off": the ranks of a node add nothing up; use '
+            'local="leader", "shared" or "auto"'
+        )
+
+
+def with_local(options: Options) -> Options:
+    """Return options whose `local` goes with the others: with `"auto"`, off where it does not.
+
+    Raises:
+        ValueError: sums on nodes were asked for and do not go with another option.
+    """
+    why = _refusal(options)
+    if not why or options.local == OFF:
+        return options
+    if options.local == AUTO:
+        return replace(options, local=OFF)
+    raise ValueError(f'local={options.local!r} with {why}; use local="off"')
+
+
+def _refusal(options: Options) -> str:
+    """Say which option does not go with sums on nodes; empty if all do."""
+    if options.update == "server":
+        return 'update="server": owners update from what single ranks send'
+    if options.stragglers != Options.stragglers:
+        return f"stragglers={options.stragglers!r}: a node's mean has no rank that could be late"
+    if options.servers is not None:
+        return f"servers={options.servers}: single ranks of a node are no servers"
+    if options.workers is not None:
+        return f"workers={options.workers}: a node's ranks add up as ranks that train"
+    if options.factors:
+        return f'scheme="{options.factors}": factors are each rank\'s own and are not added up'
+    if options.strategy in ("kvstore", "deferred-pull"):
+        return f"strategy {options.strategy!r}: each rank pulls from servers by itself there"
+    if options.local in (SHARED, AUTO) and options.codec != RAW:
+        return f"codec {options.codec!r}: shares of tensors are not encoded"
+    return ""

@@ -1,0 +1,269 @@
+"""Which codec each tensor travels in: one for all with small tensors left alone, or one by pattern.
+
+A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
+Given alone, it is for all tensors but the smallest, which are left in full precision as long as
+more than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases and norms
+hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's
+name counts, and nothing else: tensors that no pattern fits are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from gradlane.training.core import load_codecs
+
+RAW = "raw"
+"""No codec: the bytes of the elements themselves."""
+LOSSLESS = (RAW, "f32")
+QUANTIZED_SHARE = 0.99
+"""More than this share of all parameters is encoded where one codec is given for all."""
+ENCODED_DTYPES = ("f32", "f16", "bf16")
+"""What codecs are for: everything else that is trained travels as it is."""
+
+CodecArgument: TypeAlias = str | Mapping[str, str] | None
+"""What `gradlane.init(codec=...)` takes."""
+CodecRules: TypeAlias = str | tuple[tuple[str, str], ...]
+"""The same, checked for its form: one codec, or patterns with their codecs."""
+
+
+@dataclass(frozen=True)
+class CodecFacts:
+    """What a codec does to a tensor.
+
+    Attributes:
+        codec: its canonical text.
+        granule_elems: slices begin at multiples of so many elements.
+        fixed_size: whether all encodings are equally long.
+        residual_width: numbers kept for each value of what is lost, to be added the next time.
+        unbiased: whether the expectation of what is decoded is the value.
+        wire_bytes_max: most bytes of the encoded tensor; exact with `fixed_size`. On a ring half of
+            what goes round in all laps.
+    """
+
+    codec: str
+    granule_elems: int
+    fixed_size: bool
+    residual_width: int
+    unbiased: bool
+    wire_bytes_max: int
+
+
+@dataclass(frozen=True)
+class CodedTensor:
+    """A trained tensor as codecs see it.
+
+    Attributes:
+        name: as in `named_parameters()`.
+        dtype: in the core's terms: `f32`, `f16`, ...
+        sizes: sizes of its dimensions in the order of its storage, slowest first.
+    """
+
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class CodecChoice:
+    """The codec of one tensor and why.
+
+    Attributes:
+        tensor: the tensor's name.
+        codec: canonical text, or `raw`.
+        reason: why this one.
+        facts: what it does; None where it is `raw`.
+    """
+
+    tensor: str
+    codec: str
+    reason: str
+    facts: CodecFacts | None = None
+
+
+def codec_rules(codec: CodecArgument) -> CodecRules:
+    """Check the form of what was given and return it with `raw` for all that means no codec.
+
+    Text may also hold patterns, as on the command line: `*.bias=f32;*=qsgd:bits=4`.
+
+    Raises:
+        ValueError: it is neither a text nor a mapping of texts to texts.
+    """
+    if codec is None:
+        return RAW
+    if isinstance(codec, str):
+        text = codec.strip()
+        before = text.split(":", 1)[0]
+        if ";" not in text and "=" not in before:
+            return RAW if text in LOSSLESS else _not_empty(text, "the codec")
+        entries = [entry.partition("=") for entry in text.split(";") if entry.strip()]
+        bad = next((name for name, equals, _ in entries if not equals or not name.strip()), None)
+        if bad is not None:
+            raise ValueError(
+                f"codec {codec!r}: {bad!r} is no pattern with a codec; write name=codec;name=codec"
+            )
+        codec = {name.strip(): value.strip() for name, _, value in entries}
+    if not isinstance(codec, Mapping):
+        raise ValueError(
+            f"codec is {codec!r}; it is a text such as 'qsgd:bits=4', or a dictionary of patterns "
+            "and such texts"
+        )
+    rules = []
+    for pattern, text in codec.items():
+        if not isinstance(pattern, str) or not isinstance(text, str):
+            raise ValueError(f"codec {pattern!r}: {text!r}: patterns and codecs are texts")
+        if any(sign in pattern for sign in ";=:"):
+            raise ValueError(f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there")
+        text = _not_empty(text.strip(), f"the codec of {pattern!r}")
+        rules.append((pattern, RAW if text in LOSSLESS else text))
+    if all(text == RAW for _, text in rules):
+        return RAW
+    return tuple(rules)
+
+
+def rules_text(rules: CodecRules) -> str:
+    """Return rules as one text, which `codec_rules` reads."""
+    if isinstance(rules, str):
+        return rules
+    return ";".join(f"{pattern}={codec}" for pattern, codec in rules)
+
+
+def _not_empty(text: str, what: str) -> str:
+    if not text:
+        raise ValueError(f"{what} is empty; write one such as 'qsgd:bits=4', or 'raw' for none")
+    return text
+
+
+def check_codecs(rules: CodecRules) -> None:
+    """Check the texts of all codecs.
+
+    Raises:
+        ValueError: one is unknown, or an option of it; the message says what there is.
+    """
+    for text in [rules] if isinstance(rules, str) else [text for _, text in rules]:
+        if text != RAW:
+            codec_facts(text, "f32", (1,))
+
+
+def codec_facts(
+    text: str, dtype: str, sizes: Sequence[int], ring_ranks: int | None = None
+) -> CodecFacts | None:
+    """Say what a codec does to a tensor; None where it would change nothing.
+
+    Args:
+        text: the codec.
+        dtype: the tensor's, in the core's terms.
+        sizes: of its dimensions in the order of its storage.
+        ring_ranks: ranks of the ring that it goes round; None: it goes to servers.
+
+    Raises:
+        ValueError: the text is no codec, or none that goes round a ring of so many ranks.
+    """
+    facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes), ring_ranks))
+    return None if facts is None else CodecFacts(**facts)
+
+
+def choose_codecs(
+    rules: CodecRules, tensors: Sequence[CodedTensor], ring_ranks: int | None = None
+) -> list[CodecChoice]:
+    """Give each tensor its codec.
+
+    Args:
+        rules: what `codec_rules` returned.
+        tensors: all trained tensors.
+        ring_ranks: ranks of the ring that they go round; None: they go to servers.
+
+    Raises:
+        ValueError: a codec is unknown, or cannot go round.
+    """
+    if rules == RAW:
+        return [CodecChoice(tensor.name, RAW, "no codec is given") for tensor in tensors]
+    if isinstance(rules, str):
+        encodable = (one.numel for one in tensors if one.dtype in ENCODED_DTYPES)
+        smallest = smallest_encoded(encodable)
+        return [_by_size(rules, tensor, smallest, ring_ranks) for tensor in tensors]
+    return [_by_pattern(rules, tensor, ring_ranks) for tensor in tensors]
+
+
+def smallest_encoded(numels: Iterable[int]) -> int:
+    """Return from how many elements on tensors are encoded: the most with which over 99 % are.
+
+    Args:
+        numels: elements of each tensor that could be; 0 is returned where there is none.
+    """
+    sizes = sorted(numels)
+    total, below = sum(sizes), 0
+    for position, size in enumerate(sizes):
+        first_of_size = position == 0 or sizes[position - 1] < size
+        if first_of_size and position > 0 and total - below <= QUANTIZED_SHARE * total:
+            return sizes[position - 1]
+        below += size
+    return sizes[-1] if sizes else 0
+
+
+def _by_size(text: str, tensor: CodedTensor, smallest: int, ring_ranks: int | None) -> CodecChoice:
+    if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
+        reason = f"below {smallest:,} elements; the others are over 99 % of all"
+        return CodecChoice(tensor.name, RAW, reason)
+    return _made(text, tensor, "the codec for all", ring_ranks)
+
+
+def _by_pattern(
+    rules: Iterable[tuple[str, str]], tensor: CodedTensor, ring_ranks: int | None
+) -> CodecChoice:
+    for pattern, text in rules:
+        if fnmatchcase(tensor.name, pattern):
+            return _made(text, tensor, f"fits {pattern!r}", ring_ranks)
+    return CodecChoice(tensor.name, RAW, "fits no pattern")
+
+
+def _made(text: str, tensor: CodedTensor, reason: str, ring_ranks: int | None) -> CodecChoice:
+    if text == RAW:
+        return CodecChoice(tensor.name, RAW, reason)
+    if tensor.dtype not in ENCODED_DTYPES:
+        known = ", ".join(ENCODED_DTYPES)
+        return CodecChoice(tensor.name, RAW, f"{tensor.dtype}: codecs are for {known}")
+    if tensor.numel == 0:
+        return CodecChoice(tensor.name, RAW, "has no elements")
+    facts = codec_facts(text, tensor.dtype, tensor.sizes, ring_ranks)
+    if facts is None:
+        return CodecChoice(tensor.name, RAW, f"{text} changes nothing of {tensor.dtype}")
+    if facts.fixed_size and facts.wire_bytes_max >= tensor.numel * _bytes_of(tensor.dtype):
+        what = f"{facts.codec} would take {facts.wire_bytes_max} bytes"
+        return CodecChoice(tensor.name, RAW, f"{what}, not fewer than it has")
+    return CodecChoice(tensor.name, facts.codec, reason, facts)
+
+
+def _bytes_of(dtype: str) -> int:
+    return 4 if dtype == "f32" else 2
+
+
+def rows_with_codecs(
+    rows: Sequence[Mapping[str, Any]],
+    tensors: Sequence[CodedTensor],
+    choices: Sequence[CodecChoice],
+) -> list[dict[str, Any]]:
+    """Return rows of a tensor table with the codecs of the first ones.
+
+    Args:
+        rows: the plan's tensors, those of `tensors` first.
+        tensors: the trained ones.
+        choices: their codecs.
+    """
+    made = [dict(row) for row in rows]
+    for row, tensor, choice in zip(made, tensors, choices, strict=False):
+        if choice.codec != RAW:
+            row.update(codec=choice.codec, sizes=list(tensor.sizes))
+    return made

@@ -1,0 +1,1 @@
+"""Plans that a session follows, and how all ranks come to the same one."""

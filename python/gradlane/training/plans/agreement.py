@@ -1,0 +1,142 @@
+"""How all ranks come to the same plan: rank 0's counts, and whoever was given another one is told.
+
+Only rank 0 needs a plan's file; where another rank has it too, it must be the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Union
+
+from gradlane.errors import GradlaneError, RanksDiffer
+from gradlane.planning.schemes.costs import RULES
+from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+PlanArgument = Union[Plan, str, "PathLike[str]", None]
+"""What `prepare(plan=...)` takes: a plan, the path of a plan file, a name of `RULES`, or None."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do.
+
+    Attributes:
+        plan: the plan that was given, or None.
+        rule: by which a plan is to be found while training, a name of `RULES`, or empty.
+    """
+
+    plan: Plan | None
+    rule: str
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What this rank was given: how messages call it, and the plan where there is one here."""
+
+    label: str
+    plan: Plan | None = None
+    refused: str = ""
+    from_rank_0: bool = False
+
+
+def agree_on_plan(
+    meeting: Meeting,
+    given: PlanArgument,
+    sizes: Mapping[str, int],
+    unable: GradlaneError | ValueError | None = None,
+) -> Agreed:
+    """Find out whether all ranks were given the same, and return it; a collective call.
+
+    Args:
+        meeting: where the ranks agree; for nothing else.
+        given: what this rank was given.
+        sizes: the trained parameters' numbers of elements, by name.
+        unable: why this rank cannot take part, whatever the plan; the others are told.
+
+    Raises:
+        GradlaneError, ValueError: `unable`.
+        ValueError: this rank's plan cannot be read, or is for another model.
+        RanksDiffer: another rank's, or the ranks were given different ones; on every rank.
+        RendezvousError: a rank did not appear.
+    """
+    own = _read(given, meeting.place.rank)
+    first = own
+    if meeting.place.rank == 0:
+        told = {
+            "label": own.label,
+            "plan": own.plan.to_json() if own.plan else None,
+            "refused": own.refused,
+        }
+        meeting.put("plan", json.dumps(told))
+    else:
+        told = json.loads(meeting.get("plan", 0))
+        plan = parse_plan(json.dumps(told["plan"]), "rank 0's plan") if told["plan"] else None
+        first = _Own(str(told["label"]), plan, str(told["refused"]))
+    unusable = str(unable or "") or own.refused or _unfit(first, sizes)
+    problem = f"rank {meeting.place.rank} cannot take part: {unusable}" if unusable else ""
+    if not unusable and not first.refused:
+        problem = _difference(first, own, meeting.place.rank)
+    verdict = _verdict(meeting, problem)
+    if unable is not None:
+        raise unable
+    if verdict != "ok":
+        raise PlanError(unusable) if unusable else RanksDiffer(verdict)
+    return Agreed(first.plan, first.label if first.label in RULES else "")
+
+
+def _read(given: PlanArgument, rank: int) -> _Own:
+    if given is None:
+        return _Own("no plan")
+    if isinstance(given, Plan):
+        return _Own(f"plan {given.digest}", given)
+    path = fspath(given)
+    if path in RULES:
+        return _Own(path)
+    if rank != 0 and not Path(path).exists():
+        return _Own(f"plan {path}", from_rank_0=True)
+    try:
+        plan = read_plan(path)
+    except PlanError as error:
+        return _Own(f"plan {path}", refused=str(error))
+    return _Own(f"plan {plan.digest} ({path})", plan)
+
+
+def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
+    """Say why rank 0's plan is none for the model of this rank; empty if it is."""
+    if first.plan is not None:
+        try:
+            first.plan.check_fits(sizes, first.label)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _difference(first: _Own, own: _Own, rank: int) -> str:
+    """Say what else this rank was given than rank 0; empty if it is the same."""
+    if own.from_rank_0 and first.plan is not None:
+        return ""
+    if own.plan is not None and first.plan is not None:
+        same = own.plan.digest == first.plan.digest
+    else:
+        same = own.label == first.label
+    if same:
+        return ""
+    return f"rank 0 was given {first.label}, rank {rank} {own.label}: give all ranks the same"
+
+
+def _verdict(meeting: Meeting, problem: str) -> str:
+    """Tell rank 0 what is wrong here, and return the first thing that is wrong anywhere."""
+    place = meeting.place
+    if place.rank == 0:
+        problems = [problem]
+        for rank in range(1, place.world_size):
+            problems.append(meeting.get(f"plan/{rank}", rank).decode())
+        meeting.put("plan/verdict", next((one for one in problems if one), "ok"))
+    else:
+        meeting.put(f"plan/{place.rank}", problem)
+    return meeting.get("plan/verdict", 0).decode()

@@ -1,0 +1,88 @@
+"""The plan of a session: given, or found while a model trains and then put into force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gradlane.errors import GradlaneError
+from gradlane.training.options.options import Options
+from gradlane.training.plans.plan import Plan
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+if TYPE_CHECKING:
+    from gradlane.planning.planner.learning import Learning
+    from gradlane.planning.probe.links import LinkReport
+    from gradlane.training.model.prepared import Prepared
+
+
+class PlanInForce:
+    """Knows the last plan, and which models are recorded to find one."""
+
+    def __init__(
+        self,
+        options: Options,
+        meet: Callable[[], Meeting],
+        prepared: list[Prepared],
+        abort: Callable[[str], None],
+    ) -> None:
+        """Start without a plan.
+
+        Args:
+            options: the session's.
+            meet: opens a place where the ranks agree.
+            prepared: the session's models; a switched one is replaced in the list.
+            abort: gives the session up.
+        """
+        self.plan: Plan | None = None
+        self._options = options
+        self._meet = meet
+        self._prepared = prepared
+        self._abort = abort
+        self._learnings: dict[int, Learning] = {}
+
+    def learn(self, prepared: Prepared, links: LinkReport, rule: str) -> None:
+        """Have a model's plan found in its first steps, by a rule."""
+        from gradlane.planning.planner.learning import Learning
+
+        learning = Learning(
+            prepared,
+            links,
+            self._options,
+            self._meet,
+            lambda plan: self._switch(prepared, plan),
+            rule,
+        )
+        self._learnings[id(prepared)] = learning
+        prepared.installation.after_step = learning.after_step
+
+    def forget(self, prepared: Prepared) -> None:
+        """Record a model no longer."""
+        learning = self._learnings.pop(id(prepared), None)
+        if learning is not None:
+            learning.stop()
+
+    def stop(self) -> None:
+        """Record no model any longer."""
+        for learning in self._learnings.values():
+            learning.stop()
+        self._learnings.clear()
+
+    def _switch(self, prepared: Prepared, plan: Plan) -> None:
+        """Go on under a plan; a collective call between two steps."""
+        from gradlane.training.model.prepared import CLOSE_TIMEOUT_S
+
+        self._learnings.pop(id(prepared), None)
+        self.plan = plan
+        options = plan.settings.applied_to(self._options)
+        in_force = prepared.schemes
+        if options == self._options and all(
+            in_force.get(name) == scheme for name, scheme in plan.schemes.items()
+        ):
+            return
+        position = self._prepared.index(prepared)
+        try:
+            self._prepared[position] = prepared.reconnected(options, CLOSE_TIMEOUT_S, plan.schemes)
+        except GradlaneError as error:
+            self._abort(f"the plan could not be put into force: {error}")
+            raise

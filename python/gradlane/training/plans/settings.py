@@ -1,0 +1,196 @@
+"""The settings of the engine that a plan decides, and the cluster that it decides them for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradlane.formats.rates import format_rate
+from gradlane.training.node.rules import OFF, with_local
+from gradlane.training.options.codec_choice import RAW, codec_rules, rules_text
+from gradlane.training.options.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
+from gradlane.training.options.server_places import servers_text
+from gradlane.training.options.stragglers import WAIT, parse_stragglers
+
+LEARNING_STEPS = 7
+"""Training steps after which a session that finds its own plan decides. The first one is not
+recorded: it sends everything at its end, and whatever is slow once is slow there."""
+_FRAME_BYTES_MOST = 4 << 20
+_WORKERS_MOST = 100_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan decides. All settings give the same results, bit by bit, but for the codec,
+    between `ring` and other strategies, and between sums on nodes and none.
+
+    Attributes:
+        strategy: one of `gradlane.training.options.options.STRATEGIES`.
+        slice_elems: elements in a slice at most; None is the strategy's own choice.
+        frame_bytes: payload of a frame, on fast connections up to three times as much.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
+        codec: how gradients travel, in one text as `rules_text` of
+            `training/options/codec_choice.py` writes it; None: as the session says.
+        local: what the ranks of a node do before anything goes to the network, as in
+            `gradlane.init`; None: as the session says.
+    """
+
+    strategy: str = Options.strategy
+    slice_elems: int | None = Options.slice_elems
+    frame_bytes: int = Options.frame_bytes
+    send_buffer_bytes: int = Options.send_buffer_bytes
+    codec: str | None = None
+    local: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every setting, and write a strategy's own slice size as None.
+
+        Raises:
+            ValueError: one is out of its range; the message names it.
+        """
+        self.applied_to(Options())
+        if not 64 <= self.frame_bytes <= _FRAME_BYTES_MOST:
+            raise ValueError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
+        if self.slice_elems == self._own_slice_elems or self.strategy not in SLICE_ELEMS:
+            object.__setattr__(self, "slice_elems", None)
+
+    @classmethod
+    def of(cls, options: Options) -> Settings:
+        """Return those of a session."""
+        names = [name for name in cls.__dataclass_fields__ if name not in ("codec", "local")]
+        codec = None if options.codec == RAW else rules_text(options.codec)
+        local = None if options.local == OFF else options.local
+        return cls(**{name: getattr(options, name) for name in names}, codec=codec, local=local)
+
+    def applied_to(self, options: Options) -> Options:
+        """Return a session's options with these in place of its own.
+
+        Raises:
+            ValueError: a setting does not go with one of them.
+        """
+        changes = {name: value for name, value in asdict(self).items() if value is not None}
+        changes["slice_elems"] = self.slice_elems
+        if self.codec is not None:
+            changes["codec"] = codec_rules(self.codec)
+        return with_local(replace(options, **changes))
+
+    @property
+    def slice_elems_in_force(self) -> int | None:
+        """The slice size, also where it is the strategy's own; None where it has none."""
+        return self.slice_elems or self._own_slice_elems
+
+    @property
+    def _own_slice_elems(self) -> int | None:
+        return own_slice_elems(self.strategy, self.codec not in (None, RAW))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings with the units in their names."""
+        values = asdict(self)
+        for name in ("codec", "local"):
+            if values[name] is None:
+                del values[name]
+        return values
+
+    @property
+    def adds_up_on_nodes(self) -> bool:
+        """Whether the ranks of a node add up before anything goes to the network."""
+        return self.local not in (None, OFF)
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """The cluster that is planned for.
+
+    Attributes:
+        workers: number of ranks.
+        rate_bps: bits a second of each rank's port in each direction, headers of packets included.
+        latency_s: one-way time between two ports without queues.
+        update: where the optimizer runs, `"worker"` or `"server"`.
+        servers: the first so many ranks own slices; None: all.
+        ranks_per_node: ranks on each node, which share its port.
+        stragglers: who a step goes on without, as in `gradlane.init`.
+        serving: so many ranks beside the workers own all slices, and only serve.
+    """
+
+    workers: int
+    rate_bps: float
+    latency_s: float = 0.0
+    update: str = "worker"
+    servers: int | None = None
+    ranks_per_node: int = 1
+    stragglers: str = WAIT
+    serving: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every fact.
+
+        Raises:
+            ValueError: one is out of its range; the message names it.
+        """
+        if not 1 <= self.workers <= _WORKERS_MOST:
+            raise ValueError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
+        if not 1e3 <= self.rate_bps <= 1e15:
+            raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
+        if not 0.0 <= self.latency_s <= 10.0:
+            raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
+        if self.servers is not None and not 1 <= self.servers <= self.workers:
+            raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
+        if self.ranks_per_node < 1 or self.workers % self.ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node}, and {self.workers} workers do not fill "
+                "such nodes"
+            )
+        if self.ranks_per_node > 1 and self.servers is not None:
+            raise ValueError(
+                f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
+                "share a node"
+            )
+        if self.serving and (self.servers is not None or self.ranks_per_node > 1):
+            raise ValueError(
+                f"{self.serving} ranks only serve: leave out servers= and ranks_per_node=, since "
+                "workers are no servers then, and each rank has a node"
+            )
+        if self.serving and self.update == "server":
+            raise ValueError(f"{self.serving} ranks only serve, which asks for update='worker'")
+        if self.update not in UPDATES:
+            raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
+        parse_stragglers(self.stragglers)
+
+    @property
+    def owners(self) -> int:
+        """Number of ranks that own slices."""
+        return self.serving or self.servers or self.workers
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without ranks that are late."""
+        return self.stragglers != WAIT
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.workers // self.ranks_per_node
+
+    @property
+    def where(self) -> str:
+        """The cluster in words."""
+        owners = servers_text(self.servers, self.serving)
+        owners = owners and f", {owners},"
+        if self.ranks_per_node > 1:
+            owners = f" on {self.nodes} nodes of {self.ranks_per_node}"
+        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts by name; `servers` only where not all ranks are, `serving` only where
+        some train nothing, `ranks_per_node` only where nodes have several, and `stragglers` only
+        where not all are waited for."""
+        facts = asdict(self)
+        if not self.leaves_out:
+            del facts["stragglers"]
+        if self.ranks_per_node == 1:
+            del facts["ranks_per_node"]
+        if self.servers is None:
+            del facts["servers"]
+        if not self.serving:
+            del facts["serving"]
+        return facts

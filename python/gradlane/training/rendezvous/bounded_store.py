@@ -1,0 +1,281 @@
+"""The rendezvous store, with calls that end.
+
+Torch's `TCPStore` waits for an answer in `recv`, whatever its timeout: a host that stands still, or
+a link that is down, holds a caller for ever. So one daemon thread makes all calls on a store, and
+callers wait for that thread, in short slices and with a limit. A thread that never comes back holds
+up neither its callers nor the end of the process.
+
+No other module calls a store; `test_bounded_store.py` reads the sources for that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from gradlane.errors import RendezvousError
+from gradlane.training.rendezvous.deadline import Patience
+
+_SLICE_S = 0.1
+_LEAST_LIMIT_S = 1.0
+_SETTLE_S = 2.0
+_PAUSE_S = 0.02
+_OTHERS_FIRST_S = 1.0
+"""How long a rank that has lost the store waits for its channel to say whose loss that is."""
+
+Look = Callable[[], object]
+"""Called while waiting; raises when waiting has become useless."""
+
+
+class StoreLost(RendezvousError):  # noqa: N818
+    """The rendezvous store is gone, or does not answer."""
+
+
+class _Call:
+    """One call, and its result once it is done."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+class _Worker:
+    """The thread that waits for the store in place of its callers; it ends with this object."""
+
+    def __init__(self) -> None:
+        self.has_hung = False
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_make_calls, args=(self._calls,), name="gradlane-store", daemon=True
+        )
+        self._thread.start()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def end(self) -> None:
+        """Make the calls that are queued and no more; wait for that unless one hangs."""
+        self._calls.put(None)
+        if not self.has_hung:
+            self._thread.join(_SETTLE_S)
+        self.has_hung = True
+
+    def start(self, act: Callable[[], Any]) -> _Call:
+        """Queue a call."""
+        call = _Call(act)
+        self._calls.put(call)
+        return call
+
+    def finish(self, call: _Call, limit_s: float, look: Look | None) -> bool:
+        """Wait for a call; return whether it was done in time."""
+        patience = Patience(limit_s)
+        while not call.done.wait(min(_SLICE_S, limit_s)):
+            if look is not None:
+                look()
+            if self.has_hung or patience.is_over(_SLICE_S):
+                return False
+        return True
+
+
+def _make_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.result = call.act()
+        except Exception as error:
+            call.error = error
+        call.done.set()
+        # The thread keeps nothing of a store that its session has let go.
+        del call
+
+
+class BoundedStore:
+    """A store, or its keys under one prefix."""
+
+    def __init__(self, rank: int, where: str, limit_s: float) -> None:
+        """Begin without a store; `connect` follows.
+
+        Args:
+            rank: this rank, for errors.
+            where: the store's address and host, for errors.
+            limit_s: seconds that a store may take to answer.
+        """
+        self._rank = rank
+        self._where = where
+        self._limit_s = limit_s
+        self._prefix = ""
+        self._worker = _Worker()
+        self._store: Any = None
+
+    @classmethod
+    def around(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
+        """Return a store that is connected already."""
+        bounded = cls(rank, where, limit_s)
+        bounded._store = store
+        return bounded
+
+    def connect(self, make: Callable[[], Store], timeout_s: float) -> Store | None:
+        """Connect to the store.
+
+        Args:
+            make: returns the store, in the thread; its errors are raised here.
+            timeout_s: seconds that it may take.
+
+        Returns:
+            The store; None if it did not answer in time.
+        """
+        call = self._worker.start(make)
+        if not self._worker.finish(call, timeout_s, None):
+            self._worker.has_hung = True
+            return None
+        if call.error is not None:
+            raise call.error
+        self._store = call.result
+        return self.store
+
+    @property
+    def store(self) -> Store:
+        """The store itself, to ask for its address."""
+        store: Store = self._store
+        return store
+
+    def under(self, prefix: str) -> BoundedStore:
+        """Return the same store for keys that begin with a prefix."""
+        part = object.__new__(BoundedStore)
+        part.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
+        return part
+
+    def set(self, key: str, value: str | bytes, *, look: Look | None = None) -> None:
+        """Write a key.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+        self._ask(lambda store: store.set(self._prefix + key, value), None, look)
+
+    def first_of(
+        self, *keys: str, limit_s: float | None = None, look: Look | None = None
+    ) -> tuple[str, bytes] | None:
+        """Return the first of some keys that is there, with its value, without waiting for any.
+
+        Args:
+            keys: in the order in which they are looked for; a later one counts only if the earlier
+                ones are still absent after it was found, so a rank that writes an earlier one
+                first is read in that order.
+            limit_s: seconds that the store may take to answer, where that is less than usual.
+            look: called while waiting.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+
+        def read(store: Any) -> tuple[str, bytes] | None:
+            paths = [self._prefix + key for key in keys]
+            for number, path in enumerate(paths):
+                if store.check([path]):
+                    # An earlier key may have been written since it was looked for, before this one.
+                    earlier = (n for n in range(number) if store.check([paths[n]]))
+                    first = next(earlier, number)
+                    return keys[first], bytes(store.get(paths[first]))
+            return None
+
+        found: tuple[str, bytes] | None = self._ask(read, limit_s, look)
+        return found
+
+    def read(
+        self, key: str, *, limit_s: float | None = None, look: Look | None = None
+    ) -> bytes | None:
+        """Return the value of a key; None if it is not there. As `first_of`."""
+        found = self.first_of(key, limit_s=limit_s, look=look)
+        return None if found is None else found[1]
+
+    def claim(self, key: str, value: str, *, limit_s: float | None = None) -> str:
+        """Write a key unless it is there; return its value.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+        there: bytes = self._ask(
+            lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
+        )
+        return there.decode()
+
+    def count(self, key: str, *, look: Look | None = None) -> int:
+        """Add one to a number that begins at 0; return it.
+
+        Args:
+            key: of the number.
+            look: called while waiting.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, look)
+        return number
+
+    def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
+        """Wait until all of some keys are there, or a limit is over.
+
+        Raises:
+            StoreLost: the store is gone or does not answer.
+        """
+        patience = Patience(limit_s)
+        while keys := [key for key in keys if self.read(key, limit_s=patience.left_s) is None]:
+            if patience.is_over(_PAUSE_S):
+                return
+            time.sleep(_PAUSE_S)
+
+    def forget(self, key: str) -> None:
+        """Remove a key sometime, where the store can; nobody waits for that."""
+        if not self._worker.has_hung:
+            store, whole = self._store, self._prefix + key
+            self._worker.start(lambda: store.delete_key(whole))
+
+    def settle(self) -> None:
+        """Wait until the calls that nobody waits for are done, for a short time at most."""
+        self._worker.finish(self._worker.start(lambda: None), _SETTLE_S, None)
+
+    def close(self) -> None:
+        """Let the store go; later calls fail."""
+        self._worker.end()
+
+    def _ask(self, act: Callable[[Any], Any], limit_s: float | None, look: Look | None) -> Any:
+        limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)
+        limit_s = max(limit_s, _LEAST_LIMIT_S)
+        store, worker = self._store, self._worker
+        call = None if worker.has_hung else worker.start(lambda: act(store))
+        if call is None or not worker.finish(call, limit_s, look):
+            worker.has_hung = True
+            if look is not None:
+                _wait_for_cause(look, 0.0 if call is None else _OTHERS_FIRST_S)
+            raise StoreLost(
+                f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
+                f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
+                "look there, and restart from the last checkpoint"
+            )
+        if call.error is None:
+            return call.result
+        if not isinstance(call.error, RuntimeError):
+            raise call.error
+        if look is not None:
+            _wait_for_cause(look, _OTHERS_FIRST_S)
+        reason = str(call.error).splitlines() or [type(call.error).__name__]
+        raise StoreLost(
+            f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
+            f"the network to it is cut ({reason[0]})"
+        ) from call.error
+
+
+def _wait_for_cause(look: Look, limit_s: float) -> None:
+    """Let a channel raise first, which knows which rank or link was lost."""
+    deadline_s = time.monotonic() + limit_s
+    look()
+    while time.monotonic() < deadline_s:
+        time.sleep(_SLICE_S / 2)
+        look()

@@ -1,0 +1,104 @@
+"""Opening a channel of the core between ranks that have met, and naming who cannot be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradlane.errors import RendezvousError
+from gradlane.training.core import Channel, CoreModule, Listener
+from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+_SAME_LOSS_S = 1.0
+_RANK = re.compile(r"\brank (\d+)")
+
+
+def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | None]:
+    """Return the message of a channel's error, and the rank at fault, in ranks of the world.
+
+    Args:
+        error: a `ChannelError`, which numbers ranks as the channel does.
+        ranks: those of the channel, in its order.
+    """
+    message = str(error.args[0]) if error.args else str(error)
+    at_fault = error.args[2] if len(error.args) > 2 else None
+    message = _RANK.sub(lambda found: f"rank {ranks[int(found.group(1))]}", message)
+    return message, None if at_fault is None else ranks[at_fault]
+
+
+def connect_channel(
+    core: CoreModule,
+    meeting: Meeting,
+    listener: Listener,
+    host: str,
+    settings: Mapping[str, Any],
+    plan: str,
+    secret: bytes,
+    ranks: Sequence[int],
+) -> Channel:
+    """Exchange addresses and connect to all ranks of a channel.
+
+    Args:
+        core: the compiled core.
+        meeting: where the ranks agree.
+        listener: bound; closed where connecting fails.
+        host: address that other ranks reach it at.
+        settings: the core's options.
+        plan: the same text on every rank.
+        secret: the same on every rank.
+        ranks: those of the channel, in its order.
+
+    Raises:
+        RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
+    """
+    try:
+        peers = meeting.exchange_addresses(host, listener.port, ranks)
+        with meeting.listening():
+            return core.Channel(listener, json.dumps(settings), plan, peers, secret)
+    except core.ChannelError as error:
+        message, missing = in_world_ranks(error, ranks)
+        text = f"rank {meeting.place.rank} could not connect: {message}"
+        if missing is None or not isinstance(error, core.ChannelTimeout):
+            raise meeting.give_up(text) from error
+        raise meeting.give_up_on(missing, text) from error
+    except BaseException:
+        listener.close()
+        raise
+
+
+def wait_until_all_are_connected(core: CoreModule, channel: Channel, meeting: Meeting) -> None:
+    """Wait until every rank of a meeting has opened its channel.
+
+    A rank that goes on alone would hear of a failure elsewhere as the loss of a rank that has
+    noticed it.
+
+    Args:
+        core: the compiled core.
+        channel: this rank's, which is given up where another rank cannot open its own.
+        meeting: where the ranks agree.
+
+    Raises:
+        RendezvousError: a rank could not; the same text on all.
+    """
+
+    def look() -> None:
+        try:
+            channel.is_ready(0, 0)
+        except core.ChannelError as error:
+            raise meeting.give_up(f"{error.args[0]} (while the ranks connected)") from error
+
+    try:
+        meeting.wait_until_opened(look)
+    except RendezvousError as error:
+        if isinstance(error, StoreLost):
+            # All ranks lose it at about the same time: none may hear of it as this one's loss.
+            time.sleep(_SAME_LOSS_S)
+        with contextlib.suppress(core.ChannelError):
+            channel.abort(str(error))
+        raise
+    channel.all_connected()

@@ -1,0 +1,112 @@
+"""The comparison of all ranks' parameters every few steps: all of them, or a sample.
+
+With `check_every=K` ranks exchange one checksum a tensor through the rendezvous store. By default a
+digest of a sample rides on the votes that travel in every step anyway, and the store only names the
+tensor once it differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradlane.errors import GradlaneError, SessionFailed
+from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.tensor_table import Entry
+
+SAMPLE_EVERY = 100
+"""Steps from one sample to the next."""
+_SAMPLE_BYTES = 16_384
+"""Bytes of each tensor in a sample; the next sample takes those after them."""
+
+
+class AgreementCheck:
+    """Compares parameters across ranks."""
+
+    def __init__(self, meeting: Meeting, trained: Sequence[Entry], every: int | None) -> None:
+        """Compare these tensors after every so many steps; 0: never; None: a sample of them."""
+        self._meeting = meeting
+        self._trained = trained
+        self._every = every or 0
+        self._samples = every is None and meeting.place.world_size > 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks compare after this step; they come together then."""
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def sample(self, step: int) -> int:
+        """Return a digest, of 24 bits, of a sample after a step; 0: none is due.
+
+        Every parameter must have its update.
+        """
+        if not self._samples or step == 0 or step % SAMPLE_EVERY:
+            return 0
+        checksums = json.dumps(self._sampled_checksums(step)).encode()
+        return zlib.crc32(checksums) % ((1 << 24) - 1) + 1
+
+    def name_difference(self, step: int) -> str:
+        """Return which parameter differs in the sample after a step, if the store can tell.
+
+        Every rank calls it once the digests differ; parameters are still those of that step.
+        """
+        place = self._meeting.place
+        own = self._sampled_checksums(step)
+        with contextlib.suppress(GradlaneError):
+            self._meeting.put(f"samples/{step}/{place.rank}", json.dumps(own))
+            for other in range(place.world_size):
+                theirs = json.loads(self._meeting.get(f"samples/{step}/{other}", other))
+                for entry, mine, its in zip(self._trained, own, theirs, strict=True):
+                    if mine != its:
+                        return f" ({entry.name!r} on ranks {place.rank} and {other})"
+        return ""
+
+    def _sampled_checksums(self, step: int) -> list[int]:
+        with torch.no_grad():
+            return [
+                zlib.crc32(_bytes_of(_window(entry.tensor.detach().reshape(-1), step)))
+                for entry in self._trained
+            ]
+
+    def after_step(self, step: int) -> None:
+        """Compare after a step in which it is due; every parameter must have its update.
+
+        Raises:
+            SessionFailed: a parameter differs between two ranks; the message names it.
+        """
+        rank, world_size = self._meeting.place.rank, self._meeting.place.world_size
+        own = self._checksums()
+        self._meeting.put(f"checksums/{step}/{rank}", json.dumps(own))
+        for other in range(world_size):
+            theirs = json.loads(self._meeting.get(f"checksums/{step}/{other}", other))
+            for entry, mine, its in zip(self._trained, own, theirs, strict=True):
+                if mine != its:
+                    raise SessionFailed(
+                        f"parameter {entry.name!r} differs between rank {rank} and rank {other} "
+                        f"after step {step}: the optimizer or the hardware of the two does not "
+                        "give the same bits",
+                        step,
+                    )
+        # Everybody has read the keys before these: nobody comes here before all were there.
+        self._meeting.drop(f"checksums/{step - self._every}/{rank}")
+
+    def _checksums(self) -> list[int]:
+        with torch.no_grad():
+            return [zlib.crc32(_bytes_of(entry.tensor.detach())) for entry in self._trained]
+
+
+def _window(values: Tensor, step: int) -> Tensor:
+    """Return some of a tensor's elements, others at each sample."""
+    count = max(1, _SAMPLE_BYTES // values.element_size())
+    start = step // SAMPLE_EVERY * count % max(1, values.numel())
+    return values[start : start + count]
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """Return a tensor's elements in their logical order."""
+    found: memoryview = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return found

@@ -1,0 +1,564 @@
+"""How ranks find each other and agree before the first byte of training: through the c10d store.
+
+Everything is a key under `gradlane/{job}/{start}/{channel}`, so restarts and models never meet in
+one key. A rank that waits for a key names the rank that has not written it. Until the ranks are
+connected, the first one that cannot go on leaves its reason there, which all others raise as well:
+rank 0 stays for a moment so that they can read it, since the store may end with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from gradlane.errors import GradlaneError, ProgressTimeout, RanksDiffer, RendezvousError
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous import addresses
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLost
+from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.environment import Place, find_store_address
+from gradlane.training.rendezvous.incarnation import Start
+
+_PRIVATE = b"private"
+"""In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
+_SECRET_BYTES = 32
+_LAST_WORDS = ("ending/", "metrics/")
+"""Keys that rank 0 reads when all ranks have said goodbye."""
+_OF_CHECKPOINTS = "checkpoint/"
+"""Keys that are read while the last checkpoint is still written, and removed by who reads them."""
+_REASON = "reason"
+"""The key of why the ranks of a meeting are not connected: the first reason that any rank gave."""
+_LISTEN_S = 0.25
+"""How often a rank that connects looks for the reason of one that gave up."""
+_PROBE_S = 0.5
+_REPORT_S = 2.0
+"""How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
+to read it."""
+
+
+def open_store(
+    place: Place, environment: Mapping[str, str], timeout_s: float, answer_limit_s: float
+) -> BoundedStore:
+    """Return torch.distributed's default store, or else open the one that torchrun would use.
+
+    Rank 0 hosts it, unless torchrun's agent does.
+
+    Args:
+        place: this rank's.
+        environment: the launcher's variables.
+        timeout_s: seconds that connecting may take.
+        answer_limit_s: seconds that each answer may take afterwards.
+
+    Raises:
+        ValueError: the environment names no host.
+        RendezvousError: the store cannot be reached in time.
+    """
+    import torch.distributed as dist
+
+    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    keeper = (
+        "which the launcher's agent on rank 0's host keeps" if by_agent else "which rank 0 keeps"
+    )
+    if dist.is_available() and dist.is_initialized():
+        from torch.distributed import distributed_c10d
+
+        store = distributed_c10d._get_default_store()
+        return bounded_store(store, place, environment, answer_limit_s, keeper)
+    if place.ranks == 1:
+        return bounded_store(HashStore(), place, environment, answer_limit_s)
+    host, port = find_store_address(environment)
+    at = addresses.endpoint(host, port)
+    is_keeper = place.rank == 0 and not by_agent
+    bounded = BoundedStore(place.rank, f"at {at}, {keeper}", answer_limit_s)
+    try:
+        opened = bounded.connect(
+            lambda: TCPStore(
+                host,
+                port,
+                place.ranks,
+                is_master=is_keeper,
+                timeout=datetime.timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            ),
+            timeout_s,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        if is_keeper:
+            raise RendezvousError(
+                f"rank 0 cannot open the rendezvous store at {at}: {_first_line(error)}; "
+                "MASTER_ADDR must be an address of rank 0's host, and MASTER_PORT a free port there"
+            ) from error
+        opened, reason = None, _first_line(error)
+    else:
+        reason = f"no answer in {timeout_s:g} s"
+    if opened is None:
+        raise RendezvousError(
+            f"rank {place.rank} cannot reach the rendezvous store at {at}, {keeper}: {reason}; "
+            f"{_listener_at(host, port)}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is "
+            "running"
+        )
+    return bounded
+
+
+def answer_limit_s(options: Options) -> float:
+    """Return how many seconds the store may take for an answer.
+
+    A little longer than a rank may be silent: the channel names the rank whose host is gone.
+    """
+    return 1.25 * options.silence_timeout_s + 1.0
+
+
+def bounded_store(
+    store: Store,
+    place: Place,
+    environment: Mapping[str, str],
+    answer_limit_s: float,
+    keeper: str = "which rank 0 or its launcher keeps",
+) -> BoundedStore:
+    """Return a store that is open with calls that end.
+
+    Args:
+        store: of any kind.
+        place: this rank's.
+        environment: the launcher's variables.
+        answer_limit_s: seconds that each answer may take.
+        keeper: the process that the store ends with, for errors.
+    """
+    at = addresses.endpoint(*store_address(store, environment))
+    return BoundedStore.around(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
+
+
+def _listener_at(host: str, port: int) -> str:
+    """Say in one clause whether a process listens at an address."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except OSError as error:
+        return f"a connection there fails, too ({error})"
+    return "a process that listens there takes connections and does not answer as a store does"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return host and port of a store, as well as they are known; loopback when they are not."""
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        return host, port
+    try:
+        return find_store_address(environment)
+    except ValueError:
+        return "127.0.0.1", 9
+
+
+class Meeting:
+    """One place in the store where all ranks agree on one channel."""
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        place: Place,
+        channel: int | str,
+        timeout_s: float,
+        start: Start | None = None,
+        look: Callable[[], object] | None = None,
+    ) -> None:
+        """Take part in a meeting.
+
+        Args:
+            store: the rendezvous store.
+            place: this rank's place.
+            channel: number of the channel, the same on every rank; or another name.
+            timeout_s: how long to wait for other ranks, in seconds, for each question.
+            start: as all ranks agreed; None: the launcher's count.
+            look: called while waiting; raises when the session has failed.
+        """
+        start = start or Start(str(place.restart), place.restart)
+        self.place = place
+        self.start = start
+        self.channel = channel
+        self.name = f"{place.job}/{start.name}/{channel}"
+        self.generation = start.generation
+        self._store = store.under(f"gradlane/{self.name}")
+        self._timeout_s = timeout_s
+        self._written: set[str] = set()
+        self.look = look
+        """Called while waiting; raises when the session has failed."""
+        self.is_connected = False
+        """Whether the channel that the ranks met for is open on all of them."""
+        self.has_left = False
+        """Whether nothing more is said here."""
+        self.has_refused = False
+        """Whether this rank has told the others in `agree` that it cannot take part."""
+        self._told: str | None = None
+        """Why the ranks are not connected, once this one has read it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the others may wait here for this rank, and hear of it in no other way."""
+        return not (self.is_connected or self.has_left or self.has_refused)
+
+    def put(self, key: str, value: bytes | str) -> None:
+        """Write a key.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        self._store.set(key, value, look=self.look)
+        self._written.add(key)
+
+    def connected(self, timeout_s: float, look: Callable[[], object]) -> None:
+        """Note that the ranks are connected: who is waited for from now on may be at other work.
+
+        Args:
+            timeout_s: how long to wait for a rank then, in seconds: the progress timeout.
+            look: called while waiting; raises when the session has failed.
+        """
+        self._timeout_s = timeout_s
+        self.look = look
+        self.is_connected = True
+
+    def parted(self) -> None:
+        """Note that the channel was closed in good order."""
+        self.look = None
+
+    def get(self, key: str, rank: int) -> bytes:
+        """Read a key that a rank writes, waiting for it.
+
+        Raises:
+            RendezvousError: the key did not appear in time, another rank gave up, or the store is
+                gone or does not answer.
+            ProgressTimeout: it did not appear in time, and the rank is connected.
+            SessionFailed: the session has failed meanwhile.
+        """
+        return self.get_all({rank: key})[0]
+
+    def get_all(self, keys: Mapping[int, str], extra_s: float = 0.0) -> list[bytes]:
+        """Read a key of each of some ranks, waiting for all; as `get`, with one limit for all.
+
+        Args:
+            keys: by rank.
+            extra_s: seconds that are waited beyond the meeting's limit.
+        """
+        # Rank 0 waits for the others as well, and its reason is better than one that blames it.
+        if self.place.rank > 0 and 0 in keys and not self.is_connected:
+            extra_s += 1.0 + self._timeout_s / 4
+        patience = Patience(self._timeout_s + extra_s)
+        return [self._get(key, rank, patience) for rank, key in keys.items()]
+
+    def _get(self, key: str, rank: int, patience: Patience) -> bytes:
+        # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
+        pause_s = 0.001
+        keys = (key,) if self.is_connected else (key, _REASON)
+        while True:
+            found = self._store.first_of(*keys, limit_s=patience.left_s, look=self.look)
+            if found is not None and found[0] == key:
+                return found[1]
+            if found is not None:
+                raise self._heard(found[1].decode())
+            if patience.is_over(pause_s):
+                raise self._too_late(key, rank, patience.limit_s)
+            if self.look is not None:
+                self.look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
+    def _too_late(self, key: str, rank: int, waited_s: float) -> GradlaneError:
+        waited = (
+            f"rank {self.place.rank} waited {waited_s:g} s for rank {rank} ({key} of {self.name})"
+        )
+        if not self.is_connected:
+            calls = "gradlane.init and prepare as often as the others"
+            if rank >= self.place.world_size > 0:
+                calls = "session.serve(), or runs it `gradlane serve`"
+            return self.give_up(f"{waited}; is it running, and does it call {calls}?", [rank])
+        return ProgressTimeout(
+            f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
+            "for longer than that, give all ranks a larger progress_timeout_s"
+        )
+
+    def give_up(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
+        """Tell all ranks why they will not be connected; return the error that all of them raise.
+
+        Args:
+            reason: the sentence; where another rank was first, all raise that one's.
+            missing: ranks that nobody hears anything of.
+        """
+        if self._told is not None:
+            return RendezvousError(self._told)
+        word = json.dumps({"reason": reason, "missing": sorted(missing)})
+        # A store that is gone cannot tell anybody anything.
+        with contextlib.suppress(StoreLost):
+            word = self._store.claim(_REASON, word, limit_s=_REPORT_S)
+        return self._heard(word)
+
+    def give_up_on(self, missing: int, reason: str) -> RendezvousError:
+        """Give up since a rank cannot be connected to: name it, or the link to it.
+
+        Args:
+            missing: the rank.
+            reason: the sentence, for a rank that says nothing itself.
+        """
+        own = self.place.rank
+        if self._told is not None:
+            return RendezvousError(self._told)
+        try:
+            self.put(f"unconnected/{own}", "")
+            # A rank that is alive and misses this one says so at about the same time.
+            self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
+            is_alive = self._store.read(f"unconnected/{missing}") is not None
+        except StoreLost as error:
+            # Its host is what all ranks miss, whatever else this one does.
+            return error
+        if not is_alive:
+            return self.give_up(reason, [missing])
+        first, second = sorted((own, missing))
+        return self.give_up(
+            f"the link between rank {first} and rank {second} is cut: both run and reach the "
+            f"rendezvous store, and could not connect to each other ({reason}); check routes and "
+            "firewalls between their hosts, or give interface= or advertise="
+        )
+
+    def wait_until_opened(self, look: Callable[[], object]) -> None:
+        """Say that the channel is open here, and wait until it is on all ranks.
+
+        Args:
+            look: called while waiting; raises when the channel has failed.
+
+        Raises:
+            RendezvousError: it is not opened on a rank.
+        """
+        keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
+        self._store.set(keys[self.place.rank], "", look=look)
+        before, self.look = self.look, look
+        # Connecting may take a rank as long as waiting for its address did.
+        extra_s = 1.0 + self._timeout_s / 4
+        try:
+            self.get_all(keys, extra_s)
+        finally:
+            self.look = before
+        # Ranks that share a node may leave before all others have read: the last reader cleans up.
+        if self._store.count("opened", look=look) == self.place.ranks:
+            for key in ("opened", *keys.values()):
+                self._store.forget(key)
+
+    def _heard(self, word: str) -> RendezvousError:
+        """Return the error of a reason, once rank 0 knows that the others have read it, too."""
+        told = json.loads(word)
+        with contextlib.suppress(StoreLost):
+            self._store.set(f"heard/{self.place.rank}", "")
+            if self.place.rank == 0:
+                others = set(range(1, self.place.ranks)).difference(told["missing"])
+                self._store.wait_for({f"heard/{rank}" for rank in others}, _REPORT_S)
+        self._told = str(told["reason"])
+        return RendezvousError(self._told)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Read meanwhile why another rank gives up: the store may have ended with it afterwards."""
+        done = threading.Event()
+
+        def look() -> None:
+            if done.is_set():
+                raise RendezvousError("nobody listens any more")
+
+        def listen() -> None:
+            # Whoever gives up here asks the store again, and says what becomes of it.
+            with contextlib.suppress(RendezvousError):
+                while not done.wait(_LISTEN_S):
+                    word = self._store.read(_REASON, look=look)
+                    if word is not None:
+                        self._heard(word.decode())
+                        return
+
+        thread = threading.Thread(target=listen, name="gradlane-listen", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def peek(self, key: str) -> bytes | None:
+        """Read a key that should be there, without waiting for it; None if it is not.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+            SessionFailed: the session has failed.
+        """
+        return self._store.read(key, look=self.look)
+
+    def agree(self, table: dict[str, Any]) -> None:
+        """Compare this rank's table with rank 0's, and learn what every other rank found.
+
+        Args:
+            table: JSON-serializable; `{"options": {...}, "tensors": [{...}, ...]}`.
+
+        Raises:
+            RanksDiffer: some rank's table is another one; the same text on every rank.
+            RendezvousError: a rank did not appear.
+        """
+        rank, world_size = self.place.rank, self.place.world_size
+        if rank == 0:
+            self.put("table", json.dumps(table))
+            verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
+            differences = [verdict.decode() for verdict in verdicts if verdict]
+            self.put("verdict", differences[0] if differences else "ok")
+        else:
+            first = json.loads(self.get("table", 0))
+            own = json.loads(json.dumps(table))
+            refused = "refused" in first
+            self.put(f"verdict/{rank}", "" if refused else first_difference(first, own, rank))
+        verdict = self.get("verdict", 0).decode()
+        if verdict != "ok":
+            raise RanksDiffer(f"{verdict} (all ranks must prepare the same model and options)")
+
+    def refuse(self, reason: str) -> None:
+        """Tell all ranks in `agree` that this rank cannot take part."""
+        self.has_refused = True
+        verdict = f"rank {self.place.rank} cannot take part: {reason}"
+        if self.place.rank == 0:
+            self.put("table", json.dumps({"refused": True}))
+            self.put("verdict", verdict)
+        else:
+            self.put(f"verdict/{self.place.rank}", verdict)
+
+    def secret(self, own: str | None) -> bytes:
+        """Return the secret that connections are keyed with.
+
+        Args:
+            own: the user's own, or None for one that rank 0 draws and writes into the store.
+
+        Raises:
+            RanksDiffer: some ranks have a secret of their own and this one has none.
+        """
+        if self.place.rank == 0:
+            drawn = secrets.token_hex(_SECRET_BYTES).encode()
+            self.put("secret", _PRIVATE if own else drawn)
+            return own.encode() if own else drawn
+        published = self.get("secret", 0)
+        if own:
+            return own.encode()
+        if published == _PRIVATE:
+            reason = (
+                f"rank 0 has a secret of its own and rank {self.place.rank} has none: "
+                "set GRADLANE_SECRET, or secret=, on every rank"
+            )
+            self.give_up(reason)
+            raise RanksDiffer(reason)
+        return published
+
+    def exchange_addresses(
+        self, host: str, port: int, ranks: Sequence[int] | None = None
+    ) -> list[str]:
+        """Publish this rank's address and return all ranks', as `host:port`.
+
+        Args:
+            host: this rank's.
+            port: this rank's.
+            ranks: those that take part, in the order of the answer; None: all.
+
+        Raises:
+            RendezvousError: a rank did not appear, or published what cannot be reached from here.
+            RanksDiffer: a rank that is to serve cannot.
+        """
+        node = node_name()
+        own = {"host": host, "port": port, "node": node}
+        self.put(f"address/{self.place.rank}", json.dumps(own))
+        peers = []
+        everyone = range(self.place.world_size) if ranks is None else ranks
+        told = self.get_all({rank: f"address/{rank}" for rank in everyone})
+        for rank, peer in zip(everyone, map(json.loads, told), strict=True):
+            if "refused" in peer:
+                raise RanksDiffer(f"rank {rank} cannot serve: {peer['refused']}")
+            if addresses.is_loopback(peer["host"]) and peer["node"] != node:
+                raise self.give_up(
+                    f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "
+                    f"{self.place.rank} on {node} cannot reach: give interface= or advertise=, "
+                    "or set GRADLANE_INTERFACE"
+                )
+            try:
+                peers.append(addresses.endpoint(addresses.resolve(peer["host"]), peer["port"]))
+            except OSError as error:
+                raise self.give_up(
+                    f"the address {peer['host']!r} of rank {rank} is unknown on rank "
+                    f"{self.place.rank}: {error}"
+                ) from error
+        return peers
+
+    def drop(self, key: str) -> None:
+        """Remove a key that nobody reads any more, where the store can."""
+        self._written.discard(key)
+        self._store.forget(key)
+
+    def leave(self) -> None:
+        """Remove the keys of this meeting, once every rank has said goodbye.
+
+        A store lives as long as its job, and a program may open sessions again and again.
+        """
+        rank, world_size = self.place.rank, self.place.world_size
+        for key in sorted(self._written):
+            last = rank > 0 and key.startswith(_LAST_WORDS)
+            if not last and not key.startswith(_OF_CHECKPOINTS):
+                self.drop(key)
+        if rank == 0:
+            for word in _LAST_WORDS:
+                for other in range(1, world_size):
+                    self.drop(f"{word}{other}")
+        self._store.settle()
+        self.has_left = True
+
+
+def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:
+    """Say in one sentence where a rank's table differs from rank 0's; empty when it does not."""
+    for name, value in first["options"].items():
+        if own["options"].get(name) != value:
+            return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"
+    for index, (theirs, mine) in enumerate(zip(first["tensors"], own["tensors"], strict=False)):
+        for key in ("name", "shape", "dtype", "stride", "role"):
+            if theirs[key] != mine[key]:
+                return (
+                    f"tensor {index} ({theirs['name']!r}) has {key} {theirs[key]!r} on rank 0, "
+                    f"but tensor {index} ({mine['name']!r}) has {key} {mine[key]!r} on rank {rank}"
+                )
+    if len(first["tensors"]) != len(own["tensors"]):
+        longer = max(first["tensors"], own["tensors"], key=len)
+        extra = longer[min(len(first["tensors"]), len(own["tensors"]))]["name"]
+        return (
+            f"the model has {len(first['tensors'])} tensors on rank 0 and {len(own['tensors'])} "
+            f"on rank {rank}; the first that only one of them has is {extra!r}"
+        )
+    if first != own:
+        return f"the tables of rank 0 and rank {rank} differ"
+    return ""
+
+
+def node_name() -> str:
+    """Return a name of this machine, or container, that no other one has."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read(8)
+    except OSError:
+        boot = ""
+    network = ""
+    with contextlib.suppress(OSError):
+        # Two network namespaces of one machine do not share a loopback interface.
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    return "-".join(part for part in (socket.gethostname(), boot, network) if part)

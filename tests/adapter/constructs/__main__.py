@@ -1,8 +1,0 @@
-"""Writes `docs/constructs.md`."""
-
-from __future__ import annotations
-
-from tests.adapter.constructs import PAGE, all_constructs, page
-
-if __name__ == "__main__":
-    PAGE.write_text(page(all_constructs()))

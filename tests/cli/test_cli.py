@@ -1,0 +1,184 @@
+"""The command line: exit statuses, messages without tracebacks, and files that are written.
+
+Commands run in this process where they end before anything is started, else as a child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradlane.cli import main as cli
+from tests.children import descendants_of
+from tests.command_line import run
+from tests.namespaces import needs_namespaces
+
+
+def test_help_names_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Help needs nothing and succeeds."""
+    status, out, _ = run(monkeypatch, capsys, "--help")
+    assert status == 0
+    for command in ("demo", "lab", "report", "version"):
+        assert command in out
+
+
+def test_help_does_not_import_torch() -> None:
+    """Mistakes are answered at once: the import alone takes seconds."""
+    code = "import sys, gradlane.cli.main; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
+
+
+def test_version_prints_what_it_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Text and file say the same."""
+    path = tmp_path / "version.json"
+    status, out, _ = run(monkeypatch, capsys, "version", "--json", str(path))
+    assert status == 0
+    versions = json.loads(path.read_text())
+    assert dict(line.split(" ", 1) for line in out.splitlines()) == versions
+    assert versions["python"] == sys.version.split()[0]
+    assert run(monkeypatch, capsys, "--version") == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "alexnet2"], "alexnet2"),
+        (["--workload", "resnet50", "--strategy", "p4"], "p4"),
+        (["--workload", "resnet50", "--rate", "fast"], "fast"),
+        (["--workload", "resnet50", "--workers", "1"], "workers is 1"),
+        (["--workload", "resnet50", "--json", "/nowhere/out.json"], "/nowhere"),
+        (["--workload", "resnet50", "--html", "/"], "folder"),
+        (["--workload", "resnet50", "--profile", "/nowhere.json"], "/nowhere.json"),
+    ],
+)
+def test_wrong_arguments_end_with_two_and_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """The sentence names what was wrong; there is no traceback."""
+    status, _, errors = run(monkeypatch, capsys, "lab", "run", *arguments)
+    assert status == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--debug` the error itself comes through."""
+    arguments = ["gradlane", "--debug", "lab", "run", "--workload", "alexnet2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(ValueError, match="alexnet2"):
+        cli.main()
+
+
+def test_a_missing_optional_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the lab's extras, the message says how to install them."""
+    monkeypatch.setitem(sys.modules, "pyroute2", None)
+    for name in [name for name in sys.modules if name.startswith("gradlane.lab.")]:
+        monkeypatch.delitem(sys.modules, name)
+    status, _, errors = run(monkeypatch, capsys, "lab", "run", "--workload", "resnet50")
+    assert status == 1
+    assert "pyroute2" in errors
+    assert "gradlane[lab]" in errors
+
+
+@pytest.mark.parametrize("content", [None, "not json", "{}", "[]", '[{"kernel": "sum"}]'])
+def test_a_report_of_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: str | None,
+) -> None:
+    """The file is named, whether it is missing or holds no rows."""
+    path = tmp_path / "results.json"
+    if content is not None:
+        path.write_text(content)
+    status, _, errors = run(monkeypatch, capsys, "report", str(path))
+    assert status == 2
+    assert str(path) in errors
+    assert not path.with_suffix(".html").exists()
+
+
+@needs_namespaces
+def test_an_interrupted_run_leaves_nothing() -> None:
+    """After Ctrl-C: status 130, no traceback, and no rank alive."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "gradlane", "lab", "run", "--workload", "resnet50"]
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline_s = time.monotonic() + 100
+    started: list[int] = []
+    try:
+        # The process that forks the ranks, and the four; later those that keep processors awake.
+        while len(started) < 5 and time.monotonic() < deadline_s:
+            started = descendants_of(child.pid)
+            time.sleep(0.02)
+        assert len(started) >= 5
+    except BaseException:
+        child.kill()
+        child.communicate()
+        raise
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=100)
+    assert child.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+UNPRIVILEGED = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
+
+
+def _can_drop_privilege() -> bool:
+    try:
+        return subprocess.run([*UNPRIVILEGED, "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _can_drop_privilege(), reason="unshare cannot make a user namespace here")
+def test_without_privilege_a_user_namespace_is_entered() -> None:
+    """An ordinary account that may not make network namespaces starts anew where it may."""
+    code = (
+        "from gradlane.lab.cluster.privilege import ensure_namespaces, why_no_namespaces\n"
+        "assert why_no_namespaces() is not None\n"
+        "ensure_namespaces(['version'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [*UNPRIVILEGED, sys.executable, "-c", code]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert child.returncode == 0, child.stderr
+    assert "python " in child.stdout
+
+
+@pytest.mark.skipif(not _can_drop_privilege(), reason="unshare cannot make a user namespace here")
+def test_without_any_way_the_advice_is_given() -> None:
+    """Status 1 and how to get the privilege, once even the user namespace did not help."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "GRADLANE_LAB_USER_NAMESPACE": "1",
+    }
+    command = [*UNPRIVILEGED, sys.executable, "-m", "gradlane"]
+    command += ["lab", "run", "--workload", "resnet50"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert child.returncode == 1
+    assert "--cap-add" in child.stderr
+    assert "Traceback" not in child.stderr

@@ -1,0 +1,244 @@
+"""Proves that the search finds what it is for: breaks gradlane in known ways and looks.
+
+`python -m tests.loop_fuzzing.mutations` prints, for each way, how many loops it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gradlane.training import carrier
+from gradlane.training.model import gradient_intake as gradients
+from gradlane.training.model import hooks, steps, updates
+from gradlane.training.model import lazy_list as waiting
+from gradlane.training.model import lazy_parameter_dict as guard
+from tests.loop_fuzzing import reluctant_core
+from tests.loop_fuzzing.generate import generate
+from tests.loop_fuzzing.verdict import Verdict, judge
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A way to break gradlane, or the double below it.
+
+    Attributes:
+        name: what is wrong then.
+        breaks: makes it so while its context lasts.
+        seed: a loop shortly after this one shows it.
+    """
+
+    name: str
+    breaks: Callable[[], AbstractContextManager[Any]]
+    seed: int = 0
+
+
+def _no_wait_before_forward() -> AbstractContextManager[Any]:
+    return mock.patch.object(hooks.ForwardWait, "__call__", lambda *_: None)
+
+
+@contextlib.contextmanager
+def _no_wait_in_attributes() -> Iterator[None]:
+    with (
+        mock.patch.object(guard.GuardedParameters, "__getitem__", dict.__getitem__),
+        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _no_wait_in_lists() -> Iterator[None]:
+    with (
+        mock.patch.object(guard.GuardedParameters, "_before_list", lambda _: None),
+        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+    ):
+        yield
+
+
+def _no_wait_for_gradients() -> AbstractContextManager[Any]:
+    return mock.patch.object(steps.Steps, "before_grad", lambda *_, **__: None)
+
+
+@contextlib.contextmanager
+def _late_hyper_parameters() -> Iterator[None]:
+    apply = updates.DeferredUpdate.apply
+
+    def late(self: Any, arrived: Any) -> None:
+        self.record()
+        apply(self, arrived)
+
+    with mock.patch.object(updates.DeferredUpdate, "apply", late):
+        yield
+
+
+def _gradients_left_behind() -> AbstractContextManager[Any]:
+    return mock.patch.object(updates.DeferredUpdate, "leave_none", lambda _: None)
+
+
+def _gradients_lent_though_shared() -> AbstractContextManager[Any]:
+    return mock.patch.object(gradients, "is_alone", lambda _: True)
+
+
+def _layouts_ignored() -> AbstractContextManager[Any]:
+    return mock.patch.object(gradients, "same_layout", lambda *_: True)
+
+
+@contextlib.contextmanager
+def _state_read_early() -> Iterator[None]:
+    with (
+        mock.patch.object(steps.Steps, "before_optimizer_state", lambda *_: None),
+        mock.patch.object(waiting.WaitingParameters, "_wait", lambda _: None),
+    ):
+        yield
+
+
+def _updates_under_the_readers_modes() -> AbstractContextManager[Any]:
+    return mock.patch.multiple(updates, undisturbed=contextlib.ExitStack)
+
+
+@contextlib.contextmanager
+def _wrong_divisor() -> Iterator[None]:
+    mean = reluctant_core.ReluctantWorld.mean
+
+    def wrong(self: Any, step: int, tensor: int, lent: Any) -> torch.Tensor:
+        scale = self.world_size / max(1, sum(one.values is not None for one in lent.values()))
+        return mean(self, step, tensor, lent) * (scale if step else 1)
+
+    with mock.patch.object(reluctant_core.ReluctantWorld, "mean", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def _wrong_order() -> Iterator[None]:
+    mean = reluctant_core.ReluctantWorld.mean
+
+    def wrong(self: Any, step: int, tensor: int, lent: Any) -> torch.Tensor:
+        if step:
+            lent = {self.world_size - 1 - rank: one for rank, one in lent.items()}
+        return mean(self, step, tensor, lent)
+
+    with mock.patch.object(reluctant_core.ReluctantWorld, "mean", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def _released_early() -> Iterator[None]:
+    land = reluctant_core.ReluctantWorld._land
+
+    def early(self: Any, current: Any, rank: int, step: int, tensor: int) -> None:
+        if rank == 0 or tensor != 0 or step < 2:
+            land(self, current, rank, step, tensor)
+        else:
+            current.ready.setdefault(tensor, False)
+
+    with mock.patch.object(reluctant_core.ReluctantWorld, "_land", early):
+        yield
+
+
+@contextlib.contextmanager
+def _absent_as_zeros() -> Iterator[None]:
+    def zeros(self: Any, index: int, step: int) -> torch.Tensor:
+        entry = self._trained[index]
+        landing = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype).zero_()
+        self._channel.gradient_ready(index, step, landing.data_ptr(), entry.nbytes)
+        return landing
+
+    with mock.patch.object(carrier.DirectCarrier, "give_nothing", zeros):
+        yield
+
+
+@contextlib.contextmanager
+def _last_parameter_never_updated() -> Iterator[None]:
+    apply = updates.DeferredUpdate.apply
+
+    def forget(self: Any, arrived: Any) -> None:
+        kept = list(arrived)
+        apply(self, kept[:-1] if len(kept) > 2 else kept)
+
+    with mock.patch.object(updates.DeferredUpdate, "apply", forget):
+        yield
+
+
+@contextlib.contextmanager
+def _later_parts_dropped() -> Iterator[None]:
+    take = steps.Steps.take_gradient
+    first: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def drop(self: Any, index: int, parameter: Any) -> None:
+        gradient = gradients.raw_grad(parameter)
+        key = (id(self), self.step + (self.phase is not steps.Phase.BACKWARD), index)
+        if gradient is not None:
+            gradients.set_raw_grad(parameter, first.setdefault(key, gradient.clone()).clone())
+        take(self, index, parameter)
+
+    with mock.patch.object(steps.Steps, "take_gradient", drop):
+        yield
+
+
+MUTATIONS = (
+    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=21),
+    Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes),
+    Mutation("no wait when parameters are listed", _no_wait_in_lists),
+    Mutation("no wait when a gradient is touched", _no_wait_for_gradients),
+    Mutation("hyper-parameters of a later moment", _late_hyper_parameters),
+    Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
+    Mutation("gradients lent though others read them", _gradients_lent_though_shared),
+    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=178),
+    Mutation("the optimizer's state read early", _state_read_early, seed=36),
+    Mutation(
+        "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
+    ),
+    Mutation("divided by the ranks that have a gradient", _wrong_divisor),
+    Mutation("added up in another order", _wrong_order),
+    Mutation("released before it has landed", _released_early),
+    Mutation("absent gradients taken for zeros", _absent_as_zeros),
+    Mutation("a parameter left out of an update", _last_parameter_never_updated),
+    Mutation("a step's later gradients dropped", _later_parts_dropped, seed=4),
+)
+
+
+def loops_to_find(mutation: Mutation, first_seed: int, most: int) -> tuple[int, Verdict] | None:
+    """Run loops until one shows a mutation.
+
+    Args:
+        mutation: how to break gradlane.
+        first_seed: of the loops.
+        most: how many to run.
+
+    Returns:
+        How many it took and the verdict, or None. Loops that fail by themselves do not count.
+    """
+    for count in range(1, most + 1):
+        loop = generate(first_seed + count - 1, odd=False)
+        with mutation.breaks():
+            verdict = judge(loop)
+        if not verdict.is_right and judge(loop).is_right:
+            return count, verdict
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Look for every mutation; returns 0 if all were found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.loop_fuzzing.mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loops", type=int, default=300, help="how many at most, a mutation")
+    options = parser.parse_args(arguments)
+    missed = 0
+    for mutation in MUTATIONS:
+        found = loops_to_find(mutation, options.seed, options.loops)
+        missed += found is None
+        text = f"after {found[0]:>3}: {found[1].kind[:60]}" if found else "NOT FOUND"
+        print(f"{mutation.name:<50} {text}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

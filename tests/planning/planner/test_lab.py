@@ -1,0 +1,31 @@
+"""The lab's strategy `auto`: the steps in which a plan is found are none of the measured ones.
+
+Its run in namespaces is in `tests/lab/test_run.py`, beside those of all other strategies.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gradlane.lab.calibration.prediction import can_predict
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
+from gradlane.training.plans.settings import LEARNING_STEPS
+
+
+def test_auto_is_a_strategy_that_learns_first() -> None:
+    auto = parse_strategy("auto")
+    assert (auto.text, auto.family, auto.is_planned) == ("auto", "gradlane", True)
+    assert auto.communicates and auto.sums_in_rank_order
+    assert auto.slice_elems(None) is None
+    options = LabOptions("resnet50", parse_strategies("p3,auto"), steps=3, warmup=2)
+    assert [options.warmup_of(one) for one in options.strategies] == [2, LEARNING_STEPS + 2]
+    assert options.steps_in_total == (2 + 3) + (LEARNING_STEPS + 2 + 3)
+    free = parse_strategy("auto:any-rounding")
+    assert free.is_planned and free.any_rounding and not free.sums_in_rank_order
+    with pytest.raises(ValueError, match=r"auto\[:any-rounding\]"):
+        parse_strategy("auto:any")
+    row = {"strategy": "auto", "workload": "resnet50", "codec": "raw", "cpu_bound": False}
+    assert not can_predict(row)
+    assert can_predict({**row, "strategy": "p3"})
+    assert can_predict({**row, "strategy": "poseidon"})

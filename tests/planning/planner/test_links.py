@@ -1,0 +1,140 @@
+"""Probes between real processes over loopback: what is measured, and who is named if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from gradlane.planning.probe import streams
+from gradlane.planning.probe.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
+from gradlane.planning.probe.streams import Node, StreamError
+from tests.training.model.nursery import free_port
+from tests.training.model.pool import FirstRanks
+from tests.training.rendezvous.test_launchers import run_all
+
+MODULE = "tests.planning.planner.scenarios"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_have_the_same_report(pool: FirstRanks, world_size: int) -> None:
+    first, *others = pool.run(f"{MODULE}:probe", ranks=world_size)
+    assert others == [first] * (world_size - 1)
+    assert [port["rank"] for port in first["ports"]] == list(range(world_size))
+    for port in first["ports"]:
+        for figure in ("send_bps", "receive_bps", "both_send_bps", "both_receive_bps"):
+            assert port[figure] > 1e6
+    assert len(first["round_trips"]) == world_size
+    for pair in first["round_trips"]:
+        assert pair["rank"] != pair["peer"]
+        assert 0.0 < pair["round_trip_s"] < 1.0
+    slowest = min(min(p["both_send_bps"], p["both_receive_bps"]) for p in first["ports"])
+    assert first["rate_bps"] == pytest.approx(slowest * 1514 / 1448)
+
+
+def test_without_directions_nothing_is_said_of_them(pool: FirstRanks) -> None:
+    (report, _) = pool.run(f"{MODULE}:probe", ranks=2, directions=False)
+    assert {port["send_bps"] for port in report["ports"]} == {None}
+
+
+def test_one_rank_has_no_links(pool: FirstRanks) -> None:
+    (report,) = pool.run(f"{MODULE}:probe", ranks=1)
+    assert report == {"workers": 1, "window_s": 0.1, "ports": [], "round_trips": []}
+
+
+def test_ranks_that_cannot_reach_each_other_are_named_everywhere(pool: FirstRanks) -> None:
+    errors = pool.run(f"{MODULE}:probe", blocked=True)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("RendezvousError: rank ")
+    assert "rank 2" in errors[0]
+    assert "firewall" in errors[0]
+
+
+def test_every_rank_sends_and_receives_alone_once() -> None:
+    for world_size in range(2, 9):
+        phases = _one_way_pairs(world_size)
+        for pairs in phases:
+            ranks = [rank for pair in pairs for rank in pair]
+            assert len(set(ranks)) == len(ranks)
+        pairs = [pair for phase in phases for pair in phase]
+        assert {rank for rank, _ in pairs} == set(range(world_size))
+        assert {rank for _, rank in pairs} == set(range(world_size))
+
+
+def test_a_stranger_counts_for_nothing() -> None:
+    with (
+        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+        socket.create_connection((one.host, one.port)) as stranger,
+    ):
+        stranger.sendall(b"x" * 32)
+        other.connect([f"{one.host}:{one.port}", ""], [0], [])
+        one.connect([], [], [1])
+        assert list(one._receiving) == [1]
+        assert stranger.recv(1) == b""
+
+
+def test_silent_strangers_keep_no_rank_out() -> None:
+    """Each was waited for alone, for two seconds, and a byte now and then renewed them."""
+    with (
+        contextlib.ExitStack() as stack,
+        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+    ):
+        calls = [socket.create_connection((one.host, one.port)) for _ in range(100)]
+        for stranger in calls:
+            stack.enter_context(stranger)
+        for stranger in calls[::2]:
+            stranger.sendall(b"x")
+        other.connect([f"{one.host}:{one.port}", ""], [0], [])
+        one.connect([], [], [1])
+        assert list(one._receiving) == [1]
+
+
+def test_a_rank_that_does_not_come_is_missed_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
+    with Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
+        over = threading.Event()
+
+        def crowd() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    socket.create_connection((one.host, one.port)).close()
+
+        thread = threading.Thread(target=crowd)
+        thread.start()
+        try:
+            with pytest.raises(StreamError, match="rank 1 did not connect"):
+                one.connect([], [], [2, 1])
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_figures_of_a_report() -> None:
+    ports = (
+        PortFigures(0, None, None, 9.0e8, 5.0e8),
+        PortFigures(1, None, None, 4.0e8, 8.0e8),
+    )
+    trips = (RoundTrip(0, 1, 0.002), RoundTrip(1, 0, 0.004))
+    report = LinkReport(2, 1.0, ports, trips)
+    assert report.rate_bps == pytest.approx(4.0e8 * 1514 / 1448)
+    assert report.latency_s == pytest.approx(0.0015)
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("-m", "gradlane", "probe", "--window-s", "0.1", "--json", str(path)),
+    ]
+    (line,) = [line for line in run_all([command], [{}]) if "slowest" in line]
+    report = json.loads(path.read_text())
+    assert report["workers"] == 2
+    assert "Gbit/s" in line or "Mbit/s" in line

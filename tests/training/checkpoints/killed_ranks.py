@@ -1,0 +1,94 @@
+"""Ranks that are killed at random moments, again and again, and go on from their checkpoints.
+
+A process of its own: it loads torch once, and forks the ranks of every round. Prints one line of
+JSON a round: the step that the ranks began at, and the step of the last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # the first step of an optimizer loads it, in each rank that is forked
+from torch._C._distributed_c10d import TCPStore
+
+import gradlane
+from gradlane.training.checkpoints.folder import newest
+from gradlane.training.checkpoints.shard import read_shard
+from tests.training.checkpoints.training import train
+
+
+def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
+    """Kill the ranks of so many rounds, whose sessions have these options."""
+    chance = random.Random(seed)
+    for _ in range(rounds):
+        world_size = chance.choice((2, 3) if "stragglers" in options else (1, 2, 2, 3, 3))
+        found = newest(folder)
+        before = found.step if found else 0
+        # Held here, where nobody is killed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [
+            fork_rank(folder, store.port, rank, world_size, options) for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + 60
+        while True:
+            found = newest(folder)
+            if found is not None and found.step > before:
+                break
+            assert time.monotonic() < deadline, "no checkpoint in a minute"
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0.0, 0.15))
+        for process_id in ranks:
+            os.kill(process_id, signal.SIGKILL)
+        for process_id in ranks:
+            os.waitpid(process_id, 0)
+        found = newest(folder)
+        assert found is not None
+        for name, _ in found.files:
+            facts, _pieces = read_shard(found.folder / name)
+            assert facts["step"] == found.step
+        begun = json.loads((folder / "begun").read_text())
+        print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
+
+
+def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict[str, Any]) -> int:
+    """Start a rank; returns its process id."""
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    try:
+        torch.set_num_threads(1)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        session = gradlane.init(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job="killed",
+            advertise="127.0.0.1",
+            summary=False,
+            checkpoint=folder,
+            checkpoint_every=3,
+            checkpoint_keep=2,
+            **options,
+        )
+
+        def note(step: int) -> None:
+            if rank == 0 and not noted:
+                noted.append(step)
+                (folder / "begun").write_text(str(step - 1))
+
+        noted: list[int] = []
+        train(session, 1_000_000, after_step=note)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

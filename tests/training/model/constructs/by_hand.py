@@ -1,0 +1,327 @@
+"""Gradients, kept references and the optimizer's state, read and written by hand.
+
+Two ranks train a weight whose gradients are 1 and 2, so that the mean is 1.5 and every way of
+missing it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.model.constructs import Construct
+from tests.training.model.ranks import run_ranks
+
+
+class Training:
+    """One rank's model, optimizer and batch."""
+
+    def __init__(self, session: Any, defer: bool | None = None, **options: Any) -> None:
+        self.session = session
+        self.model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            self.model.weight.zero_()
+        self.kept: list[Any] = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, **options)
+        session.prepare(self.model, self.optimizer, defer=defer)
+
+    @property
+    def weight(self) -> Any:
+        return self.model.weight
+
+    def loss(self) -> Tensor:
+        value: Tensor = self.model(torch.tensor([[self.session.rank + 1.0]])).sum()
+        return value
+
+    def backward(self) -> None:
+        self.loss().backward()  # type: ignore[no-untyped-call]
+
+    def value(self) -> float:
+        return float(self.weight.item())
+
+
+Check = Callable[[Training], None]
+
+
+def on_two(check: Check, defer: bool | None = None, **options: Any) -> None:
+    """Run a check on two ranks."""
+    run_ranks(2, lambda session: check(Training(session, defer, **options)))
+
+
+def assigned_without_backward(one: Training) -> None:
+    (one.weight.grad,) = torch.autograd.grad(one.loss(), one.weight)
+    one.optimizer.step()
+    assert one.value() == -1.5
+
+
+def assigned_after_backward(one: Training) -> None:
+    for step in range(3):
+        one.backward()
+        one.weight.grad = torch.full((1, 1), 10.0)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        assert one.value() == -10.0 * (step + 1)
+
+
+def assigned_through_a_kept_list(one: Training) -> None:
+    one.backward()
+    one.kept[0].grad = one.kept[0].grad * 2
+    one.optimizer.step()
+    assert one.value() == -3.0
+
+
+def none_after_backward(one: Training) -> None:
+    one.backward()
+    one.weight.grad = None
+    one.optimizer.step()
+    assert one.value() == 0.0
+    one.backward()
+    one.optimizer.step()
+    assert one.value() == -1.5
+
+
+def deleted_after_backward(one: Training) -> None:
+    one.backward()
+    del one.kept[0].grad
+    one.optimizer.step()
+    assert one.value() == 0.0
+
+
+def clipped_by_a_kept_list(one: Training) -> None:
+    for step in range(2):
+        one.backward()
+        norm = nn.utils.clip_grad_norm_(one.kept, 0.5)
+        assert norm == 1.5
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        assert one.value() == pytest.approx(-0.5 * (step + 1), abs=1e-5)
+
+
+def clipped_by_the_attribute(one: Training) -> None:
+    one.backward()
+    nn.utils.clip_grad_value_(one.model.weight, 0.5)
+    one.optimizer.step()
+    assert one.value() == -0.5
+
+
+def clipped_by_new_groups(one: Training) -> None:
+    group = one.optimizer.param_groups.pop()
+    one.optimizer.add_param_group({"params": list(group["params"]), "lr": 1.0})
+    one.backward()
+    nn.utils.clip_grad_norm_(one.optimizer.param_groups[0]["params"], 0.5)
+    one.optimizer.step()
+    assert one.value() == pytest.approx(-0.5, abs=1e-5)
+
+
+def scaled_in_place(one: Training) -> None:
+    one.backward()
+    gradients: Any = [parameter.grad for parameter in one.kept]
+    torch._foreach_mul_(gradients, 2.0)
+    one.kept[0].grad.data.mul_(2.0)
+    one.optimizer.step()
+    assert one.value() == -6.0
+
+
+def read_after_step(one: Training) -> None:
+    """As torch has it until zero_grad()."""
+    one.backward()
+    one.optimizer.step()
+    assert one.kept[0].grad is not None
+    assert one.kept[0].grad.item() == 1.5
+    one.optimizer.zero_grad()
+    assert one.kept[0].grad is None
+
+
+def written_after_step(one: Training) -> None:
+    """It is there for the next step, where torch would add to it."""
+    one.backward()
+    one.optimizer.step()
+    one.kept[0].grad = None
+    one.backward()
+    one.optimizer.step()
+    one.kept[0].grad = torch.ones(1, 1)
+    one.backward()
+    one.optimizer.step()
+    assert one.value() == -1.5 - 1.5 - 2.5
+
+
+def zeroed_by_hand_before_the_update(one: Training) -> None:
+    for _ in range(3):
+        one.backward()
+        one.optimizer.step()
+        for parameter in one.kept:
+            parameter.grad = None
+    assert one.value() == -4.5
+
+
+def never_zeroed(one: Training) -> None:
+    wanted, gradient = 0.0, 0.0
+    for _ in range(3):
+        one.backward()
+        one.optimizer.step()
+        gradient += 1.5
+        wanted -= gradient
+        assert one.value() == wanted
+
+
+def read_inside_no_sync(one: Training) -> None:
+    with one.session.no_sync():
+        one.backward()
+        assert one.kept[0].grad is not None
+        assert one.kept[0].grad.item() == one.session.rank + 1.0
+    assert one.optimizer.param_groups[0]["params"][0].grad.item() == one.session.rank + 1.0
+    one.backward()
+    one.optimizer.step()
+    assert one.value() == -3.0
+
+
+def read_on_one_rank_inside_no_sync(one: Training) -> None:
+    with one.session.no_sync():
+        one.backward()
+    if one.session.rank == 0:
+        assert one.optimizer.param_groups[0]["params"][0].grad.item() == 1.0
+    one.backward()
+    one.optimizer.step()
+    assert one.value() == -3.0
+
+
+def clamped_by_a_later_hook(one: Training) -> None:
+    def clamp(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-0.5, 0.5)
+
+    one.weight.register_post_accumulate_grad_hook(clamp)
+    for step in range(3):
+        one.backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        assert one.value() == -0.5 * (step + 1)
+
+
+def clamped_by_a_later_hook_on_the_gradient(one: Training) -> None:
+    one.weight.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    one.backward()
+    one.optimizer.step()
+    assert one.value() == -0.5
+
+
+def frozen(session: Any, defer: bool | None) -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    session.prepare(model, optimizer, defer=defer)
+    for _ in range(2):
+        loss = model(torch.tensor([[session.rank + 1.0]])).sum()
+        model[0].weight.requires_grad_(False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].weight.requires_grad_(True)
+    assert model[0].weight.item() == 1.0
+    assert model[1].weight.item() == -2.0
+
+
+def frozen_between(defer: bool | None) -> None:
+    run_ranks(2, lambda session: frozen(session, defer))
+
+
+def cleared(one: Training) -> None:
+    one.optimizer.state.clear()
+
+
+def replaced(one: Training) -> None:
+    one.optimizer.state = type(one.optimizer.state.copy())(dict)
+
+
+def popped(one: Training) -> None:
+    one.optimizer.state.pop(one.weight)
+
+
+def halved(one: Training) -> None:
+    one.optimizer.state[one.weight]["momentum_buffer"].mul_(0.0)
+
+
+def _state_changed(change: Check) -> Callable[[bool | None], None]:
+    def check(one: Training) -> None:
+        one.backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        change(one)
+        one.backward()
+        one.optimizer.step()
+        assert one.value() == -3.0
+        assert one.optimizer.state[one.weight]["momentum_buffer"].item() == 1.5
+
+    return lambda defer: on_two(check, defer, momentum=0.5)
+
+
+def _on_two(check: Check) -> Callable[[bool | None], None]:
+    return lambda defer: on_two(check, defer)
+
+
+_GRADIENTS = {
+    assigned_without_backward: (
+        "`p.grad = ...` from `torch.autograd.grad`, with no `backward()`",
+        "averaged at `step()`",
+    ),
+    assigned_after_backward: (
+        "`p.grad = ...` after `backward()`",
+        "this rank steps with it, as with DDP",
+    ),
+    assigned_through_a_kept_list: (
+        "`p.grad = p.grad * 2` through a list made before `prepare`",
+        "",
+    ),
+    none_after_backward: ("`p.grad = None` after `backward()`", ""),
+    deleted_after_backward: ("`del p.grad` after `backward()`", ""),
+    clipped_by_a_kept_list: ("`clip_grad_norm_` of a list made before `prepare`", ""),
+    clipped_by_the_attribute: ("`clip_grad_value_(model.weight, ...)`", ""),
+    clipped_by_new_groups: ("`clip_grad_norm_` of `param_groups` made anew", ""),
+    scaled_in_place: ("gradients changed in place, by `torch._foreach_*` or `.data`", ""),
+    read_after_step: ("`.grad` after `step()`, before `zero_grad()`", "the mean"),
+    written_after_step: ("`p.grad = ...` after `step()`", ""),
+    zeroed_by_hand_before_the_update: (
+        "`p.grad = None` for each of a kept list, in place of `zero_grad()`",
+        "",
+    ),
+    never_zeroed: ("no `zero_grad()` at all", "gradients add up over steps"),
+    read_inside_no_sync: (
+        "`.grad` read after `session.no_sync()`, also through `param_groups`",
+        "this rank's own",
+    ),
+    read_on_one_rank_inside_no_sync: ("the same on one rank alone", ""),
+    clamped_by_a_later_hook: (
+        "`register_post_accumulate_grad_hook` after `prepare`, that clamps",
+        "",
+    ),
+    clamped_by_a_later_hook_on_the_gradient: ("`register_hook` after `prepare`, that clamps", ""),
+}
+_STATES = {
+    cleared: "`optimizer.state.clear()` after `step()`",
+    replaced: "`optimizer.state = defaultdict(dict)` after `step()`",
+    popped: "`optimizer.state.pop(p)` after `step()`",
+    halved: "a tensor of `optimizer.state[p]` changed after `step()`",
+}
+
+CONSTRUCTS = [
+    *(
+        Construct("Gradients by hand", name, _on_two(check), note=note)
+        for check, (name, note) in _GRADIENTS.items()
+    ),
+    Construct(
+        "Gradients by hand",
+        "`requires_grad_(False)` between forward and backward",
+        frozen_between,
+        note="no gradient, as in torch",
+    ),
+    *(
+        Construct("The optimizer's state by hand", name, _state_changed(change))
+        for change, name in _STATES.items()
+    ),
+]

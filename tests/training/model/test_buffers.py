@@ -1,0 +1,237 @@
+"""Buffers stay local, follow rank 0 or are averaged, as `prepare(buffers=...)` says."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradlane
+from tests.training.model import test_training
+from tests.training.model.models import SmallCnn, seeded
+from tests.training.model.ranks import run_ranks
+from tests.training.model.reference import ReferenceSession, run_reference, same_bits
+from tests.training.model.test_training import batch, sgd
+
+cnn_loss: Any = test_training.cnn_loss
+STEPS = 5
+
+
+class Counting(nn.Module):
+    """Buffers of many kinds, some of which change; inputs (N, 3)."""
+
+    seen: Tensor
+    exact: Tensor
+    short: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+        self.register_buffer("seen", torch.zeros(2, 3).t())
+        self.register_buffer("exact", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("short", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.ones(5, dtype=torch.bool), persistent=False)
+        self.register_buffer("empty", torch.empty(0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen += values.sum(0)[:, None]
+        self.exact = self.exact * 0.5 + values.double().sum(0)  # replaced, not written
+        self.short += values.sum(0).bfloat16()
+        return self.norm(self.layer(values))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("build", [Counting, SmallCnn])
+def test_buffers_equal_the_reference(mode: str, world_size: int, build: type[nn.Module]) -> None:
+    def body(session: Any) -> list[list[Tensor]]:
+        model = seeded(build)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer, buffers=mode)
+        seen = []
+        for step in range(1, STEPS + 1):
+            if build is SmallCnn:
+                cnn_loss(model, session.rank, step).backward()
+            else:
+                loss: Any = model(batch((4, 3), session.rank, step)).square().sum()
+                loss.backward()
+            if step == 3:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            if step == 4:
+                optimizer.zero_grad()  # a step that is not taken counts, too
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            if isinstance(session, ReferenceSession):
+                session.forget()
+                if mode == "average":
+                    session.average_buffers(model)
+                elif mode == "broadcast":
+                    session.share_buffers(model)
+            seen.append([buffer.clone() for buffer in model.state_dict().values()])
+        return seen
+
+    expected = run_reference(world_size, body)
+    for rank, states in enumerate(run_ranks(world_size, body)):
+        for state, right in zip(states, expected[rank], strict=True):
+            assert same_bits(state, right)
+
+
+def test_direct_reads_of_buffers_wait() -> None:
+    def body(session: Any) -> tuple[Tensor, Tensor, Tensor]:
+        model: Any = seeded(Counting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        model(batch((4, 3), session.rank, 1)).square().sum().backward()
+        optimizer.step()
+        mean = model.norm.running_mean.clone()
+        count = dict(model.norm.named_buffers())["num_batches_tracked"].clone()
+        return mean, count, next(iter(model.buffers())).clone()
+
+    first, second = run_ranks(2, body)
+    assert same_bits(first, second)
+
+
+def test_a_rank_without_data_does_not_count_in_the_average() -> None:
+    def body(session: Any) -> list[Tensor]:
+        model: Any = seeded(Counting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer, buffers="average")
+        with session.join():
+            for step in range(1 + session.rank):
+                model(batch((4, 3), session.rank, step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    results = run_ranks(3, body)
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+    one = sum((batch((4, 3), rank, 0) for rank in range(3)), torch.zeros(4, 3)).sum(0) / 3
+    two = (batch((4, 3), 1, 1) + batch((4, 3), 2, 1)).sum(0) / 2
+    three = batch((4, 3), 2, 2).sum(0)
+    torch.testing.assert_close(results[0][0][:, 0], one + two + three)
+
+
+def test_a_buffer_that_changes_its_form() -> None:
+    def body(session: Any) -> None:
+        model: Any = seeded(Counting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        loss = model(batch((4, 3), session.rank, 1)).square().sum()
+        model.mask = torch.ones(7, dtype=torch.bool)
+        loss.backward()
+        optimizer.step()
+
+    errors = run_ranks(2, body, expect_errors=True)
+    # Where one rank is faster, the other hears of it before its own step().
+    assert any(isinstance(error, gradlane.UsageError) for error in errors)
+    for error in errors:
+        assert "buffer 'mask' was prepared as (5,) torch.bool" in str(error)
+        assert 'buffers="local"' in str(error)
+
+
+class Normed(nn.Module):
+    """Statistics that forwards write, by several ways of calling, and vectors of spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(3)
+        self.last = nn.BatchNorm1d(3)
+        self.old: Any = nn.utils.spectral_norm(nn.Linear(3, 3))
+        self.new = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = self.last(self.new(self.old(self.first(values))))
+        return result
+
+
+def call(model: Any, values: Tensor) -> Tensor:
+    result: Tensor = model(values)
+    return result
+
+
+def call_forward(model: Any, values: Tensor) -> Tensor:
+    result: Tensor = model.last(model.new(model.old(model.first.forward(values))))
+    return result
+
+
+def call_frozen(model: Any, values: Tensor) -> Tensor:
+    model.first.eval()
+    return call(model, values)
+
+
+def call_again(model: Any, values: Tensor) -> Tensor:
+    return checkpoint(model, values, use_reentrant=False) + model(values + 1.0)  # type: ignore[no-any-return]
+
+
+def nothing(model: Any) -> None:
+    """Change nothing."""
+
+
+def load(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def evaluate(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    model.train()
+
+
+def anneal(model: Any) -> None:
+    model.last.running_var.mul_(0.9)
+    model.last.running_mean = torch.zeros(3)
+
+
+@pytest.mark.parametrize("forward", [call, call_forward, call_frozen, call_again])
+@pytest.mark.parametrize("change", [nothing, load, evaluate, anneal, nn.Module.float])
+def test_changes_that_are_alike_pass(forward: Any, change: Any) -> None:
+    def body(session: Any) -> list[Tensor]:
+        model = models[session.rank]
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        for step in range(4):
+            with session.no_sync():
+                forward(model, batch((4, 3), session.rank, 2 * step)).square().mean().backward()
+            # Rank 1 leaves modules out now and then.
+            use = model.old if step % 2 and session.rank else functools.partial(forward, model)
+            use(batch((4, 3), session.rank, 2 * step + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            change(model)
+        session.synchronize()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    models = [seeded(Normed) for _ in range(2)]
+    first, second = run_ranks(2, body)
+    assert same_bits(first, second)
+
+
+def test_expanded_tensors_do_not_go_into_checkpoints(tmp_path: Path) -> None:
+    def body(session: Any) -> str:
+        model = nn.Linear(2, 2)
+        model.register_buffer("places", torch.arange(2.0).expand(3, 2))
+        with pytest.raises(ValueError, match="torch loads no expanded tensor") as caught:
+            session.prepare(model, sgd(model))
+        return str(caught.value)
+
+    (said,) = run_ranks(1, body, checkpoint=tmp_path)
+    assert "'places' would be in checkpoints" in said
+
+
+def test_an_unknown_mode() -> None:
+    def body(session: Any) -> None:
+        model = seeded(SmallCnn)
+        with pytest.raises(ValueError, match="unknown buffers 'mean'; known are broadcast"):
+            session.prepare(model, sgd(model), buffers="mean")
+
+    run_ranks(1, body)

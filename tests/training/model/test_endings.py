@@ -1,0 +1,160 @@
+"""However a rank ends, all others raise an error that names it, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.training.model.nursery import SOURCES, Nursery, free_port
+
+pytestmark = needs_core
+
+WORLD_SIZE = 3
+
+
+class Run:
+    """Some ranks of the training program, as they have ended."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        folder: Path,
+        ending: str,
+        ranks: int = WORLD_SIZE,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Start all ranks, wait for the first ones to end, and end the rest."""
+        port = free_port()
+        pids: dict[str, int] = {}
+        self.codes: list[int] = []
+        names = [f"{folder}-{ending}-{rank}" for rank in range(WORLD_SIZE)]
+        try:
+            for rank, name in enumerate(names):
+                pids[name] = nursery.start(
+                    name,
+                    program="tests.training.model.failing_rank",
+                    arguments=[ending],
+                    output=str(folder / f"output-{rank}"),
+                    errors=str(folder / f"errors-{rank}"),
+                    environment={
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(WORLD_SIZE),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port),
+                    },
+                )
+            deadline = time.monotonic() + timeout_s
+            for name in names[:ranks]:
+                self.codes.append(nursery.wait(name, max(0.1, deadline - time.monotonic())))
+        finally:
+            for name in names[len(self.codes) :]:
+                with contextlib.suppress(ProcessLookupError, KeyError):
+                    os.kill(pids[name], signal.SIGKILL)
+        self.outputs = [(folder / f"output-{rank}").read_text() for rank in range(ranks)]
+        self.errors = [(folder / f"errors-{rank}").read_text() for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("exception", "rank 2 gave up: ArithmeticError: the loss is not a number"),
+        ("sigkill", "rank 2"),
+        ("sigstop", "rank 2"),
+        ("sigterm", "rank 2 gave up: received SIGTERM"),
+        ("interrupt", "rank 2 gave up: KeyboardInterrupt"),
+        ("finish-early", "rank 2"),
+    ],
+)
+def test_others_name_the_rank(nursery: Nursery, tmp_path: Path, ending: str, words: str) -> None:
+    run = Run(nursery, tmp_path, ending, ranks=2)
+    for code, output, errors in zip(run.codes, run.outputs, run.errors, strict=True):
+        assert code == 1, errors
+        assert "step 2" in output
+        # The last line of a traceback is the error itself.
+        line = [one for one in errors.splitlines() if "gradlane.errors.PeerLost" in one][-1]
+        assert words in line
+        # What rank 2 still owed of step 3 may be cut off by its end.
+        assert re.search(r"last complete step: [23] ", line)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sigterm-waiting", -signal.SIGTERM, "rank 0 gave up: received SIGTERM"),
+        ("interrupt-waiting", 1, "rank 0 gave up: KeyboardInterrupt"),
+    ],
+)
+def test_signals_reach_a_rank_that_waits(
+    nursery: Nursery, tmp_path: Path, ending: str, code: int, words: str
+) -> None:
+    run = Run(nursery, tmp_path, ending, ranks=2)
+    assert run.codes == [code, 1], run.errors
+    assert words in run.errors[1]
+
+
+def test_a_program_that_ends_without_closing(nursery: Nursery, tmp_path: Path) -> None:
+    run = Run(nursery, tmp_path, "normal")
+    assert run.codes == [0, 0, 0], run.errors
+    assert all("step 6" in output for output in run.outputs)
+    assert run.errors[0].startswith("gradlane: 6 steps, ") and run.errors[0].count("\n") == 1
+    assert run.errors[1:] == ["", ""]
+
+
+def test_a_program_that_exits_with_a_status(nursery: Nursery, tmp_path: Path) -> None:
+    run = Run(nursery, tmp_path, "sys-exit")
+    assert run.codes == [3, 3, 3], run.errors
+
+
+def test_sigterm_ends_with_the_status_of_the_signal(nursery: Nursery, tmp_path: Path) -> None:
+    run = Run(nursery, tmp_path, "sigterm")
+    assert run.codes[2] == -signal.SIGTERM
+
+
+def test_a_program_of_its_own(tmp_path: Path) -> None:
+    """One world without the nursery: the interpreter itself ends the ranks."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.model.failing_rank", "exception"],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **SOURCES,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "PeerLost: rank 1 gave up: ArithmeticError" in errors[0]
+
+
+def test_torchrun_restarts_find_each_other(nursery: Nursery, tmp_path: Path) -> None:
+    """The first attempt's keys are still in the store when the second one meets there."""
+    program, port = "tests.training.model.restarting", str(free_port())
+    (printed,) = nursery.run_all(tmp_path, program, [port], [{}], timeout_s=200)
+    lines = sorted(line for line in printed.splitlines() if "attempt 1" in line)
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert len({line.split()[-1] for line in lines}) == 1

@@ -1,0 +1,353 @@
+"""Misuse is an error that says what is wrong and what to do; nothing silently differs from DDP."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradlane
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.ranks import run_ranks
+
+
+class Eighths(nn.Module):
+    """A parameter of a dtype that cannot be added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
+
+
+def prepared(session: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer, **options)
+    return model, optimizer
+
+
+def loss(model: nn.Module) -> Tensor:
+    value: Tensor = model(torch.ones(2, 3)).square().sum()
+    return value
+
+
+def backward(model: nn.Module) -> None:
+    loss(model).backward()  # type: ignore[no-untyped-call]
+
+
+def run_alone(body: Callable[[Any], Any], **options: Any) -> Any:
+    return run_ranks(1, body, **options)[0]
+
+
+def test_a_gradient_after_the_last_one_that_was_expected() -> None:
+    """Nothing that was sent can be taken back, so every rank learns of it."""
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        if session.rank == 0:
+            backward(model)
+        # Everything of step 2 has reached rank 1, but step 3 cannot begin.
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(model)
+            list(model.parameters())
+
+    first, second = run_ranks(2, body, expect_errors=True)
+    assert isinstance(first, gradlane.UsageError)
+    assert re.search(r"'[01]\.(weight|bias)' got another gradient in step 2", str(first))
+    assert "session.no_sync()" in str(first)
+    assert isinstance(second, gradlane.PeerLost)
+    assert "rank 0 gave up" in str(second) and "another gradient in step 2" in str(second)
+
+
+def test_step_without_any_gradient() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        with pytest.raises(gradlane.UsageError, match="without any gradient since step 0"):
+            optimizer.step()
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(gradlane.UsageError, match="without any gradient since step 1"):
+            optimizer.step()
+
+    run_alone(body)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "added 'extra.weight', 'extra.bias'"),
+        (lambda m: m.__delitem__(1), "removed '1.weight', '1.bias'"),
+        (
+            lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(3, 3))),
+            "replaced '0.weight'",
+        ),
+        (lambda m: setattr(m[0], "bias", None), "removed '0.bias'"),
+        (lambda m: m[0].register_parameter("own", nn.Parameter(torch.ones(1))), "added '0.own'"),
+    ],
+)
+def test_module_changed_after_prepare(change: Callable[[Any], None], words: str) -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        backward(model)
+        change(model)
+        with pytest.raises(gradlane.UsageError, match=words):
+            optimizer.step()
+
+    run_alone(body)
+
+
+def test_frozen_parameter_that_is_trained_later() -> None:
+    def body(session: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        model[0].requires_grad_(True)
+        backward(model)
+        with pytest.raises(gradlane.UsageError, match=r"'0\.weight' was frozen"):
+            optimizer.step()
+
+    run_alone(body)
+
+
+def test_trained_parameter_that_is_frozen_later() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        before = model[0].weight.detach().clone()
+        model[0].requires_grad_(False)
+        backward(model)
+        optimizer.step()
+        assert torch.equal(model[0].weight, before)
+
+    run_alone(body)
+
+
+def test_parameter_group_added_later() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+        backward(model)
+        with pytest.raises(gradlane.UsageError, match=r"shape \(5,\) that was not trained"):
+            optimizer.step()
+
+    run_alone(body)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Eighths(), "'weight' has dtype torch.float8_e4m3fn"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on device meta"),
+        (lambda: nn.LazyLinear(2), "'weight' has no shape yet"),
+        (lambda: nn.ReLU(), "no trained parameter"),
+    ],
+)
+def test_models_that_cannot_take_part(build: Callable[[], nn.Module], words: str) -> None:
+    def body(session: Any) -> None:
+        model = build()
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        with pytest.raises(ValueError, match=words):
+            session.prepare(model, optimizer)
+
+    run_alone(body)
+
+
+def test_optimizers_that_cannot_take_part() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="LBFGS is not supported: it evaluates"):
+            session.prepare(model, torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(ValueError, match="SparseAdam is not supported"):
+            session.prepare(model, torch.optim.SparseAdam(list(model.parameters())))
+        with pytest.raises(ValueError, match="does not hold 'bias', which are trained"):
+            session.prepare(model, torch.optim.SGD([model.weight], lr=0.1))
+        stranger = nn.Parameter(torch.ones(7))
+        with pytest.raises(ValueError, match=r"group 1 of the optimizer holds .* \(7,\)"):
+            groups: list[Any] = [{"params": model.parameters()}, {"params": [stranger]}]
+            session.prepare(model, torch.optim.SGD(groups, lr=0.1))
+        with pytest.raises(ValueError, match="differentiable"):
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True))
+
+    run_alone(body)
+
+
+def test_models_that_share_parameters() -> None:
+    def body(session: Any) -> None:
+        model, _ = prepared(session)
+        both = nn.Sequential(model, nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="trained parameters in common"):
+            session.prepare(both, torch.optim.SGD(both.parameters(), lr=0.1))
+
+    run_alone(body)
+
+
+def test_converted_model() -> None:
+    def body(session: Any) -> None:
+        other, _ = prepared(session)
+        other.double()
+        with pytest.raises(gradlane.UsageError, match=r"was prepared as .* torch\.float32"):
+            other(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
+    run_alone(body)
+
+
+def test_gradient_with_a_graph() -> None:
+    def body(session: Any) -> None:
+        model, _ = prepared(session)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(gradlane.UsageError, match="create_graph=True"):
+                loss(model).backward(create_graph=True)  # type: ignore[no-untyped-call]
+
+    run_alone(body)
+
+
+def test_two_losses_over_different_parameters_are_one_step() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model[0](torch.ones(2, 3)).sum().backward()
+        model[1](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        for one, parameter in zip(before, model.parameters(), strict=True):
+            assert not torch.equal(one, parameter)
+
+    run_alone(body)
+
+
+def test_forgetting_to_zero_gradients_on_servers_warns() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        backward(model)
+        optimizer.step()
+        backward(model)
+        with pytest.warns(UserWarning, match=r"zero_grad\(\) was not called"):
+            optimizer.step()
+
+    run_alone(body, update="server")
+
+
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+def test_zero_grad_between_backward_and_step_forgets_the_gradients(whose: str) -> None:
+    def body(session: Any) -> list[Tensor]:
+        model, optimizer = prepared(session)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        backward(model)
+        (model if whose == "model" else optimizer).zero_grad()
+        assert all(torch.all(parameter == 0.5) for parameter in model.parameters())
+        with pytest.raises(gradlane.UsageError, match="without any gradient"):
+            optimizer.step()
+        backward(model)
+        optimizer.step()
+        assert all(not torch.all(parameter == 0.5) for parameter in model.parameters())
+        return [parameter.detach() for parameter in model.parameters()]
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_zero_grad_never_waits() -> None:
+    core = FakeCore()
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        world = core.world
+        world.held = {0, 1, 2, 3}
+        backward(model)
+        optimizer.step()
+        waits = [call for call in world.calls if call[1].startswith("wait")]
+        model.zero_grad()
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        assert [call for call in world.calls if call[1].startswith("wait")] == waits
+        world.release(0, 1, 2, 3)
+
+    run_alone(body, core=core)
+
+
+def test_unknown_optimizer_steps_whole_and_says_so() -> None:
+    calls: list[int] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(sum(p.grad is not None for g in self.param_groups for p in g["params"]))
+            return super().step(closure)
+
+    def body(session: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = Own(model.parameters(), lr=0.1)
+        with pytest.warns(UserWarning, match="Own is not known to treat each parameter by itself"):
+            session.prepare(model, optimizer)
+        backward(model)
+        optimizer.step()
+        assert calls == [4]
+
+    run_alone(body)
+
+
+def test_step_hooks_see_one_whole_step() -> None:
+    core = FakeCore()
+    seen: list[int] = []
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        optimizer.register_step_post_hook(
+            lambda o, *_: seen.append(
+                sum(p.grad is not None for g in o.param_groups for p in g["params"])
+            )
+        )
+        backward(model)
+        optimizer.step()
+        list(model.parameters())
+
+    run_alone(body, core=core)
+    assert seen == [4]
+
+
+def test_closure_is_evaluated_once_with_gradients() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        calls: list[float] = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            value = loss(model)
+            value.backward()  # type: ignore[no-untyped-call]
+            calls.append(value.item())
+            return value.item()
+
+        with torch.no_grad():
+            assert optimizer.step(closure) == calls[0]
+        assert len(calls) == 1
+
+    run_alone(body)
+
+
+def test_options_are_checked() -> None:
+    core = FakeCore()
+    for options, words in [
+        ({"strategy": "p4"}, "unknown strategy 'p4'; known are p3, slicing"),
+        ({"update": "both"}, "unknown update 'both'"),
+        ({"slice_elems": 0}, "slice_elems is 0"),
+        ({"ports": (9, 5)}, r"ports is \(9, 5\)"),
+        ({"silence_timeout_s": 0}, "silence_timeout_s is 0"),
+        ({"rank": 0}, "give both"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not in a world of 2"),
+    ]:
+        settings: dict[str, Any] = options  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=words):
+            gradlane.init(core=core, **settings)

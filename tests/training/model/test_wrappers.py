@@ -1,0 +1,50 @@
+"""The examples run, and learn bit for bit what the same program learns with torch's own DDP.
+
+At two ranks the two sum in the same order. An example whose framework is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.training.model.nursery import Nursery, free_port
+
+pytestmark = needs_core
+
+
+def learned(nursery: Nursery, folder: Path, example: str, engine: str) -> list[str]:
+    """Run an example on two ranks, as torchrun starts them; returns what each has learned."""
+    common = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    path = str(ROOT / "examples" / example)
+    printed = nursery.run_all(folder, path, ["--engine", engine], environments, timeout_s=250)
+    lines = [line for output in printed for line in output.splitlines()]
+    return [line for line in lines if line.startswith("learned")]
+
+
+@pytest.mark.parametrize(
+    ("example", "needs"),
+    [
+        ("plain_loop.py", "torch"),
+        ("accelerate_loop.py", "accelerate"),
+        ("transformers_trainer.py", "transformers"),
+        ("lightning_module.py", "lightning"),
+    ],
+)
+def test_examples_learn_what_ddp_learns(
+    nursery: Nursery, tmp_path: Path, example: str, needs: str
+) -> None:
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    ours = learned(nursery, tmp_path, example, "gradlane")
+    assert len(ours) == 2
+    assert set(ours) == set(learned(nursery, tmp_path, example, "ddp"))
+    assert len(set(ours)) == 1

@@ -1,0 +1,245 @@
+"""Callers of the metrics page: slow, many and strange ones cost the program a few descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gradlane.training.monitoring import endpoint as module
+from gradlane.training.monitoring.endpoint import CALLERS_MAX, REQUEST_BYTES_MAX, Endpoint
+from tests.waiting import eventually
+
+GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\nUser-Agent: Prometheus/3\r\n\r\n"
+PATIENCE_S = 60.0
+
+Start = Callable[..., Endpoint]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Endpoints that end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(
+            page: Callable[[], bytes] = lambda: b"a 1\n", host: str = "127.0.0.1"
+        ) -> Endpoint:
+            one = Endpoint(host, 0, page, "text/plain")
+            stack.callback(one.close)
+            return one
+
+        yield begin
+
+
+def call(one: Endpoint) -> socket.socket:
+    return socket.create_connection(one.address, timeout=PATIENCE_S)
+
+
+def read_all(caller: socket.socket) -> bytes:
+    """Everything until the other side closes; what a reset leaves counts as closed."""
+    read = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := caller.recv(65_536):
+            read += chunk
+    return read
+
+
+def ask(one: Endpoint, request: bytes = GET) -> tuple[str, bytes]:
+    """Status line and body of an answer."""
+    with call(one) as caller:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            caller.sendall(request)
+        head, _, body = read_all(caller).partition(b"\r\n\r\n")
+        return head.split(b"\r\n")[0].decode(), body
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Start) -> None:
+    hosts = ["127.0.0.1", "localhost", "0.0.0.0"]
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        hosts += ["::1", "::"]
+    for host in hosts:
+        one = start(host=host)
+        assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
+        if host == "::":
+            caller = socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S)
+            with caller:
+                caller.sendall(GET)
+                assert read_all(caller).endswith(b"a 1\n")
+
+
+def test_250_slow_callers_take_a_few_descriptors_and_keep_nobody_out(start: Start) -> None:
+    one = start()
+    before, threads = descriptors(), threading.active_count()
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(call(one)) for _ in range(250)]
+        for caller in slow:
+            with contextlib.suppress(OSError):
+                caller.sendall(b"GET /metr")
+        assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
+        assert descriptors() - before <= 250 + CALLERS_MAX
+        assert threading.active_count() == threads
+        # All but the last ones are hung up on, by the deadline or for the sake of later ones.
+        assert all(read_all(caller) == b"" for caller in slow[: 250 - CALLERS_MAX])
+
+
+@pytest.mark.parametrize("drip", [b"x", b"\r", b" "])
+def test_a_caller_that_drips_has_one_deadline_for_all(
+    start: Start, monkeypatch: pytest.MonkeyPatch, drip: bytes
+) -> None:
+    """A deadline for each read would be renewed by each byte."""
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
+    one = start()
+    with call(one) as caller:
+
+        def is_hung_up_on() -> bool:
+            try:
+                caller.sendall(drip)
+            except OSError:
+                return True
+            return False
+
+        assert eventually(is_hung_up_on, within_s=PATIENCE_S)
+
+
+def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: Start) -> None:
+    endpoints: list[Endpoint] = []
+
+    def page() -> bytes:
+        # The time is up once the answer has begun, however slow the machine is.
+        endpoints[0]._callers[0].deadline_s = time.monotonic() + 0.2
+        return bytes(64 << 20)
+
+    endpoints.append(start(page))
+    before = descriptors()
+    with call(endpoints[0]) as caller:
+        caller.sendall(GET)
+        assert eventually(lambda: endpoints[0]._made[1] != b"", within_s=PATIENCE_S)
+        assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
+        assert len(read_all(caller)) < 64 << 20
+
+
+def test_a_caller_that_stays_after_its_answer_is_hung_up_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
+    one = start()
+    before = descriptors()
+    with call(one) as caller:
+        caller.sendall(GET)
+        read_all(caller)
+        assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "200"),
+        (b"GET /metrics?x=\x1b[2J HTTP/1.0\n\n", "200"),
+        (b"HEAD /metrics HTTP/1.1\r\n\r\n", "200"),
+        (b"GET /other HTTP/1.1\r\n\r\n", "404"),
+        (b"GET /../metrics HTTP/1.1\r\n\r\n", "404"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 9\r\n\r\n123456789", "405"),
+        (b"DELETE / HTTP/1.1\r\n\r\n", "405"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "400"),
+        (b"GET /metrics\r\n\r\n", "400"),
+        (b"\r\n\r\n", "400"),
+        (b"\x16\x03\x01\x02\x00 tls\n\n", "400"),
+        (b"GET /" + b"a" * REQUEST_BYTES_MAX + b" HTTP/1.1\r\n\r\n", "431"),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * REQUEST_BYTES_MAX, "431"),
+    ],
+)
+def test_requests_are_answered_by_their_first_line(
+    start: Start, request_: bytes, status: str
+) -> None:
+    line, body = ask(start(), request_)
+    assert line.split(" ")[1] == status
+    assert (body == b"a 1\n") == (status == "200" and not request_.startswith(b"HEAD"))
+    assert b"\x1b" not in body
+
+
+def test_noise_ends_nothing_and_is_not_repeated(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = start()
+    draw = random.Random(16)
+    for _ in range(40):
+        noise = draw.randbytes(draw.randrange(1, 12_000))
+        with call(one) as caller:
+            with contextlib.suppress(OSError):
+                caller.sendall(noise)
+                caller.shutdown(socket.SHUT_WR)
+            answer = read_all(caller)
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+    assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_callers_do_not_make_the_page_anew(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    age_s = 3600.0
+    monkeypatch.setattr(module, "PAGE_AGE_S", age_s)
+    one = start(lambda: b"%d\n" % len(made) if not made.append(1) else b"")  # type: ignore[func-returns-value]
+    assert {ask(one) for _ in range(5)} == {("HTTP/1.1 200 OK", b"1\n")}
+    monkeypatch.setattr(module, "PAGE_AGE_S", 0.0)
+    assert ask(one)[1] == b"2\n"
+
+
+def test_numbers_that_cannot_be_had_are_no_traceback(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def page() -> bytes:
+        raise RuntimeError("the session is closed")
+
+    one = start(page)
+    assert ask(one) == ("HTTP/1.1 503 Service Unavailable", b"")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_closing_hangs_up_at_once_and_frees_the_port(start: Start) -> None:
+    before = descriptors()
+    one = start()
+    with call(one) as caller:
+        caller.sendall(b"GET /metr")
+        one.close()
+        assert read_all(caller) == b""
+    one.close()
+    assert descriptors() == before
+    Endpoint("127.0.0.1", one.port, lambda: b"", "text/plain").close()
+
+
+def test_a_forked_child_keeps_no_connection_open(start: Start) -> None:
+    """A child that held a caller's socket would keep it open for as long as the child lives."""
+    one = start()
+    before = descriptors()
+    with call(one) as caller:
+        assert eventually(lambda: descriptors() == before + 2, within_s=PATIENCE_S)
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            os.close(writer)
+            one.forget_in_child()
+            os.read(reader, 1)
+            os._exit(0)
+        os.close(reader)
+        try:
+            caller.sendall(GET)
+            assert read_all(caller).endswith(b"a 1\n")
+            one.close()
+            with pytest.raises(ConnectionRefusedError):
+                call(one)
+        finally:
+            os.close(writer)
+            os.waitpid(child, 0)

@@ -1,0 +1,151 @@
+"""The line at the end and the scalars, from numbers that are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from gradlane.training.monitoring.metrics import Metrics, StepTimes, metrics_of
+from gradlane.training.monitoring.observer import ModelWatch
+from gradlane.training.monitoring.summary import late_ranks, summary_line
+from gradlane.training.monitoring.tensorboard import ScalarLog
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.environment import Place, is_wanted
+from gradlane.training.rendezvous.rendezvous import Meeting
+from tests.training.monitoring.test_metrics import late, reading, wait
+
+STEPS: StepTimes = {
+    "count": 4,
+    "last_s": 0.2,
+    "mean_s": 0.2,
+    "median_s": 0.2,
+    "max_s": 0.3,
+    "wait_last_s": 0.05,
+    "wait_median_s": 0.05,
+    "wait_share": 0.25,
+}
+
+
+def metrics(**changes: Any) -> Metrics:
+    return metrics_of(0, 2, STEPS, [reading(**changes)])
+
+
+def words(*last: int) -> list[dict[str, Any]]:
+    rows = [late(count, 0.004 * count, 0.01, 1) for count in last]
+    return [{"stragglers": rows, "gathered_slices": 100}]
+
+
+def test_the_line_names_layer_and_rank() -> None:
+    line = summary_line(metrics(), late_ranks(words(10, 80)))
+    assert line == (
+        "gradlane: 5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
+        "(50 ms a step), most of it for 'a' (100%, longest in step 3); rank 1 came last for 80% of "
+        "the slices, by 4 ms on average"
+    )
+
+
+def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
+    assert "no rank stands out" in summary_line(metrics(), late_ranks(words(45, 55)))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(b"", b"\xff\x1b[2J", b"[" * 100_000, b"null", b"[1]", b'{"stragglers": 3}'),
+        *(b'{"stragglers": [{}]}', b'{"stragglers": [{"last_count": "\\u001b", "late_s": 1}]}'),
+    ],
+)
+def test_a_report_that_is_none_is_left_out(word: bytes) -> None:
+    """A store holds whatever anybody writes into it, and no word there ends a training."""
+    store = BoundedStore.around(HashStore(), 0, "this process", 5.0)
+    meeting = Meeting(store, Place(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
+    meeting.put("metrics/1", word)
+    meeting.put("metrics/2", json.dumps(words(10, 80)[0]))
+    watch = ModelWatch(1, lambda watch, step: None)
+    watch.hear(meeting)
+    assert watch.told == words(10, 80)
+
+
+def test_alone_nobody_is_waited_for() -> None:
+    alone = metrics_of(0, 1, STEPS, [reading(waits=[], stragglers=[late(0, 0.0, 0.0, 0)])])
+    assert summary_line(alone, []).endswith("(50 ms a step)")
+
+
+def test_waits_that_do_not_matter_are_not_explained() -> None:
+    quick = metrics_of(0, 2, {**STEPS, "wait_share": 0.004}, [reading()])
+    assert "0% of the time" in summary_line(quick, []) and "most of it" not in summary_line(
+        quick, []
+    )
+
+
+def test_owners_are_added_up() -> None:
+    rows = late_ranks([*words(10, 0), *words(90, 10)])
+    assert [(row.rank, row.last_share) for row in rows] == [(0, 0.5), (1, 0.05)]
+    assert rows[0].late_s_mean == pytest.approx(0.004)
+    assert late_ranks([{"stragglers": None, "gathered_slices": None}]) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "environment", "expected"),
+    [
+        (None, {}, True),
+        (None, {"GRADLANE_SUMMARY": "0"}, False),
+        (None, {"GRADLANE_SUMMARY": "1"}, True),
+        (True, {"GRADLANE_SUMMARY": "0"}, True),
+        (False, {}, False),
+    ],
+)
+def test_the_line_can_be_silenced(
+    option: bool | None, environment: dict[str, str], expected: bool
+) -> None:
+    assert is_wanted(option, environment, "GRADLANE_SUMMARY") is expected
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.rows.append((tag, scalar_value, global_step))
+
+
+def test_scalars_are_of_the_steps_in_between() -> None:
+    readings = [
+        metrics(),
+        metrics(
+            tx_bytes=500,
+            gathered_slices=20,
+            waits=[wait("a.weight", 3, 4.0, 3.0, 6), wait("b.weight", 1, 8.0, 8.0, 6)],
+            stragglers=[late(1, 0.1, 0.1, 2), late(14, 2.8, 0.5, 3)],
+        ),
+    ]
+    readings[1]["steps"] = {**STEPS, "count": 8, "mean_s": 0.3, "wait_share": 0.5}
+    writer = Writer()
+    log = ScalarLog(writer, 4, iter(readings).__next__)
+    for step in range(5, 9):
+        log.after_step(step)
+    found = {tag: value for tag, value, _ in writer.rows}
+    assert {step for _, _, step in writer.rows} == {8}
+    assert found["gradlane/step_s"] == pytest.approx((8 * 0.3 - 4 * 0.2) / 4)
+    assert found["gradlane/wait_s"] == pytest.approx((0.5 * 2.4 - 0.25 * 0.8) / 4)
+    assert found["gradlane/wait_share"] == pytest.approx(1.0 / 1.6)
+    assert found["gradlane/tx_bytes"] == 100.0
+    assert found["gradlane/wait_s/b"] == 2.0 and found["gradlane/wait_s/a"] == 0.25
+    assert found["gradlane/last_share/rank1"] == pytest.approx(0.8)
+    assert found["gradlane/late_s/rank1"] == pytest.approx(0.2)
+
+
+def test_without_a_step_there_is_nothing_to_write() -> None:
+    writer = Writer()
+    ScalarLog(writer, 1, metrics).after_step(1)
+    assert writer.rows == []
+
+
+def test_writers_that_cannot_write_are_refused() -> None:
+    with pytest.raises(TypeError, match="add_scalar"):
+        ScalarLog(object(), 1, metrics)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every is 0"):
+        ScalarLog(Writer(), 0, metrics)

@@ -1,0 +1,185 @@
+"""A node whose ranks are threads: their sockets, and collectives that insist on one order."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.failure import Failure
+from gradlane.training.node.group import Work
+from gradlane.training.node.layout import Layout
+from gradlane.training.node.shares import Part, cut
+
+
+class Wire:
+    """What one rank says to the others."""
+
+    def __init__(self, layout: Layout, lanes: Sequence[CollectiveLane]) -> None:
+        self.layout = layout
+        self.peers = [one for one in range(layout.local_size) if one != layout.local_rank]
+        self._lanes = lanes
+
+    def send(
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+    ) -> None:
+        self._lanes[peer].hear(kind, part, step, absent=flag)
+
+
+class Rounds:
+    """All collectives of a node; each is done when all ranks have issued the same."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.rounds: list[dict[int, tuple[str, int, Tensor]]] = []
+        self.done = 0
+        self.broken = ""
+        self._lock = threading.Lock()
+
+    def issue(self, rank: int, number: int, call: tuple[str, int, Tensor]) -> None:
+        with self._lock:
+            if number == len(self.rounds):
+                self.rounds.append({})
+            calls = self.rounds[number]
+            calls[rank] = call
+            if len({(kind, carrier, one.numel()) for kind, carrier, one in calls.values()}) > 1:
+                self.broken = f"collective {number} is {calls}"
+            if len(calls) == self.ranks:
+                self._run(calls)
+                self.done += 1
+
+    def _run(self, calls: dict[int, tuple[str, int, Tensor]]) -> None:
+        kind, carrier, _ = calls[0]
+        own = calls[carrier][2]
+        for rank, (_, _, values) in calls.items():
+            if rank != carrier:
+                (own.add_ if kind == "sum" else values.copy_)(values if kind == "sum" else own)
+
+
+class ThreadGroup:
+    """One rank's end of the rounds."""
+
+    def __init__(self, rounds: Rounds, rank: int) -> None:
+        self._rounds = rounds
+        self._rank = rank
+        self._issued = 0
+        self.has_ended = False
+
+    def sum_to(self, values: Tensor, carrier: int) -> Work:
+        return self._issue("sum", values, carrier)
+
+    def spread_from(self, values: Tensor, carrier: int) -> Work:
+        return self._issue("spread", values, carrier)
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def _issue(self, kind: str, values: Tensor, carrier: int) -> Work:
+        number, self._issued = self._issued, self._issued + 1
+        self._rounds.issue(self._rank, number, (kind, carrier, values))
+        return RoundWork(self._rounds, number)
+
+
+class RoundWork:
+    """A collective that was issued."""
+
+    def __init__(self, rounds: Rounds, number: int) -> None:
+        self._rounds = rounds
+        self._number = number
+
+    def is_completed(self) -> bool:
+        return bool(self._rounds.broken) or self._number < self._rounds.done
+
+    def wait(self) -> bool:
+        if self._rounds.broken:
+            raise RuntimeError(self._rounds.broken)
+        return True
+
+
+class Side:
+    """A channel that gets each node's mean back as it is, at once, and waits for tensors."""
+
+    def __init__(self, lane: CollectiveLane, parts: Sequence[Part]) -> None:
+        self.lane = lane
+        self.absent: dict[int, bool] = {}
+        self.failure: Failure | None = None
+        self._parts = parts
+        self._left: Counter[int] = Counter()
+        self._changed = threading.Condition()
+        lane.serve(self)
+
+    def begin(self) -> None:
+        """Wait from now on for all tensors of a step."""
+        self._left = Counter(part.tensor for part in self._parts)
+
+    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        self.lane.have(part, step, absent=absent)
+
+    def landed(self, part: Part, step: int, *, absent: bool) -> None:
+        with self._changed:
+            self._left[part.tensor] -= 1
+            self.absent[part.tensor] = absent
+            self._changed.notify_all()
+
+    def fail(self, failure: Failure) -> None:
+        with self._changed:
+            self.failure = failure
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait for all tensors of the step."""
+        with self._changed:
+            assert self._changed.wait_for(self._is_over, 30), f"left are {self._left}"
+        assert self.failure is None, self.failure
+
+    def _is_over(self) -> bool:
+        return self.failure is not None or not self._left.total()
+
+
+def rows_of(tensors: Sequence[Tensor], names: dict[Any, str]) -> list[dict[str, Any]]:
+    """Return the plan's rows of some tensors."""
+    return [
+        {
+            "name": f"t{number}",
+            "numel": tensor.numel(),
+            "dtype": names[tensor.dtype],
+            "role": "parameter",
+        }
+        for number, tensor in enumerate(tensors)
+    ]
+
+
+class Node:
+    """The lanes of a node's ranks."""
+
+    def __init__(
+        self,
+        ranks: int,
+        rows: Sequence[dict[str, Any]],
+        gradients: Sequence[Tensor],
+        *,
+        carriers: int = 1,
+        group: Callable[[Rounds, int], Any] = ThreadGroup,
+    ) -> None:
+        self.parts = cut(rows, carriers)
+        self.rounds = Rounds(ranks)
+        self.groups = [group(self.rounds, rank) for rank in range(ranks)]
+        self.lanes: list[CollectiveLane] = []
+        for rank in range(ranks):
+            wire = Wire(Layout(1, ranks, 0, rank, carriers), self.lanes)
+            self.lanes.append(CollectiveLane(wire, self.parts, gradients, self._opener(rank)))
+        for lane in self.lanes:
+            lane.wait_open(10)
+        self.sides = [Side(lane, self.parts) for lane in self.lanes]
+
+    def _opener(self, rank: int) -> Callable[[], Any]:
+        return lambda: self.groups[rank]
+
+    def stop(self) -> None:
+        """End all lanes; none may be left."""
+        for lane in self.lanes:
+            lane.stop()

@@ -1,0 +1,409 @@
+"""What four ranks on two emulated nodes do in the tests; each function runs on every rank.
+
+The nodes are this machine: what makes them nodes is what a launcher says (`LOCAL_RANK`,
+`LOCAL_WORLD_SIZE`).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import gradlane
+from gradlane.planning.planner import learning
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
+
+LOCAL_SIZE = 2
+
+
+@contextmanager
+def launched(rank: int, local_size: int = LOCAL_SIZE) -> Iterator[None]:
+    """Have the launcher's variables of a rank, for as long as it lasts."""
+    os.environ.update(LOCAL_RANK=str(rank % local_size), LOCAL_WORLD_SIZE=str(local_size))
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+
+
+@contextmanager
+def opened(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    local_size: int = LOCAL_SIZE,
+    **options: Any,
+) -> Iterator[gradlane.Session]:
+    """Open a session on a rank of the pool, two to a node."""
+    settings: dict[str, Any] = {
+        "connect_timeout_s": 30.0,
+        "silence_timeout_s": 20.0,
+        "summary": False,
+        **options,
+    }
+    with launched(rank, local_size):
+        session = gradlane.init(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            advertise="127.0.0.1",
+            **settings,
+        )
+        with session:
+            yield session
+
+
+def digest(model: nn.Module) -> str:
+    """Return a hash of a model's values."""
+    state = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        numbers = tensor.detach().cpu().contiguous().view(-1)
+        state.update(numbers.view(torch.uint8).numpy().data)
+    return state.hexdigest()[:16]
+
+
+class Net(nn.Module):
+    """Layers of several sizes and dtypes, one that some steps leave out, and batch statistics."""
+
+    def __init__(self, on: str = "cpu") -> None:
+        super().__init__()
+        self.on = on
+        self.stem = nn.Linear(6, 100)
+        self.norm = nn.BatchNorm1d(100)
+        self.wide = nn.Linear(100, 97)
+        self.sometimes = nn.Linear(97, 97)
+        self.low = nn.Linear(97, 8, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 2, dtype=torch.float64)
+
+    def forward(self, points: Tensor, more: bool) -> Tensor:
+        hidden = torch.tanh(self.wide(torch.relu(self.norm(self.stem(points)))))
+        if more:
+            hidden = hidden + self.sometimes(hidden)
+        hidden = self.low(hidden.bfloat16()).float()
+        out: Tensor = self.head(self.frozen(hidden).double())
+        return out
+
+
+def loss_of(model: Net, rank: int, step: int, part: int = 0) -> Tensor:
+    """Return a rank's loss in a step; one layer is used by some ranks in some steps only."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + part)
+    points = torch.randn(5, 6, generator=generator).to(model.on)
+    more = step % 3 != 0 and (rank + step) % 2 == 0
+    loss: Tensor = model(points, more).square().mean()
+    return loss
+
+
+def trained(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    steps: int = 5,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    buffers: str = "broadcast",
+    defer: bool | None = None,
+    on_cuda: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train and say what came of it."""
+    torch.manual_seed(7 + rank)
+    on = f"cuda:{rank}" if on_cuda else "cpu"
+    model = Net(on).to(on)
+    start = digest(model)
+    with opened(store, rank, world_size, job, **options) as session:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer, buffers=buffers, defer=defer)
+        begun = digest(model)
+        losses = []
+        for step in range(1, steps + 1):
+            for part in range(accumulate - 1):
+                with session.no_sync():
+                    (loss_of(model, rank, step, part + 1) / accumulate).backward()  # type: ignore[no-untyped-call]
+            loss = loss_of(model, rank, step) / accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        metrics = session.metrics()
+    return {
+        "start": start,
+        "begun": begun,
+        "digest": digest(model),
+        "losses": losses,
+        "tx": metrics["tx_payload_bytes"],
+        "peers": [row["tx_payload_bytes"] for row in metrics["peers"]],
+        "waits": metrics["tensor_waits"],
+        "channel": {
+            name: metrics["channels"][0][name]
+            for name in ("local_bytes", "wait_s", "local_sums", "collective_bytes")
+        }
+        if options.get("local", "off") not in ("off", "auto")
+        else {},
+        "json": len(json.dumps(metrics)),
+    }
+
+
+def means(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    local_size: int = LOCAL_SIZE,
+    **options: Any,
+) -> dict[str, list[bytes]]:
+    """Average arrays whose sums are rounded; rank 3 has nothing in step 2, nobody in step 3."""
+    found: dict[str, list[bytes]] = {}
+    with opened(store, rank, world_size, job, local_size=local_size, **options) as session:
+        for dtype in ("float32", "float64", "float16"):
+            session.register(dtype, (9_001,), dtype)
+            session.register(f"{dtype} small", (3,), dtype)
+        values = {
+            slot: values_of(slot, dtype, size, 0, 0)
+            for dtype in ("float32", "float64", "float16")
+            for slot, size in ((dtype, 9_001), (f"{dtype} small", 3))
+        }
+        for first in values.values():
+            first *= rank + 1
+        spread = session.spread(values)
+        found["spread"] = [value.tobytes() for value in spread.values()]
+        for step in (1, 2, 3):
+            for slot, first in values.items():
+                array = values_of(slot, str(first.dtype), first.size, rank, step)
+                nothing = step == 3 or (step == 2 and rank == 3)
+                session.push(slot, None if nothing else array)
+            found[str(step)] = []
+            for slot in values:
+                mean = session.wait(slot)
+                found[str(step)].append(b"" if mean is None else mean.tobytes())
+    return found
+
+
+def values_of(name: str, dtype: str, size: int, rank: int, step: int) -> Any:
+    """Return what a rank pushes."""
+    draw = np.random.default_rng([len(name), size, rank, step])
+    return draw.normal(size=size).astype(dtype)
+
+
+def refused(store: Any, rank: int, world_size: int, job: str, **options: Any) -> str:
+    """Open a session that cannot be, or prepare in it."""
+    try:
+        with opened(store, rank, world_size, job, **options) as session:
+            model = nn.Linear(2000, 3)
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+def another_block(store: Any, rank: int, world_size: int, job: str, local: str) -> str:
+    """Have launchers that number ranks over nodes in turns."""
+    os.environ.update(LOCAL_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
+    try:
+        session = gradlane.init(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            advertise="127.0.0.1",
+            local=local,
+            summary=False,
+            connect_timeout_s=30.0,
+        )
+        model = nn.Linear(3, 3)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.close()
+    except gradlane.RanksDiffer as error:
+        return str(error)
+    finally:
+        del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    return "opened"
+
+
+def lost(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    victim: int,
+    how: str,
+    on_cuda: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Train until one rank ends; the others say what they heard, and how soon."""
+    begun_s = 0.0
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    try:
+        with opened(store, rank, world_size, job, **options) as session:
+            model = nn.Linear(300, 300, device=device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer)
+            points = torch.ones(2, 300, device=device) * (rank + 1)
+            for step in range(1, 100):
+                if rank == victim and step == 4 and how != "kill in step":
+                    if how == "kill":
+                        os._exit(0)
+                    if how == "stop":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    session.abort("the test says so")
+                    return []
+                begun_s = time.monotonic()
+                model(points).square().mean().backward()
+                if rank == victim and step == 5:
+                    # Here `how` is "kill in step": what was given is under way.
+                    os._exit(0)
+                optimizer.step()
+                optimizer.zero_grad()
+    except gradlane.PeerLost as error:
+        return [error.rank, error.last_complete_step, str(error), time.monotonic() - begun_s]
+    raise AssertionError("nobody was lost")
+
+
+class Branches(nn.Module):
+    """Layers that are used by themselves, in any order; some numbers are complex, some halves."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(40, 41) for _ in range(count))
+        self.turns = nn.Parameter(torch.randn(41, dtype=torch.complex64))
+        self.low = nn.Parameter(torch.randn(5000).half())
+
+    def forward(self, points: Tensor, which: int) -> Tensor:
+        hidden: Tensor = self.branches[which](points)
+        if which == 0:
+            hidden = (hidden * self.turns).abs()
+        if which == 1:
+            hidden = hidden * self.low.float().mean()
+        return hidden
+
+
+def in_any_order(
+    store: Any,
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    steps: int = 6,
+    leave_out: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Have gradients become ready in another order on each rank, and leave some of them out."""
+    torch.manual_seed(1)
+    model = Branches()
+    count = len(model.branches)
+    with opened(store, rank, world_size, job, **options) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session.prepare(model, optimizer)
+        for step in range(1, steps + 1):
+            order = list(range(count))
+            random.Random(100 * step + rank).shuffle(order)
+            # One that this rank leaves out, and one that all do.
+            without = {(rank + step) % count, step % count} if leave_out and step % 3 else set()
+            for which in order:
+                if which in without:
+                    continue
+                generator = torch.Generator().manual_seed(1000 * step + 10 * rank + which)
+                points = torch.randn(3, 40, generator=generator)
+                model(points, which).square().mean().backward()
+                # So that the others are at another place.
+                time.sleep(0.001 * (rank % 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        channel = session.metrics()["channels"][0]
+    return {"digest": digest(model), "sums": channel.get("local_sums")}
+
+
+def opened_again(
+    store: Any, rank: int, world_size: int, job: str, *, times: int, **options: Any
+) -> list[list[int]]:
+    """Train shortly in several sessions; says what descriptors and threads there are after each."""
+    found = []
+    for number in range(times):
+        trained(store, rank, world_size, f"{job}-{number}", steps=2, **options)
+        gc.collect()
+        found.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
+    return found
+
+
+def uneven(store: Any, rank: int, world_size: int, job: str, **options: Any) -> str:
+    """Train over uneven data: the state of the last rank is handed over."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5000), nn.Linear(5000, 1))
+    with opened(store, rank, world_size, job, **options) as session:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        with session.join():
+            for step in range(2 + rank):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                model(torch.randn(3, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return digest(model)
+
+
+def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
+    """Train under `plan="auto"`, whose decision is to add up on nodes from then on."""
+    seen: list[ClusterFacts] = []
+
+    class Decided:
+        """In place of the coordinator: what is simulated is tested elsewhere."""
+
+        def __init__(self, profile: Any, facts: ClusterFacts, **arguments: Any) -> None:
+            seen.append(facts)
+            assert arguments["any_rounding"]
+
+        def plan(self, *, budget_s: float) -> Plan:
+            return Plan("decided", seen[0], "probed", Settings(local="leader"))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 200), nn.ReLU(), nn.Linear(200, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent = []
+    with (
+        mock.patch.object(learning, "Coordinator", Decided),
+        opened(store, rank, world_size, job, exact_order=False) as session,
+    ):
+        session.prepare(model, optimizer, plan="auto")
+        for step in range(LEARNING_STEPS + 3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            loss = model(torch.randn(8, 30, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(session.metrics()["channels"][-1]["tx_bytes"])
+        session.synchronize()
+        sent.append(session.metrics()["channels"][-1]["tx_bytes"])
+        local = None if session.plan is None else session.plan.settings.local
+        weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    return {
+        "local": local,
+        "nodes_of": [facts.ranks_per_node for facts in seen],
+        "sent": sent,
+        "digest": hashlib.sha256(weights).hexdigest(),
+    }

@@ -1,0 +1,112 @@
+"""Sums where gradients are, on CUDA devices: what follows what, and NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.shares import Part
+from tests.training.model.pool import RankPool
+from tests.training.node.one_process import Node, Side, rows_of
+from tests.training.node.scenarios import LOCAL_SIZE
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+HERE = "tests.training.node.scenarios"
+ELEMENTS = 5_000
+
+
+class Doubles(Side):
+    """A channel whose other nodes have what this one has."""
+
+    def __init__(self, lane: CollectiveLane, part: Part) -> None:
+        super().__init__(lane, [part])
+        self.landed_there: Tensor | None = None
+
+    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        landing = self.lane._landings[part.number]
+        assert landing.data_ptr() == pointer and landing.is_pinned()
+        self.landed_there = landing.clone()
+        landing.mul_(2)
+        super().add_up(part, step, pointer, absent=absent)
+
+
+def slow(seed: int) -> Tensor:
+    """Return numbers that take the device a while."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    square = torch.randn(2048, 2048, generator=draw, device="cuda")
+    for _ in range(30):
+        square = torch.tanh(square @ square)
+    return square.flatten()[:ELEMENTS].clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_read_when_it_is_computed_and_ready_when_it_is_written(
+    dtype: torch.dtype,
+) -> None:
+    example = torch.zeros(ELEMENTS, dtype=dtype, device="cuda")
+    names = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    node = Node(1, rows_of([example], names), [example])
+    (lane,), (part,) = node.lanes, node.parts
+    side = Doubles(lane, part)
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for step in range(1, 4):
+        side.begin()
+        with torch.cuda.stream(beside):
+            gradient = slow(step).to(dtype)
+            lane.give(0, step, gradient, absent=False)
+        side.wait()
+        expected = slow(step).to(dtype).cpu()
+        assert side.landed_there is not None
+        assert torch.equal(side.landed_there, expected)
+        # Nothing is waited for: who hears that a tensor is ready may read it on any stream.
+        assert torch.equal(gradient.cpu(), 2 * expected)
+    node.stop()
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < LOCAL_SIZE or not dist.is_nccl_available(),
+    reason="there are no two CUDA devices, or torch has no NCCL",
+)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "clip": 0.1}, {"local": "shared"}])
+def test_two_ranks_have_the_bits_of_sums_in_shared_memory(options: dict[str, Any]) -> None:
+    pool = RankPool(LOCAL_SIZE, start_method="spawn")
+    common = {"local": "leader", "on_cuda": True, **options}
+    try:
+        host = pool.run(f"{HERE}:trained", **common)
+        led = pool.run(f"{HERE}:trained", **common, local_sums="collective")
+        chosen = pool.run(f"{HERE}:trained", **common, local_sums="auto")
+    finally:
+        pool.close()
+    for ranks in (led, chosen):
+        assert {rank["channel"]["local_sums"] for rank in ranks} == {"nccl"}
+    assert len({rank["digest"] for rank in (*host, *led, *chosen)}) == 1
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < LOCAL_SIZE or not dist.is_nccl_available(),
+    reason="there are no two CUDA devices, or torch has no NCCL",
+)
+def test_a_killed_rank_leaves_nobody_in_a_collective() -> None:
+    ranks = RankPool(LOCAL_SIZE, start_method="spawn")
+    try:
+        arguments = {
+            "victim": 1,
+            "how": "kill in step",
+            "local": "leader",
+            "local_sums": "collective",
+            "on_cuda": True,
+        }
+        ranks._start()
+        for pipe in ranks._pipes:
+            pipe.send((f"{HERE}:lost", LOCAL_SIZE, "lost-cuda", arguments))
+        assert ranks._pipes[0].poll(120)
+        words = ranks._pipes[0].recv()["result"]
+        assert words[0] == 1
+        assert words[3] < 15
+    finally:
+        ranks.kill()

@@ -1,0 +1,131 @@
+"""What each rank of a node carries, layouts, sums, and failures in other ranks' numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from gradlane.errors import RanksDiffer
+from gradlane.training.node.failure import Failure, from_between_nodes, marked
+from gradlane.training.node.layout import Layout, agree_on_layout
+from gradlane.training.node.shares import ELEMENT_BYTES, cut, memory_bytes, rows_of
+from gradlane.training.node.sums import local_mean
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.environment import Place, find_local_size
+from gradlane.training.rendezvous.rendezvous import Meeting, node_name
+from tests.training.model.fake_core import FakeCore
+from tests.training.rendezvous.stores import bounded
+
+ROWS = st.lists(
+    st.tuples(st.integers(1, 300_000), st.sampled_from(sorted(ELEMENT_BYTES))), min_size=1
+)
+
+
+@given(ROWS, st.integers(1, 5))
+def test_parts_cover_every_tensor_once_and_are_balanced(
+    tensors: list[tuple[int, str]], carriers: int
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": f"t{number}", "numel": numel, "dtype": dtype, "role": "parameter"}
+        for number, (numel, dtype) in enumerate(tensors)
+    ]
+    parts = cut(rows, carriers)
+    for tensor, row in enumerate(rows):
+        mine = [part for part in parts if part.tensor == tensor]
+        ends = [part.first_byte + part.nbytes for part in mine]
+        assert [part.first_byte for part in mine] == [0, *ends[:-1]]
+        assert ends[-1] == row["numel"] * ELEMENT_BYTES[row["dtype"]]
+        assert all(part.first_byte % ELEMENT_BYTES[part.dtype] == 0 for part in mine)
+    spans = sorted((part.offset, part.offset + part.nbytes) for part in parts)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert memory_bytes(parts) == spans[-1][1]
+    loads = [sum(part.nbytes for part in parts if part.carrier == one) for one in range(carriers)]
+    assert max(loads) - min(loads) <= len(parts) * 8 + 4096 * 8
+    names = [row["name"] for one in range(carriers) for row in rows_of(rows, parts, one)]
+    assert len(names) == len(set(names)) == len(parts)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_local_means_are_rounded_once_for_halves(dtype: str, ranks: int) -> None:
+    torch_dtype = {
+        "f32": torch.float32,
+        "f64": torch.float64,
+        "f16": torch.float16,
+        "bf16": torch.bfloat16,
+    }[dtype]
+    draw = torch.Generator().manual_seed(ranks)
+    gradients = [torch.randn(1001, generator=draw).to(torch_dtype) for _ in range(ranks)]
+    out = torch.empty(1001, dtype=torch_dtype)
+    memory = [(one.data_ptr(), one.nbytes) for one in gradients]
+    local_mean(dtype, memory, 3, (out.data_ptr(), out.nbytes))
+    wide = [one.float() if one.itemsize == 2 else one for one in gradients]
+    expected = (sum(wide[1:], wide[0]) / 3).to(torch_dtype)
+    assert torch.equal(out, expected)
+
+
+def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> list[Any]:
+    """Let every rank find its layout, one after the other."""
+    store = HashStore()
+    meetings = [
+        Meeting(bounded(store), Place(rank, len(words), "job", 0), 0, 1.0)
+        for rank in range(len(words))
+    ]
+    for rank, (local_rank, size) in enumerate(words):
+        meetings[rank].put(f"local/{rank}", json.dumps([local_rank, size, machines[rank]]))
+    found: list[Any] = []
+    for rank, (local_rank, size) in enumerate(words):
+        environment = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
+        try:
+            found.append(agree_on_layout(Options(local=local), meetings[rank], environment))
+        except RanksDiffer as error:
+            found.append(str(error))
+    return found
+
+
+def test_layouts() -> None:
+    here = [node_name()] * 4
+    blocks = [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert agreed(blocks, "leader", here)[3] == Layout(2, 2, 1, 1, 1)
+    assert agreed(blocks, "shared", here)[0] == Layout(2, 2, 0, 0, 2)
+    assert agreed(blocks, "auto", here)[2] == Layout(2, 2, 1, 0, 1)
+    one_each = [(0, 1)] * 4
+    assert agreed(one_each, "auto", here) == [None] * 4
+    assert agreed([(rank, 4) for rank in range(4)], "auto", here) == [None] * 4
+    uneven = agreed([(0, 2), (1, 2), (0, 1), (0, 1)], "leader", here)
+    assert all("one of 2 ranks of its node and rank 2 one of 1" in one for one in uneven)
+    assert agreed([(0, 2), (1, 2), (0, 1), (0, 1)], "auto", here) == [None] * 4
+
+
+def test_a_launcher_that_says_how_many_ranks_a_node_has() -> None:
+    assert find_local_size({"LOCAL_WORLD_SIZE": "4"}) == 4
+    assert find_local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
+    assert find_local_size({}) == 1
+
+
+def test_failures_name_ranks_of_the_whole_world() -> None:
+    core = FakeCore()
+    lost = core.ChannelError("rank 1 was lost; waiting for rank 1", 3, 1)
+    heard = from_between_nodes(core, lost, lambda node: node * 4)
+    assert heard == Failure("rank 4 was lost; waiting for rank 4", 3, 4)
+    late = core.ChannelTimeout("no progress for 5 s: waiting for rank 1", 3, 1)
+    heard = from_between_nodes(core, late, lambda node: node * 4)
+    assert heard == Failure("no progress for 5 s: waiting for node 1", 3, 4, timed_out=True)
+    told = core.ChannelError(f"rank 1 gave up: {marked('rank 6 was lost')}", 3, 1)
+    heard = from_between_nodes(core, told, lambda node: node * 4)
+    assert heard == Failure("node 1 gave up: rank 6 was lost", 3, 6)
+    assert Failure.from_bytes(heard.to_bytes()) == heard
+    # A rank that hears of it by way of another node hears who it was, not who told it.
+    first = from_between_nodes(core, core.ChannelError("rank 0 was lost", 3, 0), lambda node: node)
+    assert first == Failure("rank 0 was lost", 3, 0)
+    told = core.ChannelError(f"rank 1 gave up: {marked(first.words())}", 3, 1)
+    heard = from_between_nodes(core, told, lambda node: node * 2 + 1)
+    assert heard == Failure("node 1 gave up: rank 0 was lost", 3, 0)
+    assert heard.words() == heard.message

@@ -1,0 +1,318 @@
+"""Calls on a store end whatever its host does, and no other module makes any."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+import gradlane
+from gradlane.errors import PeerLost, RendezvousError
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLost
+from gradlane.training.rendezvous.deadlock import Standstill
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.rendezvous import Meeting, open_store
+from tests.paths import PACKAGE, ROOT
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.nursery import SOURCES, Nursery
+from tests.training.rendezvous.stores import bounded
+from tests.waiting import eventually
+
+PATIENCE_S = 60.0
+"""Far beyond all limits in this file: whatever takes as long has none."""
+MAKERS = {
+    # The types of stores, and those that sessions open.
+    "training/rendezvous/bounded_store.py",
+    "training/rendezvous/rendezvous.py",
+    # What a user's program hands over.
+    "training/session/start.py",
+    # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
+    "training/node/group.py",
+    "lab/runs/trial.py",
+    "lab/transport/node.py",
+    "lab/runs/communication.py",
+}
+
+
+class FrozenStore:
+    """A store whose host stands still once it is told to."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.frozen = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.store, name)
+
+        def call(*arguments: Any) -> Any:
+            if self.frozen.is_set():
+                threading.Event().wait()
+            return method(*arguments)
+
+        return call
+
+
+def frozen(limit_s: float = 1.0) -> BoundedStore:
+    """Return a store that answers nothing."""
+    store = FrozenStore()
+    store.frozen.set()
+    return BoundedStore.around(store, 1, "at host:5, which rank 0 keeps", limit_s)  # type: ignore[arg-type]
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[int]:
+    """Accept connections on a port; say something and hang up, or, with None, say nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        kept = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    caller, _ = listener.accept()
+                except OSError:
+                    return
+                if answer is None:
+                    kept.append(caller)
+                    continue
+                caller.sendall(answer)
+                caller.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        for caller in kept:
+            caller.close()
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_listener_that_is_no_store_is_named_in_time(
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening(answer) as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        begun_s = time.monotonic()
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, which rank 0 keeps") as told:
+            gradlane.init(rank=1, world_size=2, connect_timeout_s=1.0, core=FakeCore())
+        assert "does not answer as a store does" in str(told.value)
+        assert time.monotonic() - begun_s < PATIENCE_S
+
+
+def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(RendezvousError, match=r"nothing listens there.*rank 0 is running"):
+            open_store(Place(1, 2, "job", 0), environment, 0.5, 1.0)
+        taken.listen()
+        with pytest.raises(RendezvousError, match="rank 0 cannot open the rendezvous store"):
+            open_store(Place(0, 2, "job", 0), environment, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda meeting: meeting.put("word", "1"),
+        lambda meeting: meeting.get("word", 0),
+        lambda meeting: meeting.peek("word"),
+        lambda meeting: meeting.secret(None),
+        lambda meeting: meeting.agree({"options": {}, "tensors": []}),
+        lambda meeting: meeting.exchange_addresses("127.0.0.1", 1),
+        lambda meeting: meeting.wait_until_opened(lambda: None),
+    ],
+)
+def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
+    call: Callable[[Meeting], Any],
+) -> None:
+    meeting = Meeting(frozen(), Place(1, 2, "job", 0), 0, PATIENCE_S)
+    with pytest.raises(StoreLost, match=r"host:5, which rank 0 keeps, does not answer"):
+        call(meeting)
+    # A store that is lost is not asked again.
+    begun_s = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(StoreLost):
+            meeting.get("word", 0)
+        meeting.drop("word")
+    meeting.leave()
+    assert time.monotonic() - begun_s < PATIENCE_S
+
+
+def test_waits_for_the_store_hear_of_the_end_of_the_session() -> None:
+    def lost() -> None:
+        raise PeerLost("rank 0 was lost: silent", 0)
+
+    meeting = Meeting(frozen(PATIENCE_S), Place(1, 2, "job", 0), 0, PATIENCE_S)
+    meeting.connected(PATIENCE_S, lost)
+    with pytest.raises(PeerLost, match="silent"):
+        meeting.put("word", "1")
+    with pytest.raises(PeerLost, match="silent"):
+        meeting.peek("word")
+
+
+def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer\nframe #0: torch")
+
+    looks = iter([None, None])
+
+    def lost() -> None:
+        if next(looks, 0) == 0:
+            raise PeerLost("rank 0 was lost: it closed the connection", 0)
+
+    store = BoundedStore.around(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(StoreLost) as told:
+        store.read("word")
+    assert str(told.value).endswith("(Connection reset by peer)")
+    assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
+    with pytest.raises(PeerLost, match="it closed"):
+        store.read("word", look=lost)
+
+
+def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names() -> None:
+    store = frozen()
+    begun_s = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() - begun_s > 1.3:
+            raise PeerLost("the link between rank 0 and rank 1 is cut", 0)
+
+    for call in (lambda: store.count("word", look=look), lambda: store.read("word", look=look)):
+        with pytest.raises(PeerLost, match="link"):
+            call()
+
+
+def test_a_watch_over_a_frozen_store_ends() -> None:
+    class Model:
+        step = 1
+
+        def held_back(self) -> list[int]:
+            return [0]
+
+    watch = Standstill(frozen(PATIENCE_S), Place(0, 2, "job", 0))
+    for name in ("a", "b"):
+        watch.add(name, Model(), lambda reason: None)
+    with watch.waiting("a", 1, None):
+        time.sleep(1.2)
+        closing = threading.Thread(target=watch.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S / 2)
+    assert not closing.is_alive()
+
+
+def test_the_thread_ends_with_its_store() -> None:
+    def names() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "gradlane-store"]
+
+    before = len(names())
+    store = bounded()
+    store.set("word", "1")
+    store.under("part").set("word", "2")
+    assert store.first_of("part/word", "word") == ("part/word", b"2")
+    assert store.claim("word", "3") == "1" and store.claim("new", "3") == "3"
+    store.close()
+    assert len(names()) == before
+    with pytest.raises(StoreLost):
+        store.read("word")
+
+
+def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = HashStore.check
+
+    def then_write(self: HashStore, keys: list[str]) -> bool:
+        found = bool(check(self, keys))
+        self.set("verdict", "why")
+        self.set("reason", "closed")
+        return found
+
+    store = bounded()
+    monkeypatch.setattr(HashStore, "check", then_write)
+    assert store.first_of("verdict", "reason") == ("verdict", b"why")
+    store.close()
+
+
+USER = """
+import sys
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.rendezvous import Meeting, open_store
+environment = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": sys.argv[1],
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+place = Place(1, 2, "job", 0)
+store = open_store(place, environment, 30.0, 2.0)
+meeting = Meeting(store, place, 0, 60.0)
+meeting.put("word", "1")
+print("here", flush=True)
+sys.stdin.readline()
+try:
+    meeting.get("other", 0)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def test_a_host_that_stands_still_holds_up_no_process(nursery: Nursery, tmp_path: Path) -> None:
+    """With torch's own store, whose calls would not come back: the process ends as well."""
+    address = tmp_path / "address"
+    host = nursery.start(
+        f"{tmp_path}-host",
+        program="tests.training.rendezvous.store_host",
+        arguments=[str(address)],
+        output=str(tmp_path / "output"),
+        errors=str(tmp_path / "errors"),
+        environment={},
+    )
+    try:
+        assert eventually(address.exists, PATIENCE_S)
+        port = address.read_text()
+        with subprocess.Popen(
+            [sys.executable, "-c", USER, port],
+            cwd=ROOT,
+            env={**os.environ, **SOURCES},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as user:
+            try:
+                assert user.stdout is not None
+                assert user.stdout.readline() == "here\n"
+                os.kill(host, signal.SIGSTOP)
+                printed, _ = user.communicate("\n", timeout=PATIENCE_S)
+            finally:
+                user.kill()
+    finally:
+        os.kill(host, signal.SIGKILL)
+    assert user.returncode == 0
+    where = f"127.0.0.1:{port}, which the launcher's agent on rank 0's host keeps,"
+    assert printed.startswith("StoreLost rank 1: the rendezvous store at " + where)
+    assert "does not answer" in printed
+
+
+def test_nobody_else_calls_a_store() -> None:
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [node.attr]
+            if {"Store", "TCPStore", "HashStore", "FileStore", "PrefixStore"}.intersection(names):
+                found.add(str(Path(path).relative_to(PACKAGE)))
+    assert found == MAKERS

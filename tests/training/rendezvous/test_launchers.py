@@ -1,0 +1,167 @@
+"""Programs find their place however they are launched, and say what is missing when they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+
+from gradlane.training.rendezvous.environment import Place, find_place, find_store_address
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.torch_versions import NO_DIST
+from tests.training.model.nursery import SOURCES, Nursery, free_port
+
+CHECKPOINTS: Any = torch.distributed.checkpoint
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("SLURM", "OMPI", "PMI", "MPI", "MV2", "TORCHELASTIC", "MASTER"))
+}
+PROGRAM = "tests.training.model.launched_rank"
+
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_SUBMIT_DIR": "/home/somebody",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        # srun, also with fewer tasks than the job has.
+        ({**BATCH_SCRIPT, "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, Place(3, 4, "77.0", 0)),
+        (
+            {
+                **BATCH_SCRIPT,
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_ID": "5",
+            },
+            Place(1, 2, "77.5", 0),
+        ),
+        # mpirun inside a Slurm allocation: Slurm's variables are those of the script.
+        (
+            {**BATCH_SCRIPT, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+            Place(2, 4, "77", 0),
+        ),
+        ({**BATCH_SCRIPT, "PMI_RANK": "3", "PMI_SIZE": "4"}, Place(3, 4, "77", 0)),
+        (
+            {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "one"},
+            Place(1, 2, "one", 0),
+        ),
+        # torchrun in each task of a Slurm job.
+        (
+            {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "RANK": "5", "WORLD_SIZE": "8"},
+            Place(5, 8, "77.0", 0),
+        ),
+    ],
+)
+def test_places(environment: dict[str, str], expected: Place) -> None:
+    assert find_place(environment) == expected
+
+
+def test_a_batch_script_without_srun_is_no_rank() -> None:
+    with pytest.raises(ValueError, match=r"only process of Slurm job 77, which asks for 4 tasks"):
+        find_place(BATCH_SCRIPT)
+    assert find_place(BATCH_SCRIPT, rank=0, world_size=1).world_size == 1
+    assert find_place({**BATCH_SCRIPT, "SLURM_NTASKS": "1"}).world_size == 1
+
+
+def test_stores() -> None:
+    step = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu04"}
+    assert find_store_address(step) == ("gpu04", 29577)
+    assert find_store_address({**step, "SLURM_STEP_ID": "1"})[1] != 29577
+    on_one_node = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert find_store_address(on_one_node) == ("127.0.0.1", 29500)
+    assert find_store_address({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})[0] == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"mpirun -x MASTER_ADDR=HOST.*-genv MASTER_ADDR HOST"):
+        find_store_address({**on_one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+def run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
+    """Start programs at once, and return the lines that all of them printed, sorted."""
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**CLEAN, **SOURCES, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        ended = [process.communicate(timeout=150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors
+    return sorted(line for out, _ in ended for line in out.splitlines() if line.startswith("rank"))
+
+
+def check(lines: list[str], world_size: int = 2) -> None:
+    """Check that the ranks divided the data among them and learned the same."""
+    assert [line.split(" saw")[0] for line in lines] == [
+        f"rank {rank} of {world_size}" for rank in range(world_size)
+    ]
+    assert len({line.split()[-1] for line in lines}) == 1
+    seen = [json.loads(line.split("saw ")[1].split(" has")[0]) for line in lines]
+    for epoch in (slice(0, 4), slice(4, 8)):
+        assert sorted(value for one in seen for value in one[epoch]) == list(range(8))
+
+
+@needs_core
+def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
+    """Two agents on loopback, as two machines would have one each."""
+    folder = str(tmp_path / "checkpoint")
+    port = str(free_port())
+    commands = [
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+            *("--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"),
+            *("--master-port", port, "-m", PROGRAM, folder),
+        ]
+        for node in range(2)
+    ]
+    check(run_all(commands, [{}, {}]))
+    model: Any = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    state: dict[str, Any] = {"model": model.state_dict()}
+    before = model[0].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CHECKPOINTS.load(state, checkpoint_id=folder, **NO_DIST)
+    model.load_state_dict(state["model"])
+    assert not torch.equal(before, model[0].weight)
+
+
+@needs_core
+def test_mpirun_on_one_node(nursery: Nursery, tmp_path: Path) -> None:
+    """The variables of Open MPI by hand: it need not be installed."""
+    environments = [
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MASTER_PORT": port,
+        }
+        for port in [str(free_port())]
+        for rank in range(2)
+    ]
+    printed = nursery.run_all(tmp_path, PROGRAM, [], environments)
+    check(sorted(line for output in printed for line in output.splitlines()))

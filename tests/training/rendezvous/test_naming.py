@@ -1,0 +1,178 @@
+"""Before ranks are connected, all of them raise the same sentence about who is missing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import gradlane
+from gradlane.errors import RendezvousError
+from gradlane.training.checkpoints.manager import Checkpoints
+from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.rendezvous import Meeting
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.ranks import run_ranks
+from tests.training.rendezvous.stores import bounded
+
+
+def prepare(session: Any) -> None:
+    """Connect a small model."""
+    model = nn.Linear(2, 2)
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("comes_to_the_start", [False, True])
+def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
+    """Nobody may take rank 0 for it, which waits for the missing one as well."""
+
+    def body(session: Any) -> None:
+        if session.rank == 2:
+            if comes_to_the_start:
+                session._meet()
+            return
+        prepare(session)
+
+    first, second, _ = run_ranks(3, body, expect_errors=True, connect_timeout_s=0.5)
+    assert isinstance(first, RendezvousError) and isinstance(second, RendezvousError)
+    assert str(second) == str(first)
+    assert "rank 0 waited 0.5 s for rank 2" in str(first)
+
+
+def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
+    def body(session: Any) -> None:
+        if session.rank == 2:
+            session._meet()
+            raise KeyError("no such file")
+        prepare(session)
+
+    # Far beyond what the test may take.
+    errors = run_ranks(3, body, expect_errors=True, connect_timeout_s=300.0)
+    assert isinstance(errors[2], KeyError)
+    for error in errors[:2]:
+        assert isinstance(error, RendezvousError)
+        assert str(error) == "rank 2 gave up: KeyError: 'no such file'"
+
+
+def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = Checkpoints.follow
+
+    def lost(checkpoints: Checkpoints, prepared: Any, meeting: Meeting) -> None:
+        if meeting.place.rank == 1:
+            raise StoreLost("rank 1: the rendezvous store does not answer")
+        follow(checkpoints, prepared, meeting)
+
+    monkeypatch.setattr(Checkpoints, "follow", lost)
+
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        session.synchronize()
+
+    first, second = run_ranks(2, body, expect_errors=True, checkpoint=tmp_path)
+    assert isinstance(second, StoreLost)
+    assert "rank 1 gave up: StoreLost" in str(first) and "store does not answer" in str(first)
+
+
+def give_up_on(store: HashStore, rank: int, missing: int) -> str:
+    """Let a rank give up on another one; returns the sentence."""
+    meeting = Meeting(bounded(store, rank), Place(rank, 4, "job", 0), 0, 5.0)
+    return str(meeting.give_up_on(missing, f"rank {rank} is not connected to rank {missing}"))
+
+
+def test_two_ranks_that_miss_each_other_name_their_link() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda pair: give_up_on(store, *pair), [(2, 1), (1, 2)]))
+    assert said[0] == said[1]
+    assert said[0].startswith("the link between rank 1 and rank 2 is cut")
+    third = Meeting(bounded(store, 3), Place(3, 4, "job", 0), 0, 5.0)
+    with pytest.raises(RendezvousError) as told:
+        third.get("word", 0)
+    assert str(told.value) == said[0]
+
+
+def test_a_rank_that_says_nothing_itself_is_missing() -> None:
+    assert give_up_on(HashStore(), 1, 2) == "rank 1 is not connected to rank 2"
+
+
+def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
+    given_up: list[str] = []
+
+    class CutOff(FakeCore):
+        """Ranks 1 and 2 do not reach each other, and rank 0 reaches both."""
+
+        def Channel(self, listener: Any, options: str, *rest: Any) -> Any:  # noqa: N802
+            rank = json.loads(options)["rank"]
+            if rank > 0:
+                raise self.ChannelTimeout(f"rank {rank} has no answer", None, 3 - rank)
+            return SimpleNamespace(is_ready=lambda *_: False, abort=given_up.append)
+
+    def body(session: Any) -> None:
+        prepare(session)
+
+    errors = run_ranks(3, body, core=CutOff(), expect_errors=True)
+    assert all(isinstance(error, RendezvousError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith("the link between rank 1 and rank 2 is cut")
+    assert given_up == [str(errors[0])]
+
+
+def test_rank_0_stays_until_its_reason_was_read() -> None:
+    """The store may end with its process."""
+    store = HashStore()
+    meetings = [Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)]
+    reading = threading.Event()
+
+    def second() -> str:
+        reading.set()
+        with pytest.raises(RendezvousError) as told:
+            meetings[1].get("word", 0)
+        return str(told.value)
+
+    with ThreadPoolExecutor(1) as threads:
+        heard = threads.submit(second)
+        assert reading.wait(30.0)
+        error = meetings[0].give_up("rank 2 is missing", [2])
+        # What rank 1 has read it has also acknowledged.
+        assert bounded(store).read(f"gradlane/{meetings[0].name}/heard/1") is not None
+        assert heard.result(30.0) == str(error) == "rank 2 is missing"
+
+
+def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
+    store = HashStore()
+    first, second = (
+        Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)
+    )
+    with second.listening():
+        assert str(first.give_up("rank 2 was lost", [2])) == "rank 2 was lost"
+        assert bounded(store).read(f"gradlane/{first.name}/heard/1") is not None
+    store.set(f"gradlane/{first.name}/reason", "the store has ended")
+    assert str(second.give_up_on(2, "rank 1 is not connected to rank 2")) == "rank 2 was lost"
+    assert str(second.give_up("rank 1 ends")) == "rank 2 was lost"
+
+
+def test_a_wrong_turn_is_no_loss() -> None:
+    """A secret that one rank lacks is told to all, not found out by waiting for that rank."""
+    store = HashStore()
+    first, second = (
+        Meeting(bounded(store, rank), Place(rank, 2, "job", 0), 0, 30.0) for rank in range(2)
+    )
+    first.secret("own")
+    with pytest.raises(gradlane.RanksDiffer):
+        second.secret(None)
+    with pytest.raises(RendezvousError, match="rank 0 has a secret of its own"):
+        first.exchange_addresses("127.0.0.1", 1)

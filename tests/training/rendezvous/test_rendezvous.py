@@ -1,0 +1,385 @@
+"""Ranks find each other by the launcher's environment, and differences are named everywhere."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import gradlane
+from gradlane.errors import PeerLost, ProgressTimeout, RendezvousError
+from gradlane.training.rendezvous import addresses
+from gradlane.training.rendezvous.environment import (
+    Place,
+    find_place,
+    find_store_address,
+    first_slurm_node,
+    is_wanted,
+    warn_of_unknown,
+)
+from gradlane.training.rendezvous.incarnation import agree_on_start
+from gradlane.training.rendezvous.rendezvous import Meeting, first_difference
+from gradlane.training.rendezvous.tensor_table import build_table
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.models import Awkward
+from tests.training.model.ranks import run_ranks
+from tests.training.rendezvous.stores import bounded
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Place(0, 1, "default", 0)),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "TORCHELASTIC_RUN_ID": "run",
+                "TORCHELASTIC_RESTART_COUNT": "2",
+            },
+            Place(3, 4, "run", 2),
+        ),
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
+            Place(1, 8, "77", 0),
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Place(1, 2, "default", 0)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Place(0, 2, "default", 0)),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "9"},
+            Place(0, 2, "default", 0),
+        ),
+    ],
+)
+def test_place_from_the_environment(environment: dict[str, str], expected: Place) -> None:
+    assert find_place(environment) == expected
+
+
+def test_arguments_come_before_the_environment() -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
+    assert find_place(environment, rank=4, world_size=5, job="own") == Place(4, 5, "own", 0)
+
+
+def test_misspelt_variables_are_named_with_the_one_that_was_meant() -> None:
+    known = {"GRADLANE_SUMMARY": "0", "GRADLANE_SIMD": "scalar", "HOME": "/"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unknown(known)
+    with pytest.warns(
+        UserWarning, match="GRADLANE_SUMARY changes nothing.*GRADLANE_SUMMARY"
+    ) as told:
+        warn_of_unknown({**known, "GRADLANE_SUMARY": "0"})
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match="GRADLANE_WEATHER changes nothing.*known are"):
+        warn_of_unknown({"GRADLANE_WEATHER": "fine"})
+
+
+@pytest.mark.parametrize("text", ["flase", "2", "none"])
+def test_neither_yes_nor_no_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"GRADLANE_PACING is '{text}'; it must be 1 or 0"):
+        is_wanted(None, {"GRADLANE_PACING": text}, "GRADLANE_PACING")
+
+
+def test_a_meeting_leaves_nothing_in_the_store() -> None:
+    """A store lives as long as a job; sessions come and go in it."""
+    store = HashStore()
+    meetings = [Meeting(bounded(store), Place(rank, 3, "job", 0), 0, 5.0) for rank in range(3)]
+    for rank, meeting in enumerate(meetings):
+        meeting.put(f"address/{rank}", "here")
+        meeting.put(f"ending/{rank}", "well")
+        meeting.put(f"metrics/{rank}", "{}")
+    meetings[1].leave()
+    meetings[2].leave()
+    assert [meetings[0].peek(f"ending/{rank}") for rank in range(3)] == [b"well"] * 3
+    meetings[0].leave()
+    assert store.num_keys() == 0 and all(meeting.has_left for meeting in meetings)
+
+
+def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
+    meeting = Meeting(bounded(), Place(0, 2, "job", 0), 0, 0.05)
+    with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
+        meeting.get("word", 1)
+    meeting.connected(0.2, lambda: None)
+    with pytest.raises(ProgressTimeout, match=r"rank 1.*connected.*progress_timeout_s"):
+        meeting.get("word", 1)
+
+    def lost() -> None:
+        raise PeerLost("rank 1 was lost", 1)
+
+    meeting.connected(60.0, lost)
+    with pytest.raises(PeerLost, match="rank 1 was lost"):
+        meeting.get("word", 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "4"}, "set both"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not in a world of 2"),
+    ],
+)
+def test_bad_environments(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        find_place(environment)
+
+
+def test_store_address() -> None:
+    assert find_store_address({"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == ("a", 5)
+    assert find_store_address({"MASTER_ADDR": "a"}) == ("a", 29500)
+    slurm = {"SLURM_JOB_NODELIST": "gpu[03-05],x", "SLURM_JOB_ID": "41"}
+    assert find_store_address(slurm) == ("gpu03", 29541)
+    with pytest.raises(ValueError, match="no rendezvous store"):
+        find_store_address({})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("one", "one"),
+        ("one,two", "one"),
+        ("gpu[3,9-12]", "gpu3"),
+        ("gpu[003-005]-ib,x", "gpu003-ib"),
+    ],
+)
+def test_first_slurm_node(nodes: str, first: str) -> None:
+    assert first_slurm_node(nodes) == first
+
+
+def test_addresses() -> None:
+    assert addresses.interface_address("lo") == "127.0.0.1"
+    assert addresses.address_towards("127.0.0.1", 80) == "127.0.0.1"
+    assert addresses.endpoint("::1", 5) == "[::1]:5"
+    assert addresses.endpoint("10.0.0.1", 5) == "10.0.0.1:5"
+    assert addresses.resolve("localhost") in ("127.0.0.1", "::1")
+    with pytest.raises(ValueError, match="no network interface 'none0'; this machine has"):
+        addresses.interface_address("none0")
+
+
+def starts_of(store: Any, places: list[Place], timeout_s: float = 10.0) -> list[Any]:
+    """What all ranks agree on, each in a thread, or the error that each raised."""
+
+    def one(place: Place) -> Any:
+        try:
+            return agree_on_start(bounded(store), place, timeout_s)
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        return list(threads.map(one, places))
+
+
+def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
+    """As with torchrun on two nodes: the agent whose rank failed counts, the other one may not."""
+    store = HashStore()
+    seen = set()
+    for counts in ([0, 0, 0], [1, 0, 0], [1, 0, 0], [2, 2, 1]):
+        found = starts_of(
+            store, [Place(rank, 3, "job", count) for rank, count in enumerate(counts)]
+        )
+        assert found[0] == found[1] == found[2]
+        assert found[0].generation == counts[0]
+        seen.add(found[0].name)
+    assert len(seen) == 4, "what an earlier start has left is not read"
+
+
+def test_who_does_not_come_to_the_start_is_named() -> None:
+    places = [Place(rank, 3, "job", 0) for rank in range(3)]
+    first, second = starts_of(HashStore(), places[:2], timeout_s=0.3)
+    assert "rank 0 waited 0.3 s for rank 2 of job 'job'" in str(first)
+    assert str(second) == str(first)
+    (alone,) = starts_of(HashStore(), places[2:], timeout_s=0.1)
+    assert "rank 2 waited 0.1 s for rank 0" in str(alone)
+
+
+def meetings(count: int, timeout_s: float = 5.0) -> list[Meeting]:
+    store = HashStore()
+    return [
+        Meeting(bounded(store), Place(rank, count, "job", 0), 0, timeout_s) for rank in range(count)
+    ]
+
+
+def test_a_missing_rank_is_named() -> None:
+    first, _ = meetings(2, timeout_s=0.2)
+    with pytest.raises(gradlane.RendezvousError, match=r"waited 0\.2 s for rank 1"):
+        first.exchange_addresses("127.0.0.1", 1)
+
+
+def test_an_unreachable_loopback_address_is_named() -> None:
+    first, second = meetings(2)
+    second.put("address/1", '{"host": "127.0.0.1", "port": 5, "node": "elsewhere"}')
+    with pytest.raises(gradlane.RendezvousError, match="rank 1 on elsewhere advertises 127"):
+        first.exchange_addresses("10.0.0.1", 5)
+
+
+def test_secrets() -> None:
+    first, second = meetings(2)
+    drawn = first.secret(None)
+    assert second.secret(None) == drawn
+    assert len(drawn) == 64
+    first, second = meetings(2)
+    assert first.secret("own") == b"own"
+    assert second.secret("own") == b"own"
+    with pytest.raises(gradlane.RanksDiffer, match="GRADLANE_SECRET"):
+        second.secret(None)
+
+
+def table(model: nn.Module, **options: Any) -> dict[str, Any]:
+    return {"options": options, "tensors": [entry.row() for entry in build_table(model)]}
+
+
+def test_differences_are_named() -> None:
+    base = table(nn.Linear(3, 4), strategy="p3")
+    assert first_difference(base, table(nn.Linear(3, 4), strategy="p3"), 1) == ""
+    assert "strategy='p3', rank 1 has 'wfbp'" in first_difference(
+        base, table(nn.Linear(3, 4), strategy="wfbp"), 1
+    )
+    assert "('weight') has shape [4, 3] on rank 0" in first_difference(
+        base, table(nn.Linear(3, 5), strategy="p3"), 1
+    )
+    assert "1 on rank 1; the first that only one of them has is 'bias'" in first_difference(
+        base, table(nn.Linear(3, 4, bias=False), strategy="p3"), 1
+    )
+    transposed = nn.Linear(3, 4)
+    transposed.weight = nn.Parameter(torch.zeros(3, 4).t())
+    assert "has stride [3, 1] on rank 0" in first_difference(
+        base, table(transposed, strategy="p3"), 1
+    )
+
+
+def test_the_table_of_an_awkward_model() -> None:
+    entries = build_table(Awkward())
+    names = [entry.name for entry in entries]
+    trained = [entry.name for entry in entries if entry.trained]
+    assert names[: len(trained)] == trained
+    assert "decoder.weight" not in names, "tied to encoder.weight"
+    assert "empty" not in names
+    assert [entry.name for entry in entries if not entry.trained] == [
+        "frozen.weight",
+        "frozen.bias",
+        "mask",
+        "odd",
+    ]
+    odd = entries[-1]
+    assert odd.plan_row() == {"name": "odd", "numel": 48, "dtype": "u8", "role": "initial"}
+
+
+def test_mismatch_is_raised_on_every_rank() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(3, 3 + session.rank // 2)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    errors = run_ranks(3, body, expect_errors=True)
+    assert len({str(error) for error in errors}) == 1
+    for error in errors:
+        assert isinstance(error, gradlane.RanksDiffer)
+        assert "'weight'" in str(error)
+
+
+def test_a_rank_that_cannot_take_part_is_named_on_every_rank() -> None:
+    for culprit in (0, 1):
+
+        def body(session: Any, culprit: int = culprit) -> None:
+            model = nn.Linear(3, 3)
+            if session.rank == culprit:
+                model.weight = nn.Parameter(model.weight.to(torch.float8_e4m3fn))
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        errors = run_ranks(2, body, expect_errors=True)
+        assert all(isinstance(error, ValueError) for error in errors)
+        assert all("float8_e4m3fn" in str(error) for error in errors)
+        assert f"rank {culprit} cannot take part" in str(errors[1 - culprit])
+
+
+def test_sessions_one_after_another_do_not_meet() -> None:
+    store = HashStore()
+    core = FakeCore()
+    for _ in range(2):
+        with gradlane.init(store=store, rank=0, world_size=1, job="same", core=core) as session:
+            model = nn.Linear(2, 2)
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(core.worlds) == 2
+
+
+def test_a_closed_session_says_so() -> None:
+    session = gradlane.init(rank=0, world_size=1, core=FakeCore())
+    session.close()
+    session.close()
+    with pytest.raises(gradlane.SessionClosed, match="was closed"):
+        session.synchronize()
+    session = gradlane.init(rank=0, world_size=1, core=FakeCore())
+    session.abort("no reason")
+    with pytest.raises(gradlane.SessionClosed, match="given up: no reason"):
+        session.prepare(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_an_exception_in_one_rank_reaches_all_others() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for step in range(100):
+            if session.rank == 1 and step == 3:
+                raise KeyError("no such file")
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    errors = run_ranks(3, body, expect_errors=True)
+    assert isinstance(errors[1], KeyError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, gradlane.PeerLost)
+        assert error.rank == 1
+        assert "rank 1 gave up: KeyError: 'no such file'" in str(error)
+
+
+def test_a_timeout_is_a_timeout_error() -> None:
+    core = FakeCore(timeout_s=0.2)
+
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        core.world.held = {0}
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        session.synchronize()
+
+    (error,) = run_ranks(1, body, core=core, expect_errors=True)
+    assert isinstance(error, gradlane.ProgressTimeout)
+    assert isinstance(error, TimeoutError)
+
+
+def test_the_package_imports_without_torch() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import gradlane; "
+        "sys.exit(1 if 'torch' in sys.modules else 0)"
+    )
+    from pathlib import Path
+
+    sources = str(Path(gradlane.__file__).parent.parent)
+    assert subprocess.run([sys.executable, "-c", script, sources], timeout=60).returncode == 0
+
+
+def test_a_port_range_and_a_busy_port() -> None:
+    class Busy(FakeCore):
+        def refuse(self, host: str, port_low: int, port_high: int) -> Any:
+            raise OSError(98, "address already in use")
+
+        Listener: Any = refuse
+
+    session = gradlane.init(rank=0, world_size=1, core=Busy(), ports=(5000, 5001))
+    model = nn.Linear(2, 2)
+    with pytest.raises(gradlane.RendezvousError, match=r"ports 5000-5001.*already in use"):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session.close()
+    assert socket.gethostname()

@@ -1,0 +1,251 @@
+"""Rules for stragglers as they are written, what they do not go with, carrying and pacing alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gradlane.errors import UsageError
+from gradlane.lab.cluster.straggling import Bursts
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
+from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
+from gradlane.training.model.late_gradients import Carrying
+from gradlane.training.model.step_state import Phase
+from gradlane.training.model.steps import Steps
+from gradlane.training.monitoring.metrics import StepTimes, metrics_of
+from gradlane.training.monitoring.summary import summary_line
+from gradlane.training.options.options import Options
+from gradlane.training.options.stragglers import StragglerRule, check_schemes, parse_stragglers
+from gradlane.training.session.pace import at_pace
+
+
+def test_rules_are_read_and_given_to_the_core() -> None:
+    assert parse_stragglers("wait") is None
+    assert parse_stragglers("drop") == StragglerRule(0, None)
+    assert json.loads(StragglerRule().core_rule(4))["close"] == "spread"
+    assert parse_stragglers("backup=2") == StragglerRule(2)
+    core = json.loads(StragglerRule(2).core_rule(3))
+    assert core == {"close": {"backup": {"ranks": 2}}, "ahead_steps": 3}
+    assert json.loads(StragglerRule(0, 1.5).core_rule(4))["close"] == {"deadline": {"percent": 150}}
+    for wrong in ("", "drop=1", "drop=x", "backup", "backup=0", "backup=1.5", "late"):
+        with pytest.raises(ValueError, match="backup=1"):
+            parse_stragglers(wrong)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"strategy": "ring"}, "every rank's part"),
+        ({"strategy": "kvstore"}, "old results"),
+        ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
+        ({"update": "server"}, 'update="worker"'),
+        ({"factors": "sfb"}, "all ranks"),
+        ({"late": "keep"}, "discard, carry"),
+        ({"ahead_steps": 0}, "1 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(
+    others: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Options(**{"stragglers": "backup=1", **others})
+
+
+def test_plans_have_to_leave_gradients_on_servers() -> None:
+    check_schemes("backup=1", {"first.weight": "ps"})
+    check_schemes("wait", {"first.weight": "ring"})
+    with pytest.raises(ValueError, match="'ring' for 'first"):
+        check_schemes("drop", {"first.weight": "ring"})
+
+
+def test_numbers_of_ranks_are_checked() -> None:
+    Options(stragglers="backup=1", servers=2).check_world(2)
+    Options(stragglers="backup=1").check_world(1)
+    with pytest.raises(ValueError, match="at least one has to contribute"):
+        Options(stragglers="backup=2").check_world(2)
+    with pytest.raises(ValueError, match="there are 2 ranks"):
+        Options(servers=3).check_world(2)
+    with pytest.raises(ValueError, match="servers is 0; it must be 1 or more"):
+        Options(servers=0)
+    with pytest.raises(ValueError, match="nobody is late"):
+        Options(late="carry")
+
+
+def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
+    carrying = Carrying()
+
+    def give(index: int, value: float) -> float:
+        gradient = torch.full((3,), value)
+        carrying.before_give(index, gradient)
+        given = gradient.tolist()
+        # From now on it is the core's, and holds something else.
+        gradient.fill_(-1.0)
+        return float(given[0])
+
+    assert (give(0, 1.0), give(1, 5.0)) == (1.0, 5.0)
+    carrying.settle(was_in=False)
+    assert give(0, 2.0) == 3.0
+    carrying.settle(was_in=False)
+    assert give(0, 4.0) == 7.0
+    carrying.settle(was_in=True)
+    assert give(0, 1.0) == 1.0
+    assert give(1, 1.0) == 6.0, "it waits until there is a gradient to be added to"
+    carrying.settle(was_in=True)
+    assert give(1, 1.0) == 1.0
+
+
+class _Model:
+    """Passes the steps that it is told to."""
+
+    def __init__(self, passes: set[int]) -> None:
+        self.reads_averages = False
+        self._passes = passes
+        self._step = 0
+
+    def pass_step(self) -> bool:
+        self._step += 1
+        return self._step in self._passes
+
+
+def test_batches_of_passed_steps_are_left_out() -> None:
+    model, passed = _Model({2, 3, 6}), []
+    batches = at_pace(range(1, 8), lambda: [model], lambda: passed.append(model._step))
+    assert list(batches) == [1, 4, 5, 7]
+    assert passed == [2, 3, 6]
+
+
+class _Exchange:
+    """A rank that was left out of step 3, in time for the next or not."""
+
+    step = 3
+
+    def __init__(self, goes_on: bool) -> None:
+        self._goes_on = goes_on
+
+    def was_left_out(self) -> bool:
+        return True
+
+    def next_goes_on(self) -> bool:
+        return self._goes_on
+
+
+class _WaitedError(Exception):
+    pass
+
+
+class _LeftOut:
+    """As much of a model's steps as passing one touches before anything is taken."""
+
+    step = 3
+    _phase = Phase.PENDING
+
+    def __init__(self, goes_on: bool, meets: bool = False) -> None:
+        self._exchange = _Exchange(goes_on)
+        self._driver = SimpleNamespace(agreement=SimpleNamespace(is_due=lambda step: meets))
+
+    def raise_failure(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        raise _WaitedError
+
+
+def test_who_was_left_out_and_is_in_time_for_the_next_does_not_wait_for_its_whole_result() -> None:
+    # Waiting made it begin the next step later than the others, and be left out for good.
+    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=False))) is False
+    with pytest.raises(_WaitedError):
+        Steps.pass_step(cast(Any, _LeftOut(goes_on=True)))
+
+
+def test_a_step_that_all_begin_together_is_not_passed() -> None:
+    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=True, meets=True))) is False
+
+
+def test_who_reads_averages_passes_nothing_and_is_told() -> None:
+    model = _Model({1, 2})
+    model.reads_averages = True
+    with pytest.warns(UserWarning, match="clipping"):
+        assert list(at_pace(range(3), lambda: [model], None)) == [0, 1, 2]
+    with pytest.raises(UsageError, match="0 prepared models"):
+        list(at_pace(range(3), list, None))
+
+
+def test_the_lab_runs_each_strategy_of_gradlane_with_each_rule() -> None:
+    strategies = with_rules(parse_strategies("none,ddp-gloo,p3"), "wait,drop,backup=1")
+    texts = [strategy.text for strategy in strategies]
+    assert texts == ["none", "ddp-gloo", "p3", "p3/drop", "p3/backup=1"]
+    again = parse_strategy("p3/backup=1")
+    assert (again.setting, again.stragglers) == ("p3", "backup=1")
+    assert again == strategies[-1]
+    carries = parse_strategy("p3/drop=1.1:carry")
+    assert (carries.stragglers, carries.late) == ("drop=1.1", "carry")
+    wrongs = ("ddp-gloo/drop", "ring/drop", "asgd/drop", "p3/late", "p3/wait:carry", "p3/drop:keep")
+    for wrong in wrongs:
+        with pytest.raises(ValueError):
+            parse_strategy(wrong)
+
+
+def test_a_straggler_is_written_with_rank_and_share() -> None:
+    assert parse_straggler("rank=3,share=0.1") == StragglerSpec(3, 0.1, 0.5)
+    assert parse_straggler("rank=1, share=0.5, burst=0.02") == StragglerSpec(1, 0.5, 0.02)
+    for wrong in ("rank=3", "rank=x,share=0.1", "rank=1,share=1", "rank=1,share=0.1,burst=99", "3"):
+        with pytest.raises(ValueError, match="straggler is"):
+            parse_straggler(wrong)
+
+
+def test_bursts_stop_a_process_and_leave_it_running() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with Bursts(StragglerSpec(0, 0.5, 0.01), child.pid) as bursts:
+            bursts.begin()
+            bursts.begin()
+            deadline_s = time.monotonic() + 20
+            while bursts.count < 3:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.005)
+        # A stopped process would not end before it is continued.
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(20) == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_who_was_left_out_is_in_the_metrics_and_in_the_line_at_the_end() -> None:
+    steps: StepTimes = {
+        "count": 10,
+        "last_s": 0.1,
+        "mean_s": 0.1,
+        "median_s": 0.1,
+        "max_s": 0.1,
+        "wait_last_s": 0.0,
+        "wait_median_s": 0.0,
+        "wait_share": 0.0,
+    }
+
+    def row(steps: int, late: int, late_s: float) -> dict[str, float]:
+        return {
+            "left_out_steps": steps,
+            "late_count": late,
+            "left_out_late_s": late_s,
+            "late_s_max": late_s,
+            "late_step_max": late,
+        }
+
+    rows = [row(0, 0, 0.0), row(1, 0, 0.0), row(4, 2, 0.03)]
+    metrics = metrics_of(0, 3, steps, [{"step": 10, "decided_steps": 10, "left_out": rows}])
+    assert [one["left_out_share"] for one in metrics["left_out"]] == [0.0, 0.1, 0.4]
+    assert metrics["left_out"][2]["late_s_mean"] == pytest.approx(0.015)
+    line = summary_line(metrics, [])
+    assert line.endswith("steps that went on without: rank 2 40% (15 ms late), rank 1 10%")
+    none = metrics_of(0, 3, steps, [{"step": 10}])
+    assert none["left_out"] == [] and "without" not in summary_line(none, [])
