@@ -16,18 +16,18 @@ class UsageError(GradlaneError, RuntimeError):
     """Calls came in an order that has no meaning, such as two gradients in one step."""
 
 
-class SessionClosed(GradlaneError, RuntimeError):  # noqa: N818
+class SessionClosedError(GradlaneError, RuntimeError):
     """The session was closed or given up on this rank; nothing can be done with it any more."""
 
 
-class UnevenData(GradlaneError, RuntimeError):  # noqa: N818
+class UnevenDataError(GradlaneError, RuntimeError):
     """A rank ran out of data before another in `join(throw_on_early_termination=True)`.
 
     Raised on every rank in the same step, which is not taken; the session goes on.
     """
 
 
-class ArrayRefused(GradlaneError, ValueError):  # noqa: N818
+class ArrayRefusedError(GradlaneError, ValueError):
     """An array cannot be registered or pushed; nothing of it was sent.
 
     Attributes:
@@ -40,7 +40,7 @@ class ArrayRefused(GradlaneError, ValueError):  # noqa: N818
         self.what = what
 
 
-class RanksDiffer(GradlaneError, ValueError):  # noqa: N818
+class RanksDifferError(GradlaneError, ValueError):
     """The ranks do not agree on the model or the options; raised on every rank."""
 
 
@@ -52,7 +52,7 @@ class CheckpointError(GradlaneError, RuntimeError):
     """A checkpoint is damaged, incomplete, of another version, or another model's."""
 
 
-class SessionFailed(GradlaneError, RuntimeError):  # noqa: N818
+class SessionFailedError(GradlaneError, RuntimeError):
     """The session ended before its time and the parameters are not to be used.
 
     Attributes:
@@ -65,7 +65,7 @@ class SessionFailed(GradlaneError, RuntimeError):  # noqa: N818
         self.last_complete_step = last_complete_step
 
 
-class PeerLost(SessionFailed, ConnectionError):  # noqa: N818
+class PeerLostError(SessionFailedError, ConnectionError):
     """Another rank died, fell silent, gave up or broke the protocol.
 
     Attributes:
@@ -79,5 +79,5 @@ class PeerLost(SessionFailed, ConnectionError):  # noqa: N818
         self.rank = rank
 
 
-class ProgressTimeout(SessionFailed, TimeoutError):  # noqa: N818
+class ProgressTimeoutError(SessionFailedError, TimeoutError):
     """Ranks are alive but did not take part in a step for the progress timeout."""

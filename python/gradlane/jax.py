@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from gradlane.errors import ArrayRefused, UsageError
+from gradlane.errors import ArrayRefusedError, UsageError
 
 if TYPE_CHECKING:
     from gradlane.training.arrays.memory import HostArray
@@ -75,7 +75,7 @@ class MeanOverRanks:
             prefix: before each leaf's name, where a session averages several pytrees.
 
         Raises:
-            ArrayRefused: a leaf has no elements, or a dtype that cannot be averaged.
+            ArrayRefusedError: a leaf has no elements, or a dtype that cannot be averaged.
             ValueError: the order is none of these leaves.
             GradlaneError: the session has failed or is closed.
         """
@@ -101,7 +101,7 @@ class MeanOverRanks:
         """Return rank 0's values on every rank, before the first gradients; a collective call.
 
         Raises:
-            ArrayRefused: the leaves are not those that were registered.
+            ArrayRefusedError: the leaves are not those that were registered.
             GradlaneError: the session has failed or is closed, or the ranks differ.
         """
         for number, leaf in enumerate(self._leaves(params)):
@@ -118,7 +118,7 @@ class MeanOverRanks:
 
         Raises:
             UsageError: inside of `jax.jit` or another transformation.
-            ArrayRefused: a leaf is not as it was registered.
+            ArrayRefusedError: a leaf is not as it was registered.
             GradlaneError: the session has failed or is closed.
         """
         self.push(gradients)
@@ -137,7 +137,7 @@ class MeanOverRanks:
 
         Raises:
             UsageError: inside of `jax.jit` or another transformation.
-            ArrayRefused: a leaf is not as it was registered.
+            ArrayRefusedError: a leaf is not as it was registered.
             GradlaneError: the session has failed or is closed.
         """
         leaves = self._leaves(gradients)
@@ -177,7 +177,7 @@ class MeanOverRanks:
         leaves: list[Any]
         leaves, structure = jax.tree.flatten(tree)
         if structure != self._structure:
-            raise ArrayRefused(
+            raise ArrayRefusedError(
                 f"a pytree of structure {structure} was given, and {self._structure} registered",
                 "type",
             )
@@ -195,7 +195,7 @@ class MeanOverRanks:
                     "average it before that call"
                 )
             if not leaf.is_fully_addressable:
-                raise ArrayRefused(
+                raise ArrayRefusedError(
                     f"leaf {name} is spread over the devices of several processes, and this one "
                     "sees a part of it: average arrays that are whole in each process",
                     "device",
@@ -206,7 +206,7 @@ class MeanOverRanks:
         """Copy a leaf, once it is computed, into the session's memory."""
         memory = self._memory[number]
         if leaf.shape != memory.shape or leaf.dtype != memory.dtype:
-            raise ArrayRefused(
+            raise ArrayRefusedError(
                 f"leaf {self._names[number]} is {leaf.dtype} of shape {leaf.shape}, and was "
                 f"registered as {memory.dtype} of shape {memory.shape}",
                 "dtype" if leaf.shape == memory.shape else "shape",

@@ -54,7 +54,7 @@ def drawn(fault: str) -> Scenario:
 
 def ended(scenario: Scenario, text: str, **changes: object) -> Outcome:
     """What comes of a fault where every rank that is able to ends with one error."""
-    error = {"event": "error", "type": "PeerLost", "ours": True, "culprit": None, "text": text}
+    error = {"event": "error", "type": "PeerLostError", "ours": True, "culprit": None, "text": text}
     ends = [RankEnd(rank, 1, events=[error | changes]) for rank in range(scenario.world_size)]
     return Outcome(ends, is_reached=True)
 

@@ -59,7 +59,7 @@ def test_errors_with_words_from_elsewhere_escape_them(kind: type[Exception]) -> 
     """The words of another rank, of the store or of a file reach a terminal through these."""
     assert issubclass(kind, EscapedError)
     further: list[object] = []
-    if kind in (errors.PeerLost, errors.ArrayRefused):
+    if kind in (errors.PeerLostError, errors.ArrayRefusedError):
         further = [1]
     error = kind(HOSTILE, *further)
     assert str(error) == SHOWN

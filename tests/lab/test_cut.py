@@ -107,7 +107,7 @@ def test_a_pulled_cable_is_named_on_every_rank(tmp_path: Path) -> None:
             lambda: None,
             lambda: cluster.set_link(CUT, connected=False),
         )
-    for rank, text in enumerate(last_lines(told, "PeerLost")):
+    for rank, text in enumerate(last_lines(told, "PeerLostError")):
         assert "bytes) were outstanding" in text, text
         lost = [other for other in range(RANKS) if other != rank] if rank == CUT else [CUT]
         assert any(f"rank {other} was lost: silent for" in text for other in lost), text
@@ -120,7 +120,7 @@ def test_a_cut_link_is_named_alike_on_every_rank(tmp_path: Path, other: int) -> 
         told = train_until_the_end(
             tmp_path, cluster, lambda: None, lambda: cut_between(cluster, other, CUT)
         )
-    said = {text.partition(";")[0] for text in last_lines(told, "SessionFailed")}
+    said = {text.partition(";")[0] for text in last_lines(told, "SessionFailedError")}
     (text,) = said
     assert text.startswith(f"the link between rank {other} and rank {CUT} is cut"), text
 

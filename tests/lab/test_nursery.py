@@ -9,7 +9,6 @@ from gradlane.lab.cluster.fork_server import running_nursery
 from gradlane.lab.cluster.namespaces import Cluster
 from tests.namespaces import needs_namespaces
 from tests.paths import ROOT
-from tests.training.model.nursery import 
 
 
 @needs_namespaces

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradlane import PeerLost, ProgressTimeout, UsageError
+from gradlane import PeerLostError, ProgressTimeoutError, UsageError
 from tests.loop_fuzzing.description import Action, Block, Loop, Model, Optimizer
 from tests.loop_fuzzing.generate import generate
 from tests.loop_fuzzing.mutations import MUTATIONS, Mutation, loops_to_find
@@ -71,7 +71,7 @@ def test_oddities_may_be_refused_only_in_their_step() -> None:
     loop = _loop_of("write_buffer", how="data", value=0.25)
     expected: list[list[Note]] = [[], []]
     refusal = UsageError("not so")
-    lost = PeerLost("rank 0 gave up", 0)
+    lost = PeerLostError("rank 0 gave up", 0)
 
     def kind(*ends: tuple[int, Exception | None]) -> str:
         return compare(loop, expected, [Outcome([], *one) for one in ends]).kind
@@ -83,19 +83,19 @@ def test_oddities_may_be_refused_only_in_their_step() -> None:
     assert kind((4, refusal), (4, lost)).startswith("UsageError")
     assert kind((2, refusal), (4, None)) == "refused on some ranks"
     assert kind((1, AttributeError("no")), (2, lost)).startswith("foreign AttributeError")
-    assert kind((1, ProgressTimeout("no progress")), (2, lost)) == "hangs"
+    assert kind((1, ProgressTimeoutError("no progress")), (2, lost)) == "hangs"
 
 
 def test_what_is_documented_as_right_may_not_be_refused() -> None:
     loop = _loop_of("look_at_kept", via="parameters", how="clone")
-    ends = [Outcome([], 1, UsageError("not so")), Outcome([], 2, PeerLost("gave up", 0))]
+    ends = [Outcome([], 1, UsageError("not so")), Outcome([], 2, PeerLostError("gave up", 0))]
     assert compare(loop, [[], []], ends).kind.startswith("UsageError")
 
 
 def test_a_rank_that_does_nothing_odd_may_not_refuse() -> None:
     odd = Action("look_at_gradients", 0, (0,), {"via": "kept", "how": "clone"})
     loop = _loop_of(odd)
-    lost = Outcome([], 2, PeerLost("gave up", 0))
+    lost = Outcome([], 2, PeerLostError("gave up", 0))
     refused = Outcome([], 1, UsageError("not so"))
     assert compare(loop, [[], []], [refused, lost]).kind == "refused"
     assert compare(loop, [[], []], [lost, refused]).kind.startswith("UsageError")

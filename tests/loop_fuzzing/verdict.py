@@ -87,7 +87,7 @@ def compare(loop: Loop, expected: list[list[Note]], outcomes: list[Outcome]) -> 
     if not errors:
         return _compare_ends(loop, outcomes)
     # The others only repeat what the first one gave up for.
-    own = [error for error in errors if not isinstance(error, gradlane.PeerLost)] or errors
+    own = [error for error in errors if not isinstance(error, gradlane.PeerLostError)] or errors
     for error in own:
         if not _is_refusal(error, loop.strange):
             return Verdict(f"{type(error).__name__}: {_head(error)}", "".join(_trace(error)))
@@ -101,11 +101,11 @@ def _alarm(outcomes: list[Outcome]) -> Verdict | None:
         if error is None:
             continue
         text = f"rank {rank}, action {outcome.action}: {''.join(_trace(error))}"
-        if isinstance(error, (TimeoutError, gradlane.ProgressTimeout)):
+        if isinstance(error, (TimeoutError, gradlane.ProgressTimeoutError)):
             return Verdict("hangs", text)
         if not isinstance(error, (gradlane.GradlaneError, ValueError)):
             return Verdict(f"foreign {type(error).__name__}: {_head(error)}", text)
-        if "broke off in step" in str(error) and not isinstance(error, gradlane.PeerLost):
+        if "broke off in step" in str(error) and not isinstance(error, gradlane.PeerLostError):
             return Verdict(f"broke off: {_head(error)}", text)
     return None
 
@@ -118,7 +118,7 @@ def _refused_oddity(
         (rank, outcome)
         for rank, outcome in enumerate(outcomes)
         if outcome.error is not None
-        and not isinstance(outcome.error, gradlane.PeerLost)
+        and not isinstance(outcome.error, gradlane.PeerLostError)
         and not _is_refusal(outcome.error, loop.strange)
     ]
     for span in spans(loop):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, cast
 
-from gradlane.errors import GradlaneError, PeerLost, ProgressTimeout, SessionFailed
+from gradlane.errors import GradlaneError, PeerLostError, ProgressTimeoutError, SessionFailedError
 
 CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
 """((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
@@ -315,7 +315,7 @@ def load_core() -> CoreModule:
         ) from error
 
 
-def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFailed:
+def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFailedError:
     """Turn a channel's error into one of the package's.
 
     Args:
@@ -329,7 +329,7 @@ def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFa
     rank = arguments[2] if len(arguments) > 2 else None
     text = f"{message} (noticed while {where}); restart from the last checkpoint"
     if isinstance(error, core.ChannelTimeout):
-        return ProgressTimeout(text, last_complete_step)
+        return ProgressTimeoutError(text, last_complete_step)
     if rank is not None:
-        return PeerLost(text, rank, last_complete_step)
-    return SessionFailed(text, last_complete_step)
+        return PeerLostError(text, rank, last_complete_step)
+    return SessionFailedError(text, last_complete_step)

@@ -172,7 +172,7 @@ def test_different_plans_are_refused_on_every_rank_by_name(
         ([one, "auto", one], [one.digest, "rank 1 auto"]),
     ]:
         for error in pool.run(f"{MODULE}:given", plans=plans, sizes=[3, 3, 3]):
-            assert error.startswith("RanksDiffer: ")
+            assert error.startswith("RanksDifferError: ")
             assert all(word in error for word in words), error
 
 

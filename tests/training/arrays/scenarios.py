@@ -164,7 +164,7 @@ def refused(store: Any, rank: int, world_size: int, job: str) -> list[str]:
         ):
             try:
                 session.push("w", unfit)
-            except gradlane.ArrayRefused as error:
+            except gradlane.ArrayRefusedError as error:
                 said.append(f"{error.what}: {error}")
         session.push("w", np.zeros((4, 2), np.float32))
         for call in (
@@ -190,7 +190,7 @@ def differing(store: Any, rank: int, world_size: int, job: str) -> str:
     session.register("w", (2, 2 + rank), "float32")
     try:
         session.push("w", np.zeros((2, 2 + rank), np.float32))
-    except gradlane.RanksDiffer as error:
+    except gradlane.RanksDifferError as error:
         session.close()
         return str(error)
     raise AssertionError("the ranks differ")
@@ -213,11 +213,11 @@ def lost(store: Any, rank: int, world_size: int, job: str) -> str:
         try:
             session.push("w", np.zeros(2, np.float32))
             session.wait("w")
-        except gradlane.PeerLost as error:
+        except gradlane.PeerLostError as error:
             said.append(f"{error.rank} {error.last_complete_step} {error}")
     try:
         session.close()
-    except gradlane.PeerLost:
+    except gradlane.PeerLostError:
         said.append("close")
     return " | ".join(said)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradlane.errors import ArrayRefused, UsageError
+from gradlane.errors import ArrayRefusedError, UsageError
 from gradlane.training.arrays.dlpack import read_dlpack
 from gradlane.training.arrays.memory import borrow, dtype_name, make_slot
 from gradlane.training.core import load_core
@@ -128,7 +128,7 @@ def test_an_array_that_cannot_say_whether_it_may_be_written_is_copied() -> None:
 def test_what_cannot_be_averaged_is_not_registered(
     shape: tuple[int, ...], dtype: object, what: str
 ) -> None:
-    with pytest.raises(ArrayRefused) as refusal:
+    with pytest.raises(ArrayRefusedError) as refusal:
         make_slot("w", shape, dtype, 0)
     assert refusal.value.what == what
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.errors import PeerLost, ProgressTimeout
+from gradlane.errors import PeerLostError, ProgressTimeoutError
 from gradlane.training.core import load_core
 from gradlane.training.rendezvous.deadline import Patience
 from tests.built import needs_core
@@ -98,10 +98,10 @@ def test_who_evaluates_for_too_long_is_named_with_the_option(check_every: int) -
         connect_timeout_s=20.0, progress_timeout_s=1.0, check_every=check_every
     )
     first, second = results
-    assert isinstance(second, ProgressTimeout), results
+    assert isinstance(second, ProgressTimeoutError), results
     assert "rank 0" in str(second) and "progress_timeout_s" in str(second)
     # Who comes back hears that the others have given up.
-    assert isinstance(first, PeerLost), results
+    assert isinstance(first, PeerLostError), results
 
 
 def _with_an_evaluation(**options: Any) -> list[Any]:

@@ -213,7 +213,7 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
 
     errors = run_apart(2, body, expect_errors=True)
     assert any(
-        isinstance(error, gradlane.RanksDiffer) and "session.synchronize()" in str(error)
+        isinstance(error, gradlane.RanksDifferError) and "session.synchronize()" in str(error)
         for error in errors
     )
 

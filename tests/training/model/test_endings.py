@@ -81,7 +81,7 @@ def test_others_name_the_rank(nursery: Nursery, tmp_path: Path, ending: str, wor
         assert code == 1, errors
         assert "step 2" in output
         # The last line of a traceback is the error itself.
-        line = [one for one in errors.splitlines() if "gradlane.errors.PeerLost" in one][-1]
+        line = [one for one in errors.splitlines() if "gradlane.errors.PeerLostError" in one][-1]
         assert words in line
         # What rank 2 still owed of step 3 may be cut off by its end.
         assert re.search(r"last complete step: [23] ", line)
@@ -148,7 +148,7 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert [process.returncode for process in processes] == [1, 1]
-    assert "PeerLost: rank 1 gave up: ArithmeticError" in errors[0]
+    assert "PeerLostError: rank 1 gave up: ArithmeticError" in errors[0]
 
 
 def test_torchrun_restarts_find_each_other(nursery: Nursery, tmp_path: Path) -> None:

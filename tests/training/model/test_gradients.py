@@ -323,7 +323,7 @@ def test_one_rank_steps_and_another_zeroes() -> None:
             optimizer.zero_grad()
 
     for error in run_ranks(3, body, expect_errors=True):
-        assert isinstance(error, gradlane.SessionFailed)
+        assert isinstance(error, gradlane.SessionFailedError)
         assert "the ranks ended step 2 differently" in str(error)
         assert "ranks 0, 2 called optimizer.step(); rank 1 forgot the gradients" in str(error)
 
@@ -343,7 +343,7 @@ def test_a_last_step_that_ends_differently() -> None:
         session.close()
 
     first, second = run_ranks(2, body, core=FakeCore(), expect_errors=True)
-    assert isinstance(first, gradlane.SessionFailed)
+    assert isinstance(first, gradlane.SessionFailedError)
     assert "the ranks ended step 3 differently: rank 0 called optimizer.step()" in str(first)
     assert second is None
 
@@ -359,7 +359,7 @@ def test_learning_rates_that_differ() -> None:
             optimizer.zero_grad()
 
     for error in run_ranks(2, body, expect_errors=True):
-        assert isinstance(error, gradlane.SessionFailed)
+        assert isinstance(error, gradlane.SessionFailedError)
         assert "hyper-parameters in step 3 differ between rank 0 and rank 1" in str(error)
 
 

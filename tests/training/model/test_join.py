@@ -131,7 +131,7 @@ def test_a_scheduler_that_counts_unlike_batches_is_noticed() -> None:
                     scheduler.step()
 
     for error in run_ranks(2, body, expect_errors=True):
-        assert isinstance(error, gradlane.SessionFailed)
+        assert isinstance(error, gradlane.SessionFailedError)
         assert "one that counts batches needs the same count" in str(error)
 
 
@@ -152,7 +152,7 @@ def test_all_ranks_stop_in_the_same_step(defer: bool | None, count: int) -> None
                     optimizer.zero_grad()
 
         with (
-            pytest.raises(gradlane.UnevenData, match=r"rank \d stops with all others"),
+            pytest.raises(gradlane.UnevenDataError, match=r"rank \d stops with all others"),
             session.join(throw_on_early_termination=True),
         ):
             train(range(1, 4 if session.rank == 1 else 9))
@@ -194,7 +194,7 @@ def test_a_rank_that_trains_outside_of_the_join() -> None:
             optimizer.step()
 
     _, second = run_ranks(2, body, expect_errors=True)
-    assert isinstance(second, gradlane.SessionFailed)
+    assert isinstance(second, gradlane.SessionFailedError)
     assert "rank 0 has come to the end of session.join() before step 1" in str(second)
 
 
@@ -211,7 +211,7 @@ def test_a_rank_is_lost_while_others_go_along() -> None:
                 raise ArithmeticError("the loss is not a number")
 
     first, second = run_ranks(2, body, core=core, expect_errors=True)
-    assert isinstance(first, gradlane.PeerLost)
+    assert isinstance(first, gradlane.PeerLostError)
     assert isinstance(second, ArithmeticError)
 
 

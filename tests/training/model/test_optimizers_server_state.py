@@ -216,7 +216,7 @@ def test_ranks_that_load_different_states_are_told() -> None:
         run_steps(session, model, optimizer, 3, 3)
 
     errors = run_ranks(2, body, update="server", expect_errors=True)
-    assert any(isinstance(error, gradlane.RanksDiffer) for error in errors)
+    assert any(isinstance(error, gradlane.RanksDifferError) for error in errors)
     assert "have loaded different optimizer states" in "".join(map(str, errors))
 
 
@@ -228,7 +228,7 @@ def test_ranks_that_prepare_with_different_states_are_told() -> None:
             awkward_loss(model, 0, 1).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(gradlane.RanksDiffer, match="optimizer_state"):
+        with pytest.raises(gradlane.RanksDifferError, match="optimizer_state"):
             session.prepare(model, optimizer)
 
     run_ranks(2, body, update="server")
@@ -249,9 +249,9 @@ def test_a_collective_call_on_one_rank_only_is_named(call: str) -> None:
 
     optimizer_state = torch.optim.Adam(seeded(Awkward).parameters()).state_dict()
     errors = run_ranks(2, body, update="server", progress_timeout_s=1.0, expect_errors=True)
-    assert isinstance(errors[0], gradlane.SessionFailed)
+    assert isinstance(errors[0], gradlane.SessionFailedError)
     assert f'{call}() with update="server" is a collective call, which rank 1' in str(errors[0])
-    assert isinstance(errors[1], gradlane.SessionFailed)
+    assert isinstance(errors[1], gradlane.SessionFailedError)
 
 
 def test_an_optimizer_whose_state_stayed_behind_does_not_go_on() -> None:

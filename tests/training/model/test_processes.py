@@ -220,9 +220,9 @@ def test_loops_equal_the_reference(pool: RankPool, name: str, strategy: str) -> 
 
 def test_a_rank_that_gives_up_while_others_go_along(pool: RankPool) -> None:
     results = pool.run("lost_in_join", ranks=3)
-    assert results[1].startswith("SessionClosed")
+    assert results[1].startswith("SessionClosedError")
     for rank in (0, 2):
-        assert results[rank].startswith("PeerLost: rank 1 gave up: the test says so")
+        assert results[rank].startswith("PeerLostError: rank 1 gave up: the test says so")
 
 
 def test_synchronized_batch_norm_needs_an_accelerator(pool: RankPool) -> None:

@@ -329,13 +329,13 @@ def test_after_a_failure_nothing_can_be_read() -> None:
         probe.world.fail("rank 3 lost: connection reset; '1.weight' outstanding", 3, last=0)
         model = probe.model
         for read in (model.state_dict, lambda: list(model.parameters()), probe.optimizer.step):
-            with pytest.raises(gradlane.PeerLost, match=r"rank 3 lost.*'1\.weight'") as caught:
+            with pytest.raises(gradlane.PeerLostError, match=r"rank 3 lost.*'1\.weight'") as caught:
                 read()
             assert caught.value.rank == 3
             assert caught.value.last_complete_step == 0
-        with pytest.raises(gradlane.PeerLost):
+        with pytest.raises(gradlane.PeerLostError):
             model[0].weight  # noqa: B018
-        with pytest.raises(gradlane.PeerLost):
+        with pytest.raises(gradlane.PeerLostError):
             model(torch.ones(1, 2))
 
     core = FakeCore(timeout_s=5.0)
@@ -344,7 +344,7 @@ def test_after_a_failure_nothing_can_be_read() -> None:
         body(Probe(session, core, two_layers()))
 
     (error,) = run_ranks(1, run, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.PeerLost)
+    assert isinstance(error, gradlane.PeerLostError)
 
 
 def test_an_optimizer_that_breaks_off_leaves_nothing_readable() -> None:
@@ -362,11 +362,13 @@ def test_an_optimizer_that_breaks_off_leaves_nothing_readable() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         for _ in range(2):
-            with pytest.raises(gradlane.SessionFailed, match="broke off in step 1 with Arithmetic"):
+            with pytest.raises(
+                gradlane.SessionFailedError, match="broke off in step 1 with Arithmetic"
+            ):
                 model.state_dict()
 
     (error,) = run_ranks(1, body, expect_errors=True)
-    assert isinstance(error, gradlane.SessionFailed)
+    assert isinstance(error, gradlane.SessionFailedError)
 
 
 @compiles
@@ -434,7 +436,7 @@ def test_after_a_failure_compiled_code_reads_nothing() -> None:
         probe.model[0](torch.ones(1, 2))
         probe.world.fail("rank 3 lost: connection reset; '1.weight' outstanding", 3, last=0)
         for layer in (1, 0):
-            with pytest.raises(gradlane.PeerLost):
+            with pytest.raises(gradlane.PeerLostError):
                 probe.model[layer](torch.ones(1, 2))
 
     core = FakeCore(timeout_s=5.0)
@@ -443,7 +445,7 @@ def test_after_a_failure_compiled_code_reads_nothing() -> None:
         body(Probe(session, core, two_layers()))
 
     (error,) = run_ranks(1, run, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.PeerLost)
+    assert isinstance(error, gradlane.PeerLostError)
 
 
 @compiles

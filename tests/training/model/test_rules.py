@@ -66,7 +66,7 @@ def test_a_gradient_after_the_last_one_that_was_expected() -> None:
     assert isinstance(first, gradlane.UsageError)
     assert re.search(r"'[01]\.(weight|bias)' got another gradient in step 2", str(first))
     assert "session.no_sync()" in str(first)
-    assert isinstance(second, gradlane.PeerLost)
+    assert isinstance(second, gradlane.PeerLostError)
     assert "rank 0 gave up" in str(second) and "another gradient in step 2" in str(second)
 
 

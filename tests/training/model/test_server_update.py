@@ -223,13 +223,15 @@ def test_learning_rate_changed_too_late() -> None:
         model, optimizer = prepared(session)
         backward(model)
         optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(gradlane.SessionFailed, match="changed between the first gradient and"):
+        with pytest.raises(
+            gradlane.SessionFailedError, match="changed between the first gradient and"
+        ):
             optimizer.step()
-        with pytest.raises(gradlane.SessionFailed):
+        with pytest.raises(gradlane.SessionFailedError):
             model.state_dict()
 
     (error,) = run_ranks(1, body, update="server", expect_errors=True)
-    assert isinstance(error, gradlane.SessionFailed)
+    assert isinstance(error, gradlane.SessionFailedError)
 
 
 def test_forward_before_step() -> None:

@@ -376,5 +376,5 @@ def test_a_sample_of_the_parameters_is_compared_by_default() -> None:
             optimizer.zero_grad()
 
     for error in run_ranks(2, body, expect_errors=True):
-        assert isinstance(error, gradlane.SessionFailed)
+        assert isinstance(error, gradlane.SessionFailedError)
         assert "parameters of rank 0 and rank 1 differ after step 100 ('1.weight' on" in str(error)

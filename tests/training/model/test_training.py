@@ -433,5 +433,5 @@ def test_check_every_names_the_parameter_that_differs() -> None:
 
     errors = run_ranks(2, body, check_every=2, expect_errors=True)
     for error in errors:
-        assert isinstance(error, gradlane.SessionFailed)
+        assert isinstance(error, gradlane.SessionFailedError)
     assert "'bias' differs between rank 0 and rank 1 after step 4" in str(errors[0])

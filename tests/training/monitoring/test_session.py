@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.errors import SessionClosed
+from gradlane.errors import SessionClosedError
 from gradlane.training.core import load_core
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 from tests.built import needs_core
@@ -251,7 +251,7 @@ def test_forked_children_report_nothing() -> None:
             code = 3
             try:
                 session.metrics()
-            except SessionClosed:
+            except SessionClosedError:
                 code = 0 if session.prometheus_port is None else 4
             finally:
                 os._exit(code)

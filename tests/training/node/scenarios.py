@@ -237,7 +237,7 @@ def another_block(store: Any, rank: int, world_size: int, job: str, local: str) 
         model = nn.Linear(3, 3)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         session.close()
-    except gradlane.RanksDiffer as error:
+    except gradlane.RanksDifferError as error:
         return str(error)
     finally:
         del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
@@ -279,7 +279,7 @@ def lost(
                     os._exit(0)
                 optimizer.step()
                 optimizer.zero_grad()
-    except gradlane.PeerLost as error:
+    except gradlane.PeerLostError as error:
         return [error.rank, error.last_complete_step, str(error), time.monotonic() - begun_s]
     raise AssertionError("nobody was lost")
 

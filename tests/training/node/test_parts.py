@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from gradlane.errors import RanksDiffer
+from gradlane.errors import RanksDifferError
 from gradlane.training.node.failure import Failure, from_between_nodes, marked
 from gradlane.training.node.layout import Layout, agree_on_layout
 from gradlane.training.node.shares import ELEMENT_BYTES, cut, memory_bytes, rows_of
@@ -85,7 +85,7 @@ def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> lis
         environment = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
         try:
             found.append(agree_on_layout(Options(local=local), meetings[rank], environment))
-        except RanksDiffer as error:
+        except RanksDifferError as error:
             found.append(str(error))
     return found
 

@@ -19,8 +19,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
-from gradlane.errors import PeerLost, RendezvousError
-from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLost
+from gradlane.errors import PeerLostError, RendezvousError
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadlock import Standstill
 from gradlane.training.rendezvous.environment import Place
 from gradlane.training.rendezvous.rendezvous import Meeting, open_store
@@ -139,12 +139,12 @@ def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
     call: Callable[[Meeting], Any],
 ) -> None:
     meeting = Meeting(frozen(), Place(1, 2, "job", 0), 0, PATIENCE_S)
-    with pytest.raises(StoreLost, match=r"host:5, which rank 0 keeps, does not answer"):
+    with pytest.raises(StoreLostError, match=r"host:5, which rank 0 keeps, does not answer"):
         call(meeting)
     # A store that is lost is not asked again.
     begun_s = time.monotonic()
     for _ in range(20):
-        with pytest.raises(StoreLost):
+        with pytest.raises(StoreLostError):
             meeting.get("word", 0)
         meeting.drop("word")
     meeting.leave()
@@ -153,13 +153,13 @@ def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
 
 def test_waits_for_the_store_hear_of_the_end_of_the_session() -> None:
     def lost() -> None:
-        raise PeerLost("rank 0 was lost: silent", 0)
+        raise PeerLostError("rank 0 was lost: silent", 0)
 
     meeting = Meeting(frozen(PATIENCE_S), Place(1, 2, "job", 0), 0, PATIENCE_S)
     meeting.connected(PATIENCE_S, lost)
-    with pytest.raises(PeerLost, match="silent"):
+    with pytest.raises(PeerLostError, match="silent"):
         meeting.put("word", "1")
-    with pytest.raises(PeerLost, match="silent"):
+    with pytest.raises(PeerLostError, match="silent"):
         meeting.peek("word")
 
 
@@ -172,14 +172,14 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
 
     def lost() -> None:
         if next(looks, 0) == 0:
-            raise PeerLost("rank 0 was lost: it closed the connection", 0)
+            raise PeerLostError("rank 0 was lost: it closed the connection", 0)
 
     store = BoundedStore.around(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
-    with pytest.raises(StoreLost) as told:
+    with pytest.raises(StoreLostError) as told:
         store.read("word")
     assert str(told.value).endswith("(Connection reset by peer)")
     assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
-    with pytest.raises(PeerLost, match="it closed"):
+    with pytest.raises(PeerLostError, match="it closed"):
         store.read("word", look=lost)
 
 
@@ -189,10 +189,10 @@ def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names()
 
     def look() -> None:
         if time.monotonic() - begun_s > 1.3:
-            raise PeerLost("the link between rank 0 and rank 1 is cut", 0)
+            raise PeerLostError("the link between rank 0 and rank 1 is cut", 0)
 
     for call in (lambda: store.count("word", look=look), lambda: store.read("word", look=look)):
-        with pytest.raises(PeerLost, match="link"):
+        with pytest.raises(PeerLostError, match="link"):
             call()
 
 
@@ -226,7 +226,7 @@ def test_the_thread_ends_with_its_store() -> None:
     assert store.claim("word", "3") == "1" and store.claim("new", "3") == "3"
     store.close()
     assert len(names()) == before
-    with pytest.raises(StoreLost):
+    with pytest.raises(StoreLostError):
         store.read("word")
 
 
@@ -300,7 +300,7 @@ def test_a_host_that_stands_still_holds_up_no_process(nursery: Nursery, tmp_path
         os.kill(host, signal.SIGKILL)
     assert user.returncode == 0
     where = f"127.0.0.1:{port}, which the launcher's agent on rank 0's host keeps,"
-    assert printed.startswith("StoreLost rank 1: the rendezvous store at " + where)
+    assert printed.startswith("StoreLostError rank 1: the rendezvous store at " + where)
     assert "does not answer" in printed
 
 

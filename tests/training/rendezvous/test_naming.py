@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 import gradlane
 from gradlane.errors import RendezvousError
 from gradlane.training.checkpoints.manager import Checkpoints
-from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.environment import Place
 from gradlane.training.rendezvous.rendezvous import Meeting
 from tests.training.model.fake_core import FakeCore
@@ -70,7 +70,7 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
 
     def lost(checkpoints: Checkpoints, prepared: Any, meeting: Meeting) -> None:
         if meeting.place.rank == 1:
-            raise StoreLost("rank 1: the rendezvous store does not answer")
+            raise StoreLostError("rank 1: the rendezvous store does not answer")
         follow(checkpoints, prepared, meeting)
 
     monkeypatch.setattr(Checkpoints, "follow", lost)
@@ -83,8 +83,8 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
         session.synchronize()
 
     first, second = run_ranks(2, body, expect_errors=True, checkpoint=tmp_path)
-    assert isinstance(second, StoreLost)
-    assert "rank 1 gave up: StoreLost" in str(first) and "store does not answer" in str(first)
+    assert isinstance(second, StoreLostError)
+    assert "rank 1 gave up: StoreLostError" in str(first) and "store does not answer" in str(first)
 
 
 def give_up_on(store: HashStore, rank: int, missing: int) -> str:
@@ -172,7 +172,7 @@ def test_a_wrong_turn_is_no_loss() -> None:
         Meeting(bounded(store, rank), Place(rank, 2, "job", 0), 0, 30.0) for rank in range(2)
     )
     first.secret("own")
-    with pytest.raises(gradlane.RanksDiffer):
+    with pytest.raises(gradlane.RanksDifferError):
         second.secret(None)
     with pytest.raises(RendezvousError, match="rank 0 has a secret of its own"):
         first.exchange_addresses("127.0.0.1", 1)

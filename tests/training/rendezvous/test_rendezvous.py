@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
-from gradlane.errors import PeerLost, ProgressTimeout, RendezvousError
+from gradlane.errors import PeerLostError, ProgressTimeoutError, RendezvousError
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import (
     Place,
@@ -106,14 +106,14 @@ def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
         meeting.get("word", 1)
     meeting.connected(0.2, lambda: None)
-    with pytest.raises(ProgressTimeout, match=r"rank 1.*connected.*progress_timeout_s"):
+    with pytest.raises(ProgressTimeoutError, match=r"rank 1.*connected.*progress_timeout_s"):
         meeting.get("word", 1)
 
     def lost() -> None:
-        raise PeerLost("rank 1 was lost", 1)
+        raise PeerLostError("rank 1 was lost", 1)
 
     meeting.connected(60.0, lost)
-    with pytest.raises(PeerLost, match="rank 1 was lost"):
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
         meeting.get("word", 1)
 
 
@@ -226,7 +226,7 @@ def test_secrets() -> None:
     first, second = meetings(2)
     assert first.secret("own") == b"own"
     assert second.secret("own") == b"own"
-    with pytest.raises(gradlane.RanksDiffer, match="GRADLANE_SECRET"):
+    with pytest.raises(gradlane.RanksDifferError, match="GRADLANE_SECRET"):
         second.secret(None)
 
 
@@ -278,7 +278,7 @@ def test_mismatch_is_raised_on_every_rank() -> None:
     errors = run_ranks(3, body, expect_errors=True)
     assert len({str(error) for error in errors}) == 1
     for error in errors:
-        assert isinstance(error, gradlane.RanksDiffer)
+        assert isinstance(error, gradlane.RanksDifferError)
         assert "'weight'" in str(error)
 
 
@@ -311,11 +311,11 @@ def test_a_closed_session_says_so() -> None:
     session = gradlane.init(rank=0, world_size=1, core=FakeCore())
     session.close()
     session.close()
-    with pytest.raises(gradlane.SessionClosed, match="was closed"):
+    with pytest.raises(gradlane.SessionClosedError, match="was closed"):
         session.synchronize()
     session = gradlane.init(rank=0, world_size=1, core=FakeCore())
     session.abort("no reason")
-    with pytest.raises(gradlane.SessionClosed, match="given up: no reason"):
+    with pytest.raises(gradlane.SessionClosedError, match="given up: no reason"):
         session.prepare(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 
@@ -334,7 +334,7 @@ def test_an_exception_in_one_rank_reaches_all_others() -> None:
     errors = run_ranks(3, body, expect_errors=True)
     assert isinstance(errors[1], KeyError)
     for error in (errors[0], errors[2]):
-        assert isinstance(error, gradlane.PeerLost)
+        assert isinstance(error, gradlane.PeerLostError)
         assert error.rank == 1
         assert "rank 1 gave up: KeyError: 'no such file'" in str(error)
 
@@ -352,7 +352,7 @@ def test_a_timeout_is_a_timeout_error() -> None:
         session.synchronize()
 
     (error,) = run_ranks(1, body, core=core, expect_errors=True)
-    assert isinstance(error, gradlane.ProgressTimeout)
+    assert isinstance(error, gradlane.ProgressTimeoutError)
     assert isinstance(error, TimeoutError)
 
 

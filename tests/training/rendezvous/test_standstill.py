@@ -82,7 +82,7 @@ def test_both_ranks_hear_of_it() -> None:
         torch.nn.utils.clip_grad_norm_(models[session.rank].parameters(), 1.0)
 
     errors = run_ranks(2, body, expect_errors=True)
-    assert all(isinstance(error, gradlane.SessionFailed) for error in errors)
+    assert all(isinstance(error, gradlane.SessionFailedError) for error in errors)
     for error in errors:
         assert "rank 0 waits for the gradients of model 1" in str(error)
         assert "rank 1 waits for the gradients of model 2" in str(error)

@@ -86,7 +86,7 @@ def test_checkpoints_are_of_the_ranks_that_train(pool: RankPool, tmp_path: Path)
 
 def test_who_disagrees_is_named_everywhere(pool: RankPool) -> None:
     results = pool.run(f"{MODULE}:disagree", ranks=3)
-    assert all(result.startswith("RanksDiffer") for result in results), results
+    assert all(result.startswith("RanksDifferError") for result in results), results
     assert all("rank 0 has workers=2, rank 2 has 1" in result for result in results), results
 
 
@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_by_all_others(
         for rank in {0, 1, 2} - {victim}:
             assert program.wait(rank) == 1, program.errors(rank)
             lines = program.errors(rank).splitlines()
-            line = [one for one in lines if "gradlane.errors.PeerLost" in one][-1]
+            line = [one for one in lines if "gradlane.errors.PeerLostError" in one][-1]
             assert f"rank {victim} was lost" in line, line
     finally:
         program.kill_all()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradlane.errors import GradlaneError, SessionClosed, SessionFailed, UsageError
+from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
 from gradlane.training.arrays.memory import Loan, Slot, borrow, landing, scratch
 from gradlane.training.connection import Surroundings, open_channel, say_goodbye
 from gradlane.training.core import translate_error
@@ -41,7 +41,7 @@ class ArrayExchange:
             initial: an array of each slot that gets rank 0's values, or None to spread nothing.
 
         Raises:
-            ArrayRefused: an array of `initial` is not as registered.
+            ArrayRefusedError: an array of `initial` is not as registered.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
         self.slots = tuple(slots)
@@ -101,7 +101,7 @@ class ArrayExchange:
             The number of the step.
 
         Raises:
-            ArrayRefused: the array is not as registered; nothing was sent.
+            ArrayRefusedError: the array is not as registered; nothing was sent.
             UsageError: it was pushed before in this step, or the step is another one.
             GradlaneError: the session has failed.
         """
@@ -191,14 +191,14 @@ class ArrayExchange:
             self.abort(f"closed after an error: {error}")
             raise
         self._around.standstill.remove(self._meeting.name)
-        self._fail(SessionClosed("the session was closed"))
+        self._fail(SessionClosedError("the session was closed"))
         if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
             self._meeting.leave()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
         """Give up and tell all ranks why."""
-        self._fail(SessionClosed(f"the session was given up: {reason}"))
+        self._fail(SessionClosedError(f"the session was given up: {reason}"))
         with contextlib.suppress(self._around.core.ChannelError):
             self.channel.abort(reason)
         self._loans.clear()
@@ -206,7 +206,7 @@ class ArrayExchange:
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child."""
         self.channel.forget_in_child()
-        self._fail(SessionClosed("this session belongs to the parent of this forked child"))
+        self._fail(SessionClosedError("this session belongs to the parent of this forked child"))
 
     # ---- inside
 
@@ -298,7 +298,7 @@ class ArrayExchange:
 
     def _stand_still(self, reason: str) -> None:
         """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
-        self._fail(SessionFailed(reason, self.step - 1))
+        self._fail(SessionFailedError(reason, self.step - 1))
         with contextlib.suppress(self._around.core.ChannelError):
             self.channel.abort(reason)
 

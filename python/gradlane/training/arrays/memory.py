@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradlane.errors import ArrayRefused
+from gradlane.errors import ArrayRefusedError
 from gradlane.training.arrays.dlpack import HOST_DEVICES, DlpackView, device_name, read_dlpack
 from gradlane.training.options.codec_choice import CodedTensor
 
@@ -89,7 +89,7 @@ class Slot:
         """Return memory of its own for a result.
 
         Raises:
-            ArrayRefused: NumPy does not know the dtype.
+            ArrayRefusedError: NumPy does not know the dtype.
         """
         return np.empty(self.shape, dtype=_numpy_dtype(self))
 
@@ -121,18 +121,20 @@ def make_slot(name: str, shape: Sequence[int], dtype: Any, position: int) -> Slo
         position: where the forward pass needs it.
 
     Raises:
-        ArrayRefused: there is nothing to average, or the dtype cannot be averaged.
+        ArrayRefusedError: there is nothing to average, or the dtype cannot be averaged.
     """
     if not isinstance(name, str) or not name:
-        raise ArrayRefused(f"an array is registered under the name {name!r}: give a text", "name")
+        raise ArrayRefusedError(
+            f"an array is registered under the name {name!r}: give a text", "name"
+        )
     sizes = tuple(int(size) for size in shape)
     if prod(sizes) < 1 or min(sizes, default=1) < 0:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {name!r} has shape {sizes}, which has no elements: leave it out", "shape"
         )
     known = dtype_name(dtype)
     if known not in _CORE_DTYPES:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {name!r} has dtype {known}, which cannot be averaged; supported are "
             f"{', '.join(_CORE_DTYPES)}",
             "dtype",
@@ -155,19 +157,19 @@ def borrow(slot: Slot, array: Any) -> Loan:
     """Return the memory of an array that is pushed, or of a copy where it may not be written.
 
     Raises:
-        ArrayRefused: shape, dtype, layout or device are not as registered; nothing was sent.
+        ArrayRefusedError: shape, dtype, layout or device are not as registered; nothing was sent.
     """
     if isinstance(array, np.ndarray):
         return _borrow_numpy(slot, array)
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} is a {type(array).__name__}, which is neither NumPy's nor "
             "speaks DLPack (__dlpack__): convert it, for example with numpy.asarray",
             "type",
         )
     device = array.__dlpack_device__()
     if int(device[0]) not in HOST_DEVICES:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} is on {device_name(device)}, and arrays are sent from the "
             "host's memory: copy it there first",
             "device",
@@ -175,7 +177,7 @@ def borrow(slot: Slot, array: Any) -> Loan:
     try:
         view = read_dlpack(array)
     except (BufferError, RuntimeError, ValueError) as error:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} ({type(array).__name__}) cannot be read through DLPack: {error}",
             "type",
         ) from error
@@ -198,7 +200,7 @@ def scratch(slot: Slot) -> Loan:
 def _borrow_numpy(slot: Slot, array: HostArray) -> Loan:
     _check(slot, array.shape, dtype_name(array.dtype), array.flags.c_contiguous)
     if not array.dtype.isnative:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} has the other byte order: convert it with "
             "array.astype(array.dtype.newbyteorder('='))",
             "dtype",
@@ -218,16 +220,16 @@ def _copied(slot: Slot, view: DlpackView) -> HostArray:
 
 def _check(slot: Slot, shape: tuple[int, ...], dtype: str, row_major: bool) -> None:
     if tuple(shape) != slot.shape:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} has shape {tuple(shape)}, and was registered as {slot.shape}",
             "shape",
         )
     if dtype != slot.dtype:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} has dtype {dtype}, and was registered as {slot.dtype}", "dtype"
         )
     if not row_major:
-        raise ArrayRefused(
+        raise ArrayRefusedError(
             f"array {slot.name!r} is not contiguous in row-major order, so that it cannot be sent "
             "from where it is: push numpy.ascontiguousarray(array)",
             "layout",
@@ -251,7 +253,7 @@ def _numpy_dtype(slot: Slot) -> np.dtype[Any]:
         try:
             import ml_dtypes
         except ImportError:
-            raise ArrayRefused(
+            raise ArrayRefusedError(
                 f"array {slot.name!r} is of dtype bfloat16 and needs memory of its own here, and "
                 "NumPy has no such dtype without the package ml_dtypes: install it, or push "
                 "arrays that may be written",

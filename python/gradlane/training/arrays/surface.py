@@ -53,7 +53,7 @@ class SessionArrays:
                 whatever else is on its way. None: after everything registered so far.
 
         Raises:
-            ArrayRefused: there is nothing to average, or the dtype cannot be averaged.
+            ArrayRefusedError: there is nothing to average, or the dtype cannot be averaged.
             UsageError: the name is taken, or the first step has begun.
             GradlaneError: the session has failed or is closed.
         """
@@ -81,9 +81,9 @@ class SessionArrays:
             not be written.
 
         Raises:
-            ArrayRefused: an array is not as registered.
+            ArrayRefusedError: an array is not as registered.
             UsageError: a push came before, or names are missing.
-            RanksDiffer: the ranks registered different arrays, or not all of them spread values.
+            RanksDifferError: the ranks registered different arrays, or not all of them spread values.
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
@@ -110,9 +110,9 @@ class SessionArrays:
             The number of the step.
 
         Raises:
-            ArrayRefused: the array is not as registered; nothing was sent, push another.
+            ArrayRefusedError: the array is not as registered; nothing was sent, push another.
             UsageError: the name is unknown or was pushed in this step, or the step is another.
-            RanksDiffer: the ranks registered different arrays; in the first push.
+            RanksDifferError: the ranks registered different arrays; in the first push.
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
@@ -135,7 +135,7 @@ class SessionArrays:
 
         Raises:
             UsageError: it was not pushed, or in another step.
-            PeerLost: another rank is lost.
+            PeerLostError: another rank is lost.
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable
 
-from gradlane.errors import ProgressTimeout, RanksDiffer
+from gradlane.errors import ProgressTimeoutError, RanksDifferError
 from gradlane.training.core import Channel
 from gradlane.training.rendezvous.deadline import Patience
 from gradlane.training.rendezvous.rendezvous import Meeting
@@ -60,8 +60,8 @@ class Gathering:
             Every rank's word, by rank.
 
         Raises:
-            RanksDiffer: another rank is there for another reason.
-            ProgressTimeout: a rank does not come, and does not train either.
+            RanksDifferError: another rank is there for another reason.
+            ProgressTimeoutError: a rank does not come, and does not train either.
             ChannelError: the session has failed.
         """
         place = self._meeting.place
@@ -99,7 +99,7 @@ class Gathering:
                 if pushes != (pushes := self._pushes()):
                     patience.renew()
                 if patience.is_over(_LOOK_S):
-                    raise ProgressTimeout(
+                    raise ProgressTimeoutError(
                         f"rank {self._meeting.place.rank} waited {self._timeout_s:g} s in {call} "
                         f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
                         'trained: with strategy="asgd" all ranks have to call it (where they '
@@ -111,7 +111,7 @@ class Gathering:
 
     def _compare(self, call: str, rank: int, theirs: str) -> None:
         if theirs != call:
-            raise RanksDiffer(
+            raise RanksDifferError(
                 f"rank {self._meeting.place.rank} is in {call}, and rank {rank} in {theirs}: with "
                 'strategy="asgd" both wait for all ranks, so that all of them have to make the '
                 "same calls in the same order"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.errors import RendezvousError, SessionFailed
+from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.rendezvous.rendezvous import Meeting
 
@@ -129,7 +129,7 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
         step: the number of the step that they speak of.
 
     Raises:
-        SessionFailed: they did not; the message names the ranks.
+        SessionFailedError: they did not; the message names the ranks.
     """
     _check_changes(votes, step)
     endings: dict[Ending, list[int]] = {}
@@ -141,7 +141,7 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
             digests.setdefault(vote.digest, []).append(rank)
     if len(endings) > 1:
         told = "; ".join(f"{_ranks(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items())
-        raise SessionFailed(
+        raise SessionFailedError(
             f"the ranks ended step {step} differently: {told}. From there on they train different "
             "models: make the decision alike on all ranks, for example from the averaged "
             "gradients, and restart from the last checkpoint",
@@ -149,7 +149,7 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
         )
     if len(digests) > 1:
         told = " and ".join(_ranks(ranks) for ranks in digests.values())
-        raise SessionFailed(
+        raise SessionFailedError(
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
             "everywhere; one that counts batches needs the same count; the memory formats of "
@@ -180,7 +180,7 @@ def _check_changes(votes: Sequence[Vote], step: int) -> None:
             else f"{_ranks(ranks)} changed none"
             for changes, ranks in known.items()
         )
-        raise SessionFailed(
+        raise SessionFailedError(
             f"buffers were changed between step {step} and the next forward, and not alike on all "
             f"ranks: {told}. All ranks get rank 0's buffers when a step ends, and none in between: "
             'change them alike on all ranks, or give prepare(..., buffers="local"), and restart '
@@ -242,7 +242,7 @@ def compare_endings(meeting: Meeting) -> None:
     """Compare all ranks' last steps, on rank 0, once all have said goodbye.
 
     Raises:
-        SessionFailed: they ended it differently.
+        SessionFailedError: they ended it differently.
     """
     place = meeting.place
     if place.rank != 0:

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from gradlane.errors import SessionFailed
+from gradlane.errors import SessionFailedError
 from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part
@@ -50,7 +50,7 @@ class Reports(Protocol):
     def note_votes(self, votes: list[Vote]) -> None:
         """Look at the votes of a step, once; may raise."""
 
-    def keep_and_raise(self, error: SessionFailed, cause: Exception | None) -> NoReturn:
+    def keep_and_raise(self, error: SessionFailedError, cause: Exception | None) -> NoReturn:
         """Keep an error, and the one that it came from, and raise it."""
 
 
@@ -288,8 +288,8 @@ class Exchange:
             self._raise_failed(error, "reading the optimizer's state")
         except BaseException as error:
             broken = f"{type(error).__name__} while reading the optimizer's state: {error}"
-            with contextlib.suppress(SessionFailed):
-                self._reports.keep_and_raise(SessionFailed(broken), None)
+            with contextlib.suppress(SessionFailedError):
+                self._reports.keep_and_raise(SessionFailedError(broken), None)
             raise
 
     # ---- from the channel
@@ -352,7 +352,7 @@ class Exchange:
             reason = f"{error} (noticed while rebuilding {name!r} in step {self.training_step})"
             with contextlib.suppress(self._core.ChannelError):
                 self._channel.abort(reason)
-            failure = SessionFailed(reason, self.training_step - 1)
+            failure = SessionFailedError(reason, self.training_step - 1)
             self._reports.keep_and_raise(failure, error)
 
     def _lay_out_anew(self, arrived: Arrived) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from gradlane.errors import UnevenData, UsageError
+from gradlane.errors import UnevenDataError, UsageError
 from gradlane.training.model.consistency_check import Vote
 from gradlane.training.model.step_state import Phase, StepState
 from gradlane.training.model.steps import Steps
@@ -103,7 +103,7 @@ class Join:
         """Go along until all ranks are here, and leave alike with all of them.
 
         Raises:
-            UnevenData: it was to be raised, and a rank has run out before another.
+            UnevenDataError: it was to be raised, and a rank has run out before another.
             GradlaneError: a rank was lost, or the ranks do not train alike.
         """
         try:
@@ -111,7 +111,7 @@ class Join:
                 self._go_along()
                 uneven = [one for one in self._attendance.values() if one.uneven]
                 if self.throws and uneven:
-                    raise UnevenData(self._describe())
+                    raise UnevenDataError(self._describe())
                 for model in self._models:
                     attendance = self._attendance[id(model.steps)]
                     if attendance.uneven:
@@ -128,13 +128,13 @@ class Join:
         """Bring all ranks out of their loops: a rank has run out.
 
         Raises:
-            UnevenData: always, after every rank has come to the same point.
+            UnevenDataError: always, after every rank has come to the same point.
         """
         for model in self._models:
             if model.steps.phase in (Phase.BACKWARD, Phase.ATTACHED):
                 model.steps.finish()
         self._go_along()
-        raise UnevenData(self._describe())
+        raise UnevenDataError(self._describe())
 
     def _describe(self) -> str:
         return (

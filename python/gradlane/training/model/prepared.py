@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.errors import CheckpointError, GradlaneError, SessionFailed, UsageError
+from gradlane.errors import CheckpointError, GradlaneError, SessionFailedError, UsageError
 from gradlane.training.connection import Surroundings, say_goodbye
 from gradlane.training.core import translate_error
 from gradlane.training.factors.sending import Taps
@@ -285,7 +285,7 @@ class Prepared:
 
     def _stand_still(self, reason: str) -> None:
         """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
-        self.steps.fail(SessionFailed(reason, self.steps.step - 1))
+        self.steps.fail(SessionFailedError(reason, self.steps.step - 1))
         with contextlib.suppress(self._around.core.ChannelError):
             self.channel.abort(reason)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from gradlane.errors import PeerLost, RanksDiffer, RendezvousError, SessionFailed
+from gradlane.errors import PeerLostError, RanksDifferError, RendezvousError, SessionFailedError
 from gradlane.training.core import Channel
 from gradlane.training.model.barrier import Gathering
 from gradlane.training.model.lazy_state import plain_state
@@ -34,7 +34,7 @@ from gradlane.training.model.state_checks import (
     state_names,
     states_by_parameter,
 )
-from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.rendezvous import Meeting
 from gradlane.training.rendezvous.tensor_table import Entry, in_layout
 
@@ -126,7 +126,7 @@ class ServerState:
         """Check that all ranks have loaded the same state since the last step.
 
         Raises:
-            RanksDiffer: they have not; raised on every rank.
+            RanksDifferError: they have not; raised on every rank.
             RendezvousError: a rank has loaded nothing.
         """
         if self._unagreed is None or self._apart is not None:
@@ -134,7 +134,7 @@ class ServerState:
         mine, self._unagreed = self._unagreed, None
         for rank, theirs in self._exchange("load_state_dict", mine):
             if theirs != mine:
-                raise RanksDiffer(
+                raise RanksDifferError(
                     f"rank {self._meeting.place.rank} and rank {rank} have loaded different "
                     "optimizer states: load the same checkpoint on every rank"
                 )
@@ -143,7 +143,7 @@ class ServerState:
         """Put all state into the optimizer, on every rank, for whoever goes on; a collective call.
 
         Raises:
-            RanksDiffer: the ranks have state of different tensors.
+            RanksDifferError: the ranks have state of different tensors.
         """
         self._before_save(self._optimizer)
         self._steps = [0] * len(self._trained)
@@ -182,7 +182,9 @@ class ServerState:
         self.agree()
         for rank, theirs in self._exchange("state_dict", json.dumps(stored)):
             if json.loads(theirs) != stored:
-                raise RanksDiffer(f"rank {rank} has optimizer state of other tensors than this one")
+                raise RanksDifferError(
+                    f"rank {rank} has optimizer state of other tensors than this one"
+                )
         self._bring(stored, self._steps)
 
     def _bring(self, stored: dict[str, list[int]], steps: Sequence[int]) -> None:
@@ -307,7 +309,7 @@ class ServerState:
             "optimizer.load_state_dict(), with it", self._unagreed or ""
         )
         if len(set(told)) > 1:
-            raise RanksDiffer(
+            raise RanksDifferError(
                 "the ranks have loaded different optimizer states: load the same checkpoint on "
                 "every rank"
             )
@@ -353,19 +355,19 @@ class ServerState:
         for rank in range(place.world_size):
             try:
                 theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
-            except (StoreLost, PeerLost):
+            except (StoreLostError, PeerLostError):
                 raise
-            except (RendezvousError, SessionFailed) as error:
+            except (RendezvousError, SessionFailedError) as error:
                 text = (
                     f'optimizer.{call}() with update="server" is a collective call, which rank '
                     f"{rank} has not made: call it on every rank, also where the result is not "
                     f"saved ({error})"
                 )
-                if isinstance(error, SessionFailed):
-                    raise SessionFailed(text, error.last_complete_step) from error
+                if isinstance(error, SessionFailedError):
+                    raise SessionFailedError(text, error.last_complete_step) from error
                 raise RendezvousError(text) from error
             if not theirs.startswith(f"{call} "):
-                raise RanksDiffer(
+                raise RanksDifferError(
                     f"rank {place.rank} called optimizer.{call}(), and rank {rank} "
                     f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
                 )

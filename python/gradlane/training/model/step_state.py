@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from gradlane.errors import GradlaneError, SessionClosed, SessionFailed
+from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError
 from gradlane.training.model.backward_passes import Firings
 from gradlane.training.model.consistency_check import (
     Ending,
@@ -206,20 +206,20 @@ class StepState:
         self._lazy.settle()
 
     def close(self, reason: str) -> None:
-        """Make every further use raise `SessionClosed` with this reason."""
-        self.fail(SessionClosed(reason))
+        """Make every further use raise `SessionClosedError` with this reason."""
+        self.fail(SessionClosedError(reason))
 
     def note_votes(self, votes: list[Vote]) -> None:
         """Look at the votes of a step, once, before its first update.
 
         Raises:
-            SessionFailed: the ranks do not train alike; the message names them.
+            SessionFailedError: the ranks do not train alike; the message names them.
         """
         shadows = [rank for rank, vote in enumerate(votes) if vote.shadow]
         if self.join is not None:
             self.join.note(self, votes)
         elif shadows:
-            failure = SessionFailed(
+            failure = SessionFailedError(
                 f"rank {shadows[0]} has come to the end of session.join() before step {self.step}, "
                 "and this rank trains outside of one: put the loops of all ranks into it",
                 self.step - 1,
@@ -227,12 +227,12 @@ class StepState:
             self.keep_and_raise(failure, None)
         try:
             check_votes(votes, self.step - 1)
-        except SessionFailed as error:
+        except SessionFailedError as error:
             self.keep_and_raise(error, None)
         differing = differing_samples(votes)
         if differing:
             named = self._exempted(lambda: self._driver.agreement.name_difference(self.step - 1))
-            failure = SessionFailed(
+            failure = SessionFailedError(
                 f"the parameters of {differing} differ after step {self.step - 1}{named}: a rank "
                 "has changed them by itself, or its optimizer or hardware does not give the same "
                 "bits; restart from the last checkpoint (check_every=K compares all of them "
@@ -241,7 +241,7 @@ class StepState:
             )
             self.keep_and_raise(failure, None)
 
-    def keep_and_raise(self, error: SessionFailed, cause: Exception | None) -> NoReturn:
+    def keep_and_raise(self, error: SessionFailedError, cause: Exception | None) -> NoReturn:
         """Keep an error for every later call, and raise it."""
         self.fail(error)
         assert self._failure is not None
@@ -370,7 +370,7 @@ class StepState:
         try:
             self._exempted(update)
         except BaseException as error:
-            failure = SessionFailed(
+            failure = SessionFailedError(
                 f"the optimizer broke off in step {self.step} with {type(error).__name__}: "
                 f"{error}; some parameters may be updated and others not: restart from the last "
                 "checkpoint",

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradlane.errors import SessionFailed, UsageError
+from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
 from gradlane.training.model.consistency_check import Ending, Vote
 from gradlane.training.model.forward_order import inside_backward
@@ -432,7 +432,7 @@ class Steps(StepReads):
 
     def _check_rows(self, rows: str) -> None:
         if rows != self._rows:
-            failure = SessionFailed(
+            failure = SessionFailedError(
                 f"hyper-parameters were changed between the first gradient and optimizer.step() of "
                 f'step {self.step}: with update="server" the update has already begun; step '
                 "schedulers after optimizer.step()",

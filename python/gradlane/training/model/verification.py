@@ -70,7 +70,7 @@ def agree_on_terms(
     Raises:
         ValueError: the model or the optimizer cannot take part; the message names the tensor.
         UsageError: the optimizer would apply momentum again that a codec has applied.
-        RanksDiffer: the ranks have different ones.
+        RanksDifferError: the ranks have different ones.
     """
     options = {
         **around.options.agreed(),

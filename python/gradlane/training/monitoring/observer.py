@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from gradlane.errors import RendezvousError, SessionClosed
+from gradlane.errors import RendezvousError, SessionClosedError
 from gradlane.formats.untrusted import escaped
 from gradlane.training.core import Channel
 from gradlane.training.monitoring.endpoint import Endpoint
@@ -149,10 +149,12 @@ class Observer:
         """Return all numbers as they are now.
 
         Raises:
-            SessionClosed: in a forked child, where nobody counts.
+            SessionClosedError: in a forked child, where nobody counts.
         """
         if self._left_behind:
-            raise SessionClosed("the session was left behind in the parent of this forked child")
+            raise SessionClosedError(
+                "the session was left behind in the parent of this forked child"
+            )
         watches = list(self._watches)
         paces = [watch.pace.times() for watch in watches]
         steps = max(paces, key=lambda pace: pace["count"], default=Pace().times())

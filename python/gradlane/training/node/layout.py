@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.errors import RanksDiffer
+from gradlane.errors import RanksDifferError
 from gradlane.training.node.rules import AUTO, SHARED
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import find_local_rank, find_local_size
@@ -56,7 +56,7 @@ def agree_on_layout(
         ranks cannot be put together, or there is one a node.
 
     Raises:
-        RanksDiffer: the ranks' nodes are no such blocks; the same text on every rank.
+        RanksDifferError: the ranks' nodes are no such blocks; the same text on every rank.
     """
     place = meeting.place
     word = [find_local_rank(environment), find_local_size(environment), node_name()]
@@ -67,7 +67,7 @@ def agree_on_layout(
     if options.local == AUTO and (why or size == 1 or size == place.world_size):
         return None
     if why:
-        raise RanksDiffer(
+        raise RanksDifferError(
             f"local={options.local!r}: {why}. Start as many ranks on every node, numbered node by "
             'node, as torchrun --nproc-per-node does, or use local="off"'
         )

@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Union
 
-from gradlane.errors import GradlaneError, RanksDiffer
+from gradlane.errors import GradlaneError, RanksDifferError
 from gradlane.planning.schemes.costs import RULES
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.training.rendezvous.rendezvous import Meeting
@@ -61,7 +61,7 @@ def agree_on_plan(
     Raises:
         GradlaneError, ValueError: `unable`.
         ValueError: this rank's plan cannot be read, or is for another model.
-        RanksDiffer: another rank's, or the ranks were given different ones; on every rank.
+        RanksDifferError: another rank's, or the ranks were given different ones; on every rank.
         RendezvousError: a rank did not appear.
     """
     own = _read(given, meeting.place.rank)
@@ -85,7 +85,7 @@ def agree_on_plan(
     if unable is not None:
         raise unable
     if verdict != "ok":
-        raise PlanError(unusable) if unusable else RanksDiffer(verdict)
+        raise PlanError(unusable) if unusable else RanksDifferError(verdict)
     return Agreed(first.plan, first.label if first.label in RULES else "")
 
 

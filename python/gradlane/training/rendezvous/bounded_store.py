@@ -32,7 +32,7 @@ Look = Callable[[], object]
 """Called while waiting; raises when waiting has become useless."""
 
 
-class StoreLost(RendezvousError):  # noqa: N818
+class StoreLostError(RendezvousError):
     """The rendezvous store is gone, or does not answer."""
 
 
@@ -155,7 +155,7 @@ class BoundedStore:
         """Write a key.
 
         Raises:
-            StoreLost: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not answer.
         """
         self._ask(lambda store: store.set(self._prefix + key, value), None, look)
 
@@ -172,7 +172,7 @@ class BoundedStore:
             look: called while waiting.
 
         Raises:
-            StoreLost: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not answer.
         """
 
         def read(store: Any) -> tuple[str, bytes] | None:
@@ -199,7 +199,7 @@ class BoundedStore:
         """Write a key unless it is there; return its value.
 
         Raises:
-            StoreLost: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not answer.
         """
         there: bytes = self._ask(
             lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
@@ -214,7 +214,7 @@ class BoundedStore:
             look: called while waiting.
 
         Raises:
-            StoreLost: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not answer.
         """
         number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, look)
         return number
@@ -223,7 +223,7 @@ class BoundedStore:
         """Wait until all of some keys are there, or a limit is over.
 
         Raises:
-            StoreLost: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not answer.
         """
         patience = Patience(limit_s)
         while keys := [key for key in keys if self.read(key, limit_s=patience.left_s) is None]:
@@ -254,7 +254,7 @@ class BoundedStore:
             worker.has_hung = True
             if look is not None:
                 _wait_for_cause(look, 0.0 if call is None else _OTHERS_FIRST_S)
-            raise StoreLost(
+            raise StoreLostError(
                 f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
                 "look there, and restart from the last checkpoint"
@@ -266,7 +266,7 @@ class BoundedStore:
         if look is not None:
             _wait_for_cause(look, _OTHERS_FIRST_S)
         reason = str(call.error).splitlines() or [type(call.error).__name__]
-        raise StoreLost(
+        raise StoreLostError(
             f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
             f"the network to it is cut ({reason[0]})"
         ) from call.error

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradlane.errors import RendezvousError
 from gradlane.training.core import Channel, CoreModule, Listener
-from gradlane.training.rendezvous.bounded_store import StoreLost
+from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.rendezvous import Meeting
 
 _SAME_LOSS_S = 1.0
@@ -95,7 +95,7 @@ def wait_until_all_are_connected(core: CoreModule, channel: Channel, meeting: Me
     try:
         meeting.wait_until_opened(look)
     except RendezvousError as error:
-        if isinstance(error, StoreLost):
+        if isinstance(error, StoreLostError):
             # All ranks lose it at about the same time: none may hear of it as this one's loss.
             time.sleep(_SAME_LOSS_S)
         with contextlib.suppress(core.ChannelError):

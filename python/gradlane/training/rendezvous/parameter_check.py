@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradlane.errors import GradlaneError, SessionFailed
+from gradlane.errors import GradlaneError, SessionFailedError
 from gradlane.training.rendezvous.rendezvous import Meeting
 from gradlane.training.rendezvous.tensor_table import Entry
 
@@ -76,7 +76,7 @@ class AgreementCheck:
         """Compare after a step in which it is due; every parameter must have its update.
 
         Raises:
-            SessionFailed: a parameter differs between two ranks; the message names it.
+            SessionFailedError: a parameter differs between two ranks; the message names it.
         """
         rank, world_size = self._meeting.place.rank, self._meeting.place.world_size
         own = self._checksums()
@@ -85,7 +85,7 @@ class AgreementCheck:
             theirs = json.loads(self._meeting.get(f"checksums/{step}/{other}", other))
             for entry, mine, its in zip(self._trained, own, theirs, strict=True):
                 if mine != its:
-                    raise SessionFailed(
+                    raise SessionFailedError(
                         f"parameter {entry.name!r} differs between rank {rank} and rank {other} "
                         f"after step {step}: the optimizer or the hardware of the two does not "
                         "give the same bits",

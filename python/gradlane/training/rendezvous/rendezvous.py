@@ -21,10 +21,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from gradlane.errors import GradlaneError, ProgressTimeout, RanksDiffer, RendezvousError
+from gradlane.errors import GradlaneError, ProgressTimeoutError, RanksDifferError, RendezvousError
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
-from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLost
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadline import Patience
 from gradlane.training.rendezvous.environment import Place, find_store_address
 from gradlane.training.rendezvous.incarnation import Start
@@ -245,8 +245,8 @@ class Meeting:
         Raises:
             RendezvousError: the key did not appear in time, another rank gave up, or the store is
                 gone or does not answer.
-            ProgressTimeout: it did not appear in time, and the rank is connected.
-            SessionFailed: the session has failed meanwhile.
+            ProgressTimeoutError: it did not appear in time, and the rank is connected.
+            SessionFailedError: the session has failed meanwhile.
         """
         return self.get_all({rank: key})[0]
 
@@ -289,7 +289,7 @@ class Meeting:
             if rank >= self.place.world_size > 0:
                 calls = "session.serve(), or runs it `gradlane serve`"
             return self.give_up(f"{waited}; is it running, and does it call {calls}?", [rank])
-        return ProgressTimeout(
+        return ProgressTimeoutError(
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
             "for longer than that, give all ranks a larger progress_timeout_s"
         )
@@ -305,7 +305,7 @@ class Meeting:
             return RendezvousError(self._told)
         word = json.dumps({"reason": reason, "missing": sorted(missing)})
         # A store that is gone cannot tell anybody anything.
-        with contextlib.suppress(StoreLost):
+        with contextlib.suppress(StoreLostError):
             word = self._store.claim(_REASON, word, limit_s=_REPORT_S)
         return self._heard(word)
 
@@ -324,7 +324,7 @@ class Meeting:
             # A rank that is alive and misses this one says so at about the same time.
             self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
             is_alive = self._store.read(f"unconnected/{missing}") is not None
-        except StoreLost as error:
+        except StoreLostError as error:
             # Its host is what all ranks miss, whatever else this one does.
             return error
         if not is_alive:
@@ -362,7 +362,7 @@ class Meeting:
     def _heard(self, word: str) -> RendezvousError:
         """Return the error of a reason, once rank 0 knows that the others have read it, too."""
         told = json.loads(word)
-        with contextlib.suppress(StoreLost):
+        with contextlib.suppress(StoreLostError):
             self._store.set(f"heard/{self.place.rank}", "")
             if self.place.rank == 0:
                 others = set(range(1, self.place.ranks)).difference(told["missing"])
@@ -401,7 +401,7 @@ class Meeting:
 
         Raises:
             RendezvousError: the store is gone or does not answer.
-            SessionFailed: the session has failed.
+            SessionFailedError: the session has failed.
         """
         return self._store.read(key, look=self.look)
 
@@ -412,7 +412,7 @@ class Meeting:
             table: JSON-serializable; `{"options": {...}, "tensors": [{...}, ...]}`.
 
         Raises:
-            RanksDiffer: some rank's table is another one; the same text on every rank.
+            RanksDifferError: some rank's table is another one; the same text on every rank.
             RendezvousError: a rank did not appear.
         """
         rank, world_size = self.place.rank, self.place.world_size
@@ -428,7 +428,7 @@ class Meeting:
             self.put(f"verdict/{rank}", "" if refused else first_difference(first, own, rank))
         verdict = self.get("verdict", 0).decode()
         if verdict != "ok":
-            raise RanksDiffer(f"{verdict} (all ranks must prepare the same model and options)")
+            raise RanksDifferError(f"{verdict} (all ranks must prepare the same model and options)")
 
     def refuse(self, reason: str) -> None:
         """Tell all ranks in `agree` that this rank cannot take part."""
@@ -447,7 +447,7 @@ class Meeting:
             own: the user's own, or None for one that rank 0 draws and writes into the store.
 
         Raises:
-            RanksDiffer: some ranks have a secret of their own and this one has none.
+            RanksDifferError: some ranks have a secret of their own and this one has none.
         """
         if self.place.rank == 0:
             drawn = secrets.token_hex(_SECRET_BYTES).encode()
@@ -462,7 +462,7 @@ class Meeting:
                 "set GRADLANE_SECRET, or secret=, on every rank"
             )
             self.give_up(reason)
-            raise RanksDiffer(reason)
+            raise RanksDifferError(reason)
         return published
 
     def exchange_addresses(
@@ -477,7 +477,7 @@ class Meeting:
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
-            RanksDiffer: a rank that is to serve cannot.
+            RanksDifferError: a rank that is to serve cannot.
         """
         node = node_name()
         own = {"host": host, "port": port, "node": node}
@@ -487,7 +487,7 @@ class Meeting:
         told = self.get_all({rank: f"address/{rank}" for rank in everyone})
         for rank, peer in zip(everyone, map(json.loads, told), strict=True):
             if "refused" in peer:
-                raise RanksDiffer(f"rank {rank} cannot serve: {peer['refused']}")
+                raise RanksDifferError(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
                 raise self.give_up(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import gradlane
-from gradlane.errors import GradlaneError, PeerLost, RanksDiffer, RendezvousError
+from gradlane.errors import GradlaneError, PeerLostError, RanksDifferError, RendezvousError
 from gradlane.training.core import Channel, CoreModule, Listener, translate_error
 from gradlane.training.options.codec_choice import CodecChoice
-from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLost
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadline import Patience
 from gradlane.training.rendezvous.environment import Place
@@ -291,7 +291,7 @@ class Server:
             on_tick: called some ten times a second.
 
         Raises:
-            RanksDiffer: rank 0 says something else of who trains, or has another version.
+            RanksDifferError: rank 0 says something else of who trains, or has another version.
             RendezvousError: the other ranks do not come, or cannot be reached.
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
@@ -303,7 +303,7 @@ class Server:
                 self._raise_failure()
                 word = None
                 # Channels that are open tell whose loss it is; `_has_ended` looks at the rest.
-                with contextlib.suppress(StoreLost):
+                with contextlib.suppress(StoreLostError):
                     word = self._office.meeting.peek(f"channel/{len(self._channels)}")
                 if word is not None:
                     self._channels.append(self._serve(Invitation(**json.loads(word)), place))
@@ -364,7 +364,7 @@ class Server:
         with contextlib.suppress(RendezvousError):
             invitation = Invitation(**json.loads(self._office.meeting.get("channel/0", 0)))
             decline(self._meet(place, invitation.channel, self._patience_s), why)
-        raise RanksDiffer(why)
+        raise RanksDifferError(why)
 
     def _meet(self, place: Place, channel: int | str, timeout_s: float) -> Meeting:
         return Meeting(self._store, place, channel, timeout_s, self._office.meeting.start)
@@ -397,7 +397,7 @@ class Server:
             return True
         try:
             word = self._office.meeting.peek("end")
-        except StoreLost:
+        except StoreLostError:
             if not self._channels:
                 raise
             return True
@@ -405,7 +405,7 @@ class Server:
             return False
         end = json.loads(word)
         if end["reason"]:
-            raise PeerLost(f"rank 0 gave up: {end['reason']}", 0)
+            raise PeerLostError(f"rank 0 gave up: {end['reason']}", 0)
         return bool(end["channels"] == len(self._channels))
 
     def _raise_failure(self) -> None:

@@ -107,7 +107,7 @@ class SessionModels:
             UsageError: no model or no optimizer was given, or they cannot be used together; or the
                 model was prepared before and is in the middle of a step.
             ValueError: the model or the optimizer cannot take part; the message names the tensor.
-            RanksDiffer: the ranks' models, options or plans differ; raised on every rank.
+            RanksDifferError: the ranks' models, options or plans differ; raised on every rank.
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()

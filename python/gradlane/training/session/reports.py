@@ -32,7 +32,7 @@ class SessionReports:
         core's own, one of each model.
 
         Raises:
-            SessionClosed: this is a forked child.
+            SessionClosedError: this is a forked child.
         """
         return self._observer.metrics()
 
@@ -48,7 +48,7 @@ class SessionReports:
         Raises:
             ValueError: `every` is below 1.
             TypeError: the writer has no `add_scalar`.
-            SessionClosed: the session has ended.
+            SessionClosedError: the session has ended.
         """
         self._check_open()
         self._observer.log_to(writer, every)

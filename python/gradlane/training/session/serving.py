@@ -48,7 +48,7 @@ class SessionServing:
 
         Raises:
             UsageError: this rank trains.
-            RanksDiffer: rank 0 says something else of who trains, or has another version.
+            RanksDifferError: rank 0 says something else of who trains, or has another version.
             RendezvousError: the other ranks do not come, or cannot be reached.
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """

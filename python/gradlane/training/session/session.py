@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from gradlane.errors import GradlaneError, SessionClosed, UsageError
+from gradlane.errors import GradlaneError, SessionClosedError, UsageError
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.surface import SessionArrays
 from gradlane.training.checkpoints.manager import make_checkpoints
@@ -141,7 +141,7 @@ class Session(
         count batches must count alike, for example by epochs.
 
         Args:
-            throw_on_early_termination: raise `UnevenData` on all ranks as soon as one has run out,
+            throw_on_early_termination: raise `UnevenDataError` on all ranks as soon as one has run out,
                 in the same step, which is not taken.
 
         Raises:
@@ -311,5 +311,7 @@ class Session(
 
     def _check_open(self) -> None:
         if self._ended is not None:
-            raise SessionClosed(f"the session was {self._ended}; open a new one with gradlane.init")
+            raise SessionClosedError(
+                f"the session was {self._ended}; open a new one with gradlane.init"
+            )
         self._check_trains()
