@@ -24,6 +24,7 @@ from gradlane.errors import (
     UnevenDataError,
     UsageError,
 )
+from gradlane.formats.version import __version__
 
 if TYPE_CHECKING:
     from gradlane.formats.profile import Profile, ProfileError
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
     from gradlane.training.session.session import Session
     from gradlane.training.session.start import init
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArrayRefusedError",

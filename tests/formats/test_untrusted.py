@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlane import errors
-from gradlane.formats.profile import ProfileError
-from gradlane.formats.profile_reading import FieldReader, read_object
+from gradlane.formats.profile import FieldReader, ProfileError, read_object
 from gradlane.formats.untrusted import EscapedError, escaped, escaped_lines
 from gradlane.planning.probe.streams import StreamError
 from gradlane.planning.simulation.costs import CostsError

@@ -18,9 +18,9 @@ from gradlane.lab.calibration.calibrate import (
     solve,
 )
 from gradlane.lab.calibration.table import print_constants
-from gradlane.lab.runs.display import wide_console
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, read_costs
+from gradlane.report.console import wide_console
 from tests.namespaces import needs_namespaces
 
 

@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 from gradlane.training import carrier
-from gradlane.training.model import gradient_intake as gradients
 from gradlane.training.model import hooks, steps, updates
 from gradlane.training.model import lazy_list as waiting
 from gradlane.training.model import lazy_parameter_dict as guard
+from gradlane.training.modules import gradient_intake as gradients
 from tests.loop_fuzzing import reluctant_core
 from tests.loop_fuzzing.generate import generate
 from tests.loop_fuzzing.verdict import Verdict, judge

@@ -60,7 +60,8 @@ def lab_accuracy(
     from gradlane.lab.accuracy.page import write_page
     from gradlane.lab.accuracy.tasks import CIFAR10
     from gradlane.lab.experiments.folder import PresetFolder
-    from gradlane.lab.runs.display import bar_progress, wide_console
+    from gradlane.lab.runs.display import bar_progress
+    from gradlane.report.console import wide_console
 
     tasks = [part.strip() for part in task.split(",") if part.strip()]
     if data is not None:

@@ -144,9 +144,10 @@ def lab_run(
 def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path | None) -> None:
     """Run on the emulated cluster with a progress bar, print the tables and write the files."""
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.runs.display import bar_progress, print_tables, wide_console
+    from gradlane.lab.runs.display import bar_progress, print_tables
     from gradlane.lab.runs.results import save_rows
     from gradlane.lab.runs.run import run_lab
+    from gradlane.report.console import wide_console
 
     ensure_namespaces(sys.argv[1:])
 
@@ -187,9 +188,9 @@ def lab_transport(
     """Measure goodput, processor time and urgency of exchanges without any compute."""
     from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.runs.display import wide_console
     from gradlane.lab.transport.measurement import TransportOptions, run_transport, save
     from gradlane.lab.transport.tables import print_transport
+    from gradlane.report.console import wide_console
 
     options = TransportOptions(
         workers=workers,
@@ -249,7 +250,7 @@ def lab_calibrate(
     from gradlane.lab.calibration.calibrate import CalibrationOptions, run_calibration
     from gradlane.lab.calibration.table import print_constants
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     options = CalibrationOptions(
         rate_bps=parse_rate(rate), megabytes=megabytes, repeat=repeat, trials=trials
@@ -296,7 +297,7 @@ def lab_grid(
 ) -> None:
     """Test the simulator: four models, four strategies and five rates, measured and predicted."""
     from gradlane.lab.calibration.prediction_grid import predict_grid
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     require_writable(results, markdown, json_path)
     console = wide_console()

@@ -26,6 +26,7 @@ from gradlane.cli.options import (
 )
 from gradlane.cli.planning import add_planning
 from gradlane.cli.serve import serve
+from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, end_in_order
 from gradlane.formats.untrusted import escaped_lines
 
@@ -79,8 +80,8 @@ def demo(
 ) -> None:
     """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.runs.demo import run_demo
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.lab.experiments.demo import run_demo
+    from gradlane.report.console import wide_console
 
     require_writable(json_path, html_path)
     end_in_order(context)
@@ -111,7 +112,7 @@ def reproduce(
 ) -> None:
     """Put figures of the papers beside what is simulated here, and say why they differ."""
     from gradlane.cli import reproduce as command
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     require_writable(json_path, html_path, markdown)
     if list_them:
@@ -180,8 +181,6 @@ def report(
 
 def main() -> None:
     """Run the command line; never returns."""
-    from gradlane.lab.cluster.errors import LabError, RankError
-
     debug = "--debug" in sys.argv[1:]
     try:
         app()
@@ -209,10 +208,10 @@ def main() -> None:
         if debug:
             raise
         typer.echo(f"gradlane: {escaped_lines(str(failure))}", err=True)
-        if isinstance(failure, RankError) and failure.details:
+        if isinstance(failure, ReportedError) and failure.details:
             typer.echo("what the rank said last:", err=True)
             last = "\n".join(failure.details.rstrip().splitlines()[-12:])
             typer.echo(escaped_lines(last), err=True)
-        if not isinstance(failure, (ValueError, LabError)):
+        if not isinstance(failure, (ValueError, ReportedError)):
             typer.echo(f"({type(failure).__name__}; --debug shows where)", err=True)
         sys.exit(2 if isinstance(failure, ValueError) else 1)

@@ -35,7 +35,7 @@ def run_plan(
         facts: the cluster.
         budget_s: seconds that simulations may take, about.
         console: where to print.
-        rule: how schemes are chosen, a key of `gradlane.planning.schemes.costs.RULES`.
+        rule: how schemes are chosen, a key of `PLAN_RULES`.
         costs: constants of the cluster's machines; None: the simulator's own.
         codec: one that may be used, as for `gradlane.init`.
         any_rounding: whether schemes may be chosen that add up in another order than that of the

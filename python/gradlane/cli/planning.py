@@ -101,12 +101,12 @@ def whatif(
     """
     from gradlane.cli import whatif as command
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.runs.display import wide_console
     from gradlane.planning.simulation import lists
     from gradlane.planning.simulation.costs import MachineCosts, read_costs
     from gradlane.planning.simulation.profiles import find_profile
     from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
     from gradlane.planning.simulation.straggler import parse_straggler
+    from gradlane.report.console import wide_console
     from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
     from gradlane.training.options.stragglers import WAIT
 
@@ -177,7 +177,7 @@ def profile(
 ) -> None:
     """Record what a training script computes: times of layers and gradients, for `whatif`."""
     from gradlane.cli.profile import run_profile
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     require_writable(json_path)
     run_profile(
@@ -245,9 +245,9 @@ def plan(
     """
     from gradlane.cli.plan import run_plan
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.runs.display import wide_console
     from gradlane.planning.simulation.costs import read_costs
     from gradlane.planning.simulation.profiles import find_profile
+    from gradlane.report.console import wide_console
     from gradlane.training.plans.settings import ClusterFacts
 
     require_writable(json_path)
@@ -289,7 +289,7 @@ def probe(
     `torchrun --nnodes 4 --nproc-per-node 1 ... -m gradlane probe`.
     """
     from gradlane.cli.probe import run_probe
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     require_writable(json_path)
     measured = run_probe(

@@ -156,7 +156,7 @@ def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], 
     from gradlane.lab.experiments.folder import PresetFolder
     from gradlane.lab.experiments.preset import run_preset
     from gradlane.lab.runs.cells import still_missing
-    from gradlane.lab.runs.display import wide_console
+    from gradlane.report.console import wide_console
 
     folder = PresetFolder(output)
     folder.prepare()

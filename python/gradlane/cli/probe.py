@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 import gradlane
+from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
-from gradlane.planning.probe.links import LinkReport
 
 
 def run_probe(

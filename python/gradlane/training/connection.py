@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,8 +28,17 @@ from gradlane.training.rendezvous.environment import Place
 from gradlane.training.rendezvous.rendezvous import Meeting
 from gradlane.training.rendezvous.serving import Invitation, Invitations
 
-if TYPE_CHECKING:
-    from gradlane.training.checkpoints.manager import Checkpoints
+
+class ModelFollower(Protocol):
+    """Follows the models of a session as they are prepared, such as to take checkpoints."""
+
+    def follow(self, prepared: Any, meeting: Meeting) -> None:
+        """Begin with a model; a collective call.
+
+        Args:
+            prepared: the prepared model.
+            meeting: where the ranks agree.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Surroundings:
     secret: str | None
     standstill: Standstill
     observer: Observer
-    checkpoints: Checkpoints | None = None
+    checkpoints: ModelFollower | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
     invitations: Invitations | None = None
@@ -137,7 +146,8 @@ def _open(
         if layout is not None:
             between = functools.partial(_connect, around, meeting, secret, update)
             return open_node_channel(
-                around,
+                around.core,
+                options,
                 meeting,
                 table,
                 layout,

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
-from gradlane.planning.probe.links import LinkReport, PortFigures, RoundTrip, _one_way_pairs
+from gradlane.planning.probe.links import _one_way_pairs
 from gradlane.planning.probe.streams import Node, StreamError
 from tests.training.model.nursery import free_port
 from tests.training.model.pool import FirstRanks

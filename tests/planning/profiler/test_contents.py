@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradlane.formats.profile import BatchTime, Profile, ProfileError, ProfileModule, ProfileTensor
-from gradlane.formats.profile_reading import ENTRIES_MAX, FieldReader, profile_from
+from gradlane.formats.profile import (
+    ENTRIES_MAX,
+    BatchTime,
+    FieldReader,
+    Profile,
+    ProfileError,
+    ProfileModule,
+    ProfileTensor,
+    profile_from,
+)
 from gradlane.planning.simulation.profiles import find_profile, read_profile
 
 FULL: dict[str, Any] = {

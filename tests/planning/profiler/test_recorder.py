@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradlane.formats.profile import Profile, ProfileError
-from gradlane.formats.profile_reading import FieldReader, profile_from
+from gradlane.formats.profile import FieldReader, Profile, ProfileError, profile_from
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.planning.profiler.tape import EVALUATION, PAUSE_BEGIN, PAUSE_END, STEP_BEGIN, STEP_END
 from gradlane.planning.profiler.timeline import Steps, read_step

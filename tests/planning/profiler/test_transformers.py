@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.formats.profile_reading import FieldReader, profile_from
+from gradlane.formats.profile import FieldReader, profile_from
 from gradlane.planning.profiler.operations import synthetic_profile
 
 transformers = pytest.importorskip("transformers")

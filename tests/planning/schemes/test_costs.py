@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradlane.formats.profile import ProfileModule
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.schemes.costs import RULES, SCHEMES, Counts, Layer, costs_of
+from gradlane.planning.schemes.costs import SCHEMES, Counts, Layer, costs_of
 from gradlane.planning.simulation.profiles import (
     Profile,
     ProfileTensor,
@@ -20,6 +20,7 @@ from gradlane.planning.simulation.profiles import (
     synthetic_profile,
     write_profile,
 )
+from gradlane.training.options.options import PLAN_RULES
 from gradlane.training.plans.plan import read_plan
 from gradlane.training.plans.settings import ClusterFacts
 from tests.command_line import run
@@ -87,7 +88,7 @@ def test_factors_are_chosen_exactly_where_the_paper_says(
     m: int, n: int, k: int, nodes: int
 ) -> None:
     """Whole numbers, multiplied out, so that ties are ties: 2K(P1-1)(M+N) P2 <= 2MN(P1+P2-2)."""
-    costs = costs_of(dense(m, n), Counts(k, nodes, nodes), RULES["poseidon"])
+    costs = costs_of(dense(m, n), Counts(k, nodes, nodes), PLAN_RULES["poseidon"])
     factors = 2 * k * (nodes - 1) * (m + n) * nodes <= 2 * m * n * (2 * nodes - 2)
     assert costs[0].scheme == ("sfb" if factors else "ps")
     # Never worse than servers (section 5.2).
@@ -96,7 +97,7 @@ def test_factors_are_chosen_exactly_where_the_paper_says(
 
 def test_ties_go_to_factors() -> None:
     """K (P1 - 1) (M + N) = M N (P1 + P2 - 2) / P2 with M = N = 64, K = 32, P1 = P2 = 2."""
-    costs = costs_of(dense(64, 64), Counts(32, 2, 2), RULES["poseidon"])
+    costs = costs_of(dense(64, 64), Counts(32, 2, 2), PLAN_RULES["poseidon"])
     assert [cost.scheme for cost in costs] == ["sfb", "ps"]
     assert costs[0].node_floats == costs[1].node_floats
 

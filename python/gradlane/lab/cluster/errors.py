@@ -6,8 +6,10 @@ traceback.
 
 from __future__ import annotations
 
+from gradlane.formats.reported import ReportedError
 
-class LabError(RuntimeError):
+
+class LabError(ReportedError):
     """A laboratory run cannot go on; the message says why and what to do."""
 
 

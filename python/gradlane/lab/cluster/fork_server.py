@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -250,9 +251,8 @@ def main() -> None:
     """Fork ranks as the control socket in argument one asks, until it closes."""
     import torch._dynamo
 
-    import gradlane.lab.runs.trial
-
-    del torch, gradlane
+    del torch
+    importlib.import_module("gradlane.lab.runs.trial")
     control = socket.socket(fileno=int(sys.argv[1]))
     woken, wake = os.pipe()
     for descriptor in (woken, wake):

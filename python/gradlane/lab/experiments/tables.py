@@ -15,8 +15,8 @@ from gradlane.lab.experiments.activity import busiest_port, is_communication_bou
 from gradlane.lab.experiments.slices import STRATEGY, sweeps_of
 from gradlane.lab.runs.balance import EVEN_BELOW
 from gradlane.lab.runs.cells import CEILING
-from gradlane.lab.runs.display import format_time
 from gradlane.planning.simulation.scenarios import RING_FUSED
+from gradlane.report.console import format_time
 
 Row = Mapping[str, Any]
 

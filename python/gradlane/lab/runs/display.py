@@ -30,6 +30,7 @@ from gradlane.lab.runs.results import Row
 from gradlane.lab.runs.run import LabProgress
 from gradlane.lab.runs.straggler_notes import loss_table
 from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.report.console import format_time
 from gradlane.report.time_left import TimeLeft, format_duration
 from gradlane.training.options.server_places import servers_text
 
@@ -105,12 +106,6 @@ class _RunsProgress(CellsProgress):
         )
 
 
-def wide_console() -> Console:
-    """Return a console on standard output, wide enough for tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=110)
-
-
 @contextmanager
 def bar_progress(console: Console, total_steps: int) -> Iterator[LabProgress]:
     """Show a progress bar while the block runs.
@@ -156,11 +151,6 @@ def runs_progress(console: Console) -> Iterator[CellsProgress]:
 
 def _optional(value: float | None, spelling: str) -> str:
     return "-" if value is None else format(value, spelling)
-
-
-def format_time(seconds: float) -> str:
-    """Return a short text for a duration."""
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def _caption(row: Row, cpu_bound: bool) -> str:

@@ -13,8 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.profile import FORMAT, Profile, ProfileTensor
-from gradlane.formats.profile_reading import read_own
+from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_own
 from gradlane.planning.models import Architecture, ParameterShape
 from gradlane.planning.models.timings import Stage
 

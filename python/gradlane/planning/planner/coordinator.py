@@ -15,14 +15,7 @@ from typing import Any
 from gradlane.planning.planner.candidates import Candidate, Simulated
 from gradlane.planning.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
 from gradlane.planning.planner.search import Choice, Found, search
-from gradlane.planning.schemes.costs import (
-    RULES,
-    SCHEMES,
-    Cost,
-    Counts,
-    Layer,
-    costs_of,
-)
+from gradlane.planning.schemes.costs import SCHEMES, Cost, Counts, Layer, costs_of
 from gradlane.planning.schemes.hybrid import HybridStep, Node, hybrid_step
 from gradlane.planning.schemes.layers import (
     Schemes,
@@ -37,7 +30,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
-from gradlane.training.options.options import RING, ring_ranks
+from gradlane.training.options.options import PLAN_RULES, RING, ring_ranks
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
@@ -88,8 +81,8 @@ class Coordinator:
         Raises:
             ValueError: there is no such rule.
         """
-        if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(RULES)}")
+        if rule not in PLAN_RULES:
+            raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(PLAN_RULES)}")
         self._profile = profile
         self._facts = facts
         self._base = base or Settings()
@@ -286,7 +279,7 @@ class Coordinator:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
         apart = self._facts.serving > 0
         counts = Counts(layer.rows or batch_size, workers, servers, apart)
-        among = RULES[self._rule]
+        among = PLAN_RULES[self._rule]
         costs = costs_of(layer, counts, among if self._rule == "auto" else tuple(SCHEMES))
         best = next(cost for cost in costs if cost.scheme in among)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))

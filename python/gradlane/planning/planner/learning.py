@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from gradlane.errors import GradlaneError
+from gradlane.formats.link_report import LinkReport
 from gradlane.formats.profile import Profile, ProfileError
 from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import shown
-from gradlane.planning.probe.links import LinkReport
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.model.steps import Steps
@@ -74,7 +74,7 @@ class Learning:
             options: that it is connected with.
             meet: opens a place where the ranks agree.
             on_plan: called with the plan, between two steps, on all ranks after the same one.
-            rule: how schemes are chosen, a key of `gradlane.planning.schemes.costs.RULES`.
+            rule: how schemes are chosen, a key of `PLAN_RULES`.
         """
         self._learner = learner
         self._links = links

@@ -23,7 +23,7 @@ from gradlane.planning.profiler.nested import samples_in
 from gradlane.planning.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.planning.profiler.timeline import Steps, read_step
-from gradlane.training.model.compiled import is_tracing
+from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.rendezvous.wait_notifier import PAUSE
 
 STEPS_MAX = 200

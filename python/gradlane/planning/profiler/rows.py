@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.training.model.compiled import is_tracing
+from gradlane.training.modules.compiled import is_tracing
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """-1 outside of backward."""

@@ -36,7 +36,7 @@ from gradlane.formats.profile import ProfileError
 from gradlane.planning.profiler.nested import with_tensors
 from gradlane.planning.profiler.operations import backward_of
 from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
-from gradlane.training.model.forward_order import inside_backward
+from gradlane.training.modules.forward_order import inside_backward
 
 CALLS_STEP = 2
 """The step whose calls of the model are kept, after the one that finds it."""

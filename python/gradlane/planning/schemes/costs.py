@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradlane.training.options.options import RING
-
 FULLY_CONNECTED = ("Linear",)
 """Modules whose gradient is a product of two factors: output gradients and inputs."""
 
@@ -137,12 +135,6 @@ SCHEMES: dict[str, Scheme] = {
 }
 """The schemes of table 1. Of two that cost the same the first one is chosen, so that
 factors win ties, as in the paper's algorithm 1."""
-PLAN_SCHEMES = (*SCHEMES, RING)
-"""Every scheme that a plan can name."""
-RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": ("sfb", "ps")}
-"""Schemes that a rule chooses among: what changes no bit, and the paper's algorithm 1. Nobody
-chooses `adam`: the paper has it to compare with; nor `ring`, which moves as much as servers do and
-adds up in another order."""
 
 
 def costs_of(layer: Layer, counts: Counts, schemes: Sequence[str] = tuple(SCHEMES)) -> list[Cost]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradlane.formats.profile import DTYPE_BYTES, Profile, ProfileTensor
-from gradlane.planning.schemes.costs import RULES, Counts, Layer, costs_of
-from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, RING, SFB
+from gradlane.planning.schemes.costs import Counts, Layer, costs_of
+from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, PLAN_RULES, RING, SFB
 
 Schemes = tuple[tuple[str, str], ...]
 """Layers, each with its scheme, where that is not the strategy's."""
@@ -113,7 +113,7 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int, serving: int = 0)
         if rule == "poseidon":
             rows = layer.rows or profile.batch_size
             counts = Counts(rows, workers, serving or workers, apart=serving > 0)
-            return costs_of(layer, counts, RULES["poseidon"])[0].scheme == "sfb"
+            return costs_of(layer, counts, PLAN_RULES["poseidon"])[0].scheme == "sfb"
         return factors_of(layer, profile) is not None
 
     if workers == 1:

@@ -14,8 +14,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.profile import DTYPE_BYTES, Profile, ProfileError, ProfileTensor
-from gradlane.formats.profile_reading import FieldReader, profile_from, read_object
+from gradlane.formats.profile import (
+    DTYPE_BYTES,
+    FieldReader,
+    Profile,
+    ProfileError,
+    ProfileTensor,
+    profile_from,
+    read_object,
+)
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.schedule import (
     ReplayLayer,

@@ -83,7 +83,7 @@ class SessionArrays:
         Raises:
             ArrayRefusedError: an array is not as registered.
             UsageError: a push came before, or names are missing.
-            RanksDifferError: the ranks registered different arrays, or not all of them spread values.
+            RanksDifferError: the ranks registered different arrays, or not all spread values.
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gradlane.training.factors.block import LinearFactors, Part, TouchedRows, can_travel
-from gradlane.training.model.compiled import is_tracing
-from gradlane.training.model.gradient_intake import raw_grad
+from gradlane.training.modules.compiled import is_tracing
+from gradlane.training.modules.gradient_intake import raw_grad
 
 _ATTRIBUTE = "_gradlane_tap"
 

@@ -31,7 +31,7 @@ from gradlane.training.factors.capture import Taker, install, remove
 from gradlane.training.factors.choice import Factored
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.factors.root import Answering
-from gradlane.training.model.gradient_intake import is_alone
+from gradlane.training.modules.gradient_intake import is_alone
 
 
 class FactorLane:

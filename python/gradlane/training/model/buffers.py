@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.errors import UsageError
-from gradlane.training.model.compiled import enters_compiled_code, is_tracing, only_inlined
+from gradlane.training.modules.compiled import enters_compiled_code, is_tracing, only_inlined
 from gradlane.training.rendezvous.tensor_table import without_repeats
 
 MODES = ("broadcast", "average", "local")

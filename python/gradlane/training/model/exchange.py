@@ -22,9 +22,9 @@ from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part
 from gradlane.training.factors.sending import FactorLane
 from gradlane.training.model.consistency_check import Vote
-from gradlane.training.model.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.model.late_gradients import Carrying
 from gradlane.training.model.step_layout import Members
+from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import PAUSE
 

@@ -16,13 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
-from gradlane.training.model.compiled import (
-    Freshness,
-    enters_compiled_code,
-    is_tracing,
-    only_inlined,
-    opaque,
-)
 from gradlane.training.model.lazy_buffer_dict import guard_buffers, release_buffers
 from gradlane.training.model.lazy_list import guard_groups, release_groups
 from gradlane.training.model.lazy_parameter_dict import (
@@ -35,6 +28,13 @@ from gradlane.training.model.lazy_state import LazyState, guard_state, release_s
 from gradlane.training.model.other_optimizers import OtherOptimizers
 from gradlane.training.model.steps import Steps
 from gradlane.training.model.validation import refuse_assignment
+from gradlane.training.modules.compiled import (
+    Freshness,
+    enters_compiled_code,
+    is_tracing,
+    only_inlined,
+    opaque,
+)
 from gradlane.training.rendezvous.tensor_table import Entry
 
 

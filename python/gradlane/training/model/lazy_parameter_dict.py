@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gradlane.errors import UsageError
-from gradlane.training.model.compiled import (
+from gradlane.training.model.lazy_dict import WaitingDict
+from gradlane.training.model.steps import Steps
+from gradlane.training.modules.compiled import (
     Freshness,
     enters_compiled_code,
     is_read_by_compiler,
@@ -24,8 +26,6 @@ from gradlane.training.model.compiled import (
     only_inlined,
     opaque,
 )
-from gradlane.training.model.lazy_dict import WaitingDict
-from gradlane.training.model.steps import Steps
 
 Parameter = nn.Parameter | None
 

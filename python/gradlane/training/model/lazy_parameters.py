@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradlane.training.model.compiled import is_read_by_compiler
-from gradlane.training.model.gradient_intake import raw_grad, set_raw_grad
+from gradlane.training.modules.compiled import is_read_by_compiler
+from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
 
 class Exemption(threading.local):

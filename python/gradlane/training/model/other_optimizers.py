@@ -17,9 +17,9 @@ from torch.optim.optimizer import (
 )
 
 from gradlane.errors import UsageError
-from gradlane.training.model.forward_order import inside_backward
 from gradlane.training.model.lazy_list import plain
 from gradlane.training.model.optimizers import gradlane_hook
+from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.rendezvous.tensor_table import Entry
 
 

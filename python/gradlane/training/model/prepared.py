@@ -28,7 +28,6 @@ from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.connecting import connect, schemes_of
 from gradlane.training.model.consistency_check import Hyperparameters, compare_endings, tell_ending
 from gradlane.training.model.exchange import Exchange
-from gradlane.training.model.forward_order import ForwardOrder
 from gradlane.training.model.hooks import Installation
 from gradlane.training.model.late_gradients import Carrying
 from gradlane.training.model.lazy_parameters import LazyParameters
@@ -36,6 +35,7 @@ from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import Apart, ServerState
 from gradlane.training.model.steps import Driver, Phase, Steps
 from gradlane.training.model.updates import DeferredUpdate
+from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.parameter_check import AgreementCheck

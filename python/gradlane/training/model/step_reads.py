@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.errors import UsageError
-from gradlane.training.model.forward_order import inside_backward
 from gradlane.training.model.step_state import Phase, StepState
+from gradlane.training.modules.forward_order import inside_backward
 
 _MOVES = nn.Module._apply.__code__
 """Takes gradients along in `model.to(...)` and its like; no program sees them there."""

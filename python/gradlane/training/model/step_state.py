@@ -25,11 +25,11 @@ from gradlane.training.model.consistency_check import (
     differing_samples,
 )
 from gradlane.training.model.exchange import Exchange, Reports
-from gradlane.training.model.forward_order import ForwardOrder
-from gradlane.training.model.gradient_intake import set_raw_grad
 from gradlane.training.model.lazy_parameters import Exemption, LazyParameters, Reads
-from gradlane.training.model.shared_storage import Clusters
 from gradlane.training.model.updates import DeferredUpdate
+from gradlane.training.modules.forward_order import ForwardOrder
+from gradlane.training.modules.gradient_intake import set_raw_grad
+from gradlane.training.modules.shared_storage import Clusters
 from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, AgreementCheck
 
 

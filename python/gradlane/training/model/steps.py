@@ -26,11 +26,11 @@ from torch import Tensor
 from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
 from gradlane.training.model.consistency_check import Ending, Vote
-from gradlane.training.model.forward_order import inside_backward
-from gradlane.training.model.gradient_intake import raw_grad, set_raw_grad
 from gradlane.training.model.step_reads import StepReads
 from gradlane.training.model.step_state import Driver, Phase
 from gradlane.training.model.updates import undisturbed
+from gradlane.training.modules.forward_order import inside_backward
+from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
 __all__ = ["Driver", "Phase", "Steps"]
 

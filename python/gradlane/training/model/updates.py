@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlane.errors import UsageError
-from gradlane.training.model.gradient_intake import raw_grad, set_raw_grad
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
 
 class DeferredUpdate:

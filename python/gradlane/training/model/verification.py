@@ -12,9 +12,9 @@ from gradlane.errors import UsageError
 from gradlane.training.connection import Surroundings
 from gradlane.training.factors.choice import Factored, choose_factored, without_codecs
 from gradlane.training.model.optimizers import check_optimizer, check_server_optimizer
-from gradlane.training.model.shared_storage import Clusters
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
+from gradlane.training.modules.shared_storage import Clusters
 from gradlane.training.options.codec_choice import CodecChoice, choose_codecs
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 from gradlane.training.options.options import ring_ranks

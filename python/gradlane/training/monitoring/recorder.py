@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gradlane.formats.timeline.chrome import write_chrome
 from gradlane.training.core import Channel, CoreRow
-from gradlane.training.model.compiled import is_tracing
-from gradlane.training.model.forward_order import inside_backward
+from gradlane.training.modules.compiled import is_tracing
+from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import Place

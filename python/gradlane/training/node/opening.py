@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from gradlane.training.core import Channel
+from gradlane.training.core import Channel, CoreModule
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_queue import CollectiveLane
 from gradlane.training.node.devices import agree_on_sums
@@ -17,17 +17,16 @@ from gradlane.training.node.layout import Layout
 from gradlane.training.node.link import LocalLink, connect
 from gradlane.training.node.shares import Part, cut, memory_bytes, rows_of
 from gradlane.training.options.codec_choice import codec_facts
-
-if TYPE_CHECKING:
-    from gradlane.training.connection import Surroundings
-    from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.rendezvous import Meeting
 
 OpenBetween = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
 """Opens a channel of the core with these tensors between these ranks."""
 
 
 def open_node_channel(
-    around: Surroundings,
+    core: CoreModule,
+    options: Options,
     meeting: Meeting,
     rows: Sequence[Mapping[str, Any]],
     layout: Layout,
@@ -39,7 +38,8 @@ def open_node_channel(
     """Connect the ranks of this node, and, if this one carries, the nodes.
 
     Args:
-        around: what the session gives.
+        core: the compiled core or its double.
+        options: the session's.
         meeting: where the ranks agree.
         rows: the plan's tensors.
         layout: which ranks share nodes.
@@ -53,20 +53,20 @@ def open_node_channel(
         RendezvousError: ranks cannot reach each other.
     """
     _check_rows(rows)
-    sums = agree_on_sums(around.options, meeting, layout, gradients)
+    sums = agree_on_sums(options, meeting, layout, gradients)
     parts = cut(rows, layout.carriers)
     link = connect(
         layout,
         meeting,
         memory_bytes(parts),
-        around.options.connect_timeout_s,
-        around.core,
-        around.options.silence_timeout_s / SIGNS_PER_TIMEOUT,
+        options.connect_timeout_s,
+        core,
+        options.silence_timeout_s / SIGNS_PER_TIMEOUT,
     )
     lane = between = None
     try:
         if sums.backend:
-            lane = _open_lane(around, meeting, link, parts, gradients, sums.backend)
+            lane = _open_lane(options, meeting, link, parts, gradients, sums.backend)
         if layout.local_rank < layout.carriers:
             ahead = first // layout.local_size
             nodes = [(ahead + index) % layout.nodes for index in range(layout.nodes)]
@@ -78,28 +78,28 @@ def open_node_channel(
         link.close()
         raise
     return NodeChannel(
-        around.core,
+        core,
         link,
         rows,
         parts,
         between,
         source_rank=first,
-        progress_timeout_s=around.options.progress_timeout_s,
-        silence_timeout_s=around.options.silence_timeout_s,
+        progress_timeout_s=options.progress_timeout_s,
+        silence_timeout_s=options.silence_timeout_s,
         lane=lane,
         sums=sums,
     )
 
 
 def _open_lane(
-    around: Surroundings,
+    options: Options,
     meeting: Meeting,
     link: LocalLink,
     parts: Sequence[Part],
     gradients: Sequence[Tensor],
     backend: str,
 ) -> CollectiveLane:
-    layout, timeout_s = link.layout, around.options.connect_timeout_s
+    layout, timeout_s = link.layout, options.connect_timeout_s
 
     def open_group() -> NodeGroup:
         return NodeGroup(backend, meet_on_node(layout, meeting, timeout_s), layout)

@@ -49,6 +49,10 @@ FACTOR_SCHEMES = (SFB, ADAM)
 SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
 """How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
 from factors and all others on servers."""
+PLAN_RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": (SFB, "ps")}
+"""Schemes that a plan's rule chooses among: what changes no bit, and algorithm 1 of Poseidon (Zhang
+et al. 2017). No rule chooses `adam`, which is there to compare with, nor `ring`, which moves as
+much as servers do and adds up in another order."""
 
 
 @dataclass(frozen=True)

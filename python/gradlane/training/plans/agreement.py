@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Union
 
 from gradlane.errors import GradlaneError, RanksDifferError
-from gradlane.planning.schemes.costs import RULES
+from gradlane.training.options.options import PLAN_RULES
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.training.rendezvous.rendezvous import Meeting
 
 PlanArgument = Union[Plan, str, "PathLike[str]", None]
-"""What `prepare(plan=...)` takes: a plan, the path of a plan file, a name of `RULES`, or None."""
+"""Argument `plan` of `prepare`: a plan, the path of a plan file, a key of `PLAN_RULES`, or None."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Agreed:
 
     Attributes:
         plan: the plan that was given, or None.
-        rule: by which a plan is to be found while training, a name of `RULES`, or empty.
+        rule: by which a plan is to be found while training, a name of `PLAN_RULES`, or empty.
     """
 
     plan: Plan | None
@@ -86,7 +86,7 @@ def agree_on_plan(
         raise unable
     if verdict != "ok":
         raise PlanError(unusable) if unusable else RanksDifferError(verdict)
-    return Agreed(first.plan, first.label if first.label in RULES else "")
+    return Agreed(first.plan, first.label if first.label in PLAN_RULES else "")
 
 
 def _read(given: PlanArgument, rank: int) -> _Own:
@@ -95,7 +95,7 @@ def _read(given: PlanArgument, rank: int) -> _Own:
     if isinstance(given, Plan):
         return _Own(f"plan {given.digest}", given)
     path = fspath(given)
-    if path in RULES:
+    if path in PLAN_RULES:
         return _Own(path)
     if rank != 0 and not Path(path).exists():
         return _Own(f"plan {path}", from_rank_0=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from gradlane.errors import GradlaneError
+from gradlane.formats.link_report import LinkReport
+from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, Prepared
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.planning_wing import PlanSearch, start_plan_search
 from gradlane.training.rendezvous.rendezvous import Meeting
-
-if TYPE_CHECKING:
-    from gradlane.planning.planner.learning import Learning
-    from gradlane.planning.probe.links import LinkReport
-    from gradlane.training.model.prepared import Prepared
 
 
 class PlanInForce:
@@ -39,13 +36,11 @@ class PlanInForce:
         self._meet = meet
         self._prepared = prepared
         self._abort = abort
-        self._learnings: dict[int, Learning] = {}
+        self._learnings: dict[int, PlanSearch] = {}
 
     def learn(self, prepared: Prepared, links: LinkReport, rule: str) -> None:
         """Have a model's plan found in its first steps, by a rule."""
-        from gradlane.planning.planner.learning import Learning
-
-        learning = Learning(
+        learning = start_plan_search(
             prepared,
             links,
             self._options,
@@ -70,8 +65,6 @@ class PlanInForce:
 
     def _switch(self, prepared: Prepared, plan: Plan) -> None:
         """Go on under a plan; a collective call between two steps."""
-        from gradlane.training.model.prepared import CLOSE_TIMEOUT_S
-
         self._learnings.pop(id(prepared), None)
         self.plan = plan
         options = plan.settings.applied_to(self._options)

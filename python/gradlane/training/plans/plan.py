@@ -17,9 +17,8 @@ from typing import Any
 
 from gradlane.formats.atomic_io import replace_text
 from gradlane.formats.untrusted import EscapedError
-from gradlane.planning.schemes.costs import PLAN_SCHEMES
 from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
-from gradlane.training.options.options import RING, ring_refusal
+from gradlane.training.options.options import RING, SCHEMES, ring_refusal
 from gradlane.training.options.stragglers import WAIT
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
@@ -237,8 +236,8 @@ def _tensor(row: _Fields) -> PlannedTensor:
         slices=row.integer("slices", least=0),
         reason=row.text("reason", may_be_empty=True),
     )
-    if tensor.scheme not in PLAN_SCHEMES:
-        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(PLAN_SCHEMES)}")
+    if tensor.scheme not in SCHEMES:
+        raise row.error("scheme", f"unknown {tensor.scheme!r}; known are {', '.join(SCHEMES)}")
     if tensor.codec != RAW:
         try:
             check_codecs(codec_rules(tensor.codec))

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import gradlane
 from gradlane.errors import GradlaneError, PeerLostError, RanksDifferError, RendezvousError
+from gradlane.formats.version import __version__
 from gradlane.training.core import Channel, CoreModule, Listener, translate_error
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
@@ -93,7 +93,7 @@ def check_codecs_served(choices: Sequence[CodecChoice], place: Place) -> None:
 
 def _terms(place: Place) -> dict[str, object]:
     """Return what all ranks must agree on before any of them serves."""
-    return {"workers": place.world_size, "ranks": place.ranks, "version": gradlane.__version__}
+    return {"workers": place.world_size, "ranks": place.ranks, "version": __version__}
 
 
 @dataclass(frozen=True)

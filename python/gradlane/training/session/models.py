@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, UsageError
+from gradlane.formats.link_report import LinkReport
 from gradlane.training.connection import Surroundings
 from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import steps_per_parameter
@@ -24,10 +25,10 @@ from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.in_force import PlanInForce
 from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.planning_wing import measure_links
 from gradlane.training.rendezvous.rendezvous import Meeting
 
 if TYPE_CHECKING:
-    from gradlane.planning.probe.links import LinkReport
     from gradlane.training.arrays.exchange import ArrayExchange
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -217,10 +218,8 @@ class SessionModels:
             ValueError: the window is not 0.05 to 60 seconds.
             RendezvousError: two ranks cannot reach each other; raised on every rank.
         """
-        from gradlane.planning.probe.links import probe
-
         self._check_open()
-        return probe(
+        return measure_links(
             self._around,
             self._meet(),
             window_s=window_s,

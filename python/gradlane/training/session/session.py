@@ -141,8 +141,8 @@ class Session(
         count batches must count alike, for example by epochs.
 
         Args:
-            throw_on_early_termination: raise `UnevenDataError` on all ranks as soon as one has run out,
-                in the same step, which is not taken.
+            throw_on_early_termination: raise `UnevenDataError` on all ranks as soon as one has run
+                out, in the same step, which is not taken.
 
         Raises:
             UsageError: on entry: with `update="server"`, or inside another one; at the end: a

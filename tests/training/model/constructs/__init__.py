@@ -18,7 +18,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.paths import ROOT
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from gradlane.formats.rates import format_rate
-from gradlane.lab.runs.display import bar_progress, format_time, print_tables
+from gradlane.lab.runs.display import bar_progress, print_tables
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.results import Row, save_rows
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
+from gradlane.report.console import format_time
 
 REAL = LabOptions(
     workload="char-transformer",

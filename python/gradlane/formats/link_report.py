@@ -1,0 +1,77 @@
+"""Bandwidth and latency measured between the ranks of a cluster."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload of a full TCP segment over its bytes on an Ethernet."""
+
+
+@dataclass(frozen=True)
+class PortFigures:
+    """What one rank's port was measured to carry.
+
+    Attributes:
+        rank: whose.
+        send_bps: payload bits a second out while nothing comes in; None if it was not measured.
+        receive_bps: in while nothing goes out; None if it was not measured.
+        both_send_bps: out while as much comes in.
+        both_receive_bps: in while as much goes out.
+    """
+
+    rank: int
+    send_bps: float | None
+    receive_bps: float | None
+    both_send_bps: float
+    both_receive_bps: float
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Time to a rank and back, without other traffic: the median of some."""
+
+    rank: int
+    peer: int
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """What was measured between all ranks.
+
+    Attributes:
+        workers: number of ranks.
+        window_s: seconds that each stream was measured for.
+        ports: one a rank, in their order; empty with one rank.
+        round_trips: some pairs; empty with one rank.
+    """
+
+    workers: int
+    window_s: float
+    ports: tuple[PortFigures, ...] = field(default=())
+    round_trips: tuple[RoundTrip, ...] = field(default=())
+
+    @property
+    def rate_bps(self) -> float:
+        """Rate of the slowest port in both directions at once, headers of packets included."""
+        goodput_bps = min(min(port.both_send_bps, port.both_receive_bps) for port in self.ports)
+        return goodput_bps / PAYLOAD_SHARE
+
+    @property
+    def latency_s(self) -> float:
+        """One-way time between two ranks: half the median round trip."""
+        return statistics.median(pair.round_trip_s for pair in self.round_trips) / 2.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything with the units in the keys."""
+        figures: dict[str, Any] = {"workers": self.workers, "window_s": self.window_s}
+        if self.ports:
+            figures |= {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+        return {
+            **figures,
+            "ports": [asdict(port) for port in self.ports],
+            "round_trips": [asdict(pair) for pair in self.round_trips],
+        }

@@ -1,0 +1,3 @@
+"""The version of gradlane."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Properties of torch modules and gradients: compiled, forward order, shared memory."""

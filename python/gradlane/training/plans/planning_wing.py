@@ -1,0 +1,54 @@
+"""The one way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gradlane.formats.link_report import LinkReport
+from gradlane.training.connection import Surroundings
+from gradlane.training.model.prepared import Prepared
+from gradlane.training.options.options import Options
+from gradlane.training.plans.plan import Plan
+from gradlane.training.rendezvous.rendezvous import Meeting
+
+
+class PlanSearch(Protocol):
+    """Records a model's first steps and finds a plan for it."""
+
+    def after_step(self) -> None:
+        """Note the end of a training step."""
+
+    def stop(self) -> None:
+        """Record no more."""
+
+
+def measure_links(
+    around: Surroundings,
+    meeting: Meeting,
+    *,
+    window_s: float,
+    directions: bool,
+    on_phase: Callable[[str], None],
+) -> LinkReport:
+    """Measure bandwidth and latency between all ranks; see `gradlane.planning.probe.links`."""
+    links: Any = importlib.import_module("gradlane.planning.probe.links")
+    report: LinkReport = links.probe(
+        around, meeting, window_s=window_s, directions=directions, on_phase=on_phase
+    )
+    return report
+
+
+def start_plan_search(
+    prepared: Prepared,
+    links: LinkReport,
+    options: Options,
+    meet: Callable[[], Meeting],
+    on_plan: Callable[[Plan], None],
+    rule: str,
+) -> PlanSearch:
+    """Start to record a model; see `gradlane.planning.planner.learning`."""
+    learning: Any = importlib.import_module("gradlane.planning.planner.learning")
+    search: PlanSearch = learning.Learning(prepared, links, options, meet, on_plan, rule)
+    return search
