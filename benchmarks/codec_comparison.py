@@ -39,7 +39,7 @@ GOAL = 3.0
 
 
 @dataclass(frozen=True)
-class Way:
+class OptimizerSupport:
     """One way to encode and decode.
 
     Attributes:
@@ -161,7 +161,7 @@ def measure(elements: int, turns: int) -> tuple[list[Row], list[str]]:
     ], skipped
 
 
-def ours(values: np.ndarray[Any, Any]) -> list[Way]:
+def ours(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
     """gradlane's codecs, into memory that is there, as in training."""
     specs = {
         "f16": ("f16", 2.0**-11),
@@ -172,7 +172,7 @@ def ours(values: np.ndarray[Any, Any]) -> list[Way]:
         "topk": ("topk:ratio=0.001,residual=off", None),
     }
 
-    def way(name: str, spec: str, off_most: float | None) -> Way:
+    def way(name: str, spec: str, off_most: float | None) -> OptimizerSupport:
         codec = Codec(spec, (values.size,))
         wire = np.empty(codec.wire_bytes_max(values.size), dtype=np.uint8)
         back = np.empty_like(values)
@@ -184,12 +184,12 @@ def ours(values: np.ndarray[Any, Any]) -> list[Way]:
             codec.decode_into(sent, back)
             return back
 
-        return Way(name, "gradlane", codec.spec, encode, decode, off_most)
+        return OptimizerSupport(name, "gradlane", codec.spec, encode, decode, off_most)
 
     return [way(name, *rest) for name, rest in specs.items()]
 
 
-def of_torch(array: np.ndarray[Any, Any]) -> list[Way]:
+def of_torch(array: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
     """PyTorch's casts, quantizers and tensor operations."""
     values = torch.from_numpy(array)
     rows = values.view(-1, BUCKET)
@@ -253,8 +253,10 @@ def of_torch(array: np.ndarray[Any, Any]) -> list[Way]:
 
     steps = 1.1 / 255
     return [
-        Way("f16", "torch", "to(float16)", values.half, lambda sent: sent.float(), 2.0**-11),
-        Way(
+        OptimizerSupport(
+            "f16", "torch", "to(float16)", values.half, lambda sent: sent.float(), 2.0**-11
+        ),
+        OptimizerSupport(
             "int8",
             "torch",
             "quantize_per_tensor",
@@ -262,7 +264,7 @@ def of_torch(array: np.ndarray[Any, Any]) -> list[Way]:
             lambda it: it.dequantize(),
             2 * steps,
         ),
-        Way(
+        OptimizerSupport(
             "int8",
             "torch",
             "quantize_per_channel, 512 a bucket",
@@ -270,7 +272,7 @@ def of_torch(array: np.ndarray[Any, Any]) -> list[Way]:
             lambda it: it.dequantize().view(-1),
             2 * steps,
         ),
-        Way(
+        OptimizerSupport(
             "qsgd-8",
             "torch",
             "tensor operations",
@@ -278,15 +280,15 @@ def of_torch(array: np.ndarray[Any, Any]) -> list[Way]:
             lambda it: from_stochastic(127, it),
             1.1 / 127,
         ),
-        Way(
+        OptimizerSupport(
             "qsgd-4", "torch", "tensor operations", four, lambda it: from_stochastic(7, it), 1.1 / 7
         ),
-        Way("onebit", "torch", "tensor operations", one_bit, from_one_bit, None),
-        Way("topk", "torch", "topk of the magnitudes", largest, from_largest, None),
+        OptimizerSupport("onebit", "torch", "tensor operations", one_bit, from_one_bit, None),
+        OptimizerSupport("topk", "torch", "topk of the magnitudes", largest, from_largest, None),
     ]
 
 
-def of_numpy(values: np.ndarray[Any, Any]) -> list[Way]:
+def of_numpy(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
     """The definitions of the codecs over whole arrays."""
     rows = values.reshape(-1, BUCKET)
     generator = np.random.default_rng(1)
@@ -340,11 +342,13 @@ def of_numpy(values: np.ndarray[Any, Any]) -> list[Way]:
 
     whole = "over whole arrays"
     return [
-        Way("f16", "numpy", "astype(float16)", half, lambda it: it.astype(np.float32), 2.0**-11),
-        Way(
+        OptimizerSupport(
+            "f16", "numpy", "astype(float16)", half, lambda it: it.astype(np.float32), 2.0**-11
+        ),
+        OptimizerSupport(
             "int8", "numpy", whole, int8, lambda it: (it[0] + it[2] * it[1]).reshape(-1), 1.1 / 255
         ),
-        Way(
+        OptimizerSupport(
             "qsgd-8",
             "numpy",
             whole,
@@ -352,7 +356,7 @@ def of_numpy(values: np.ndarray[Any, Any]) -> list[Way]:
             lambda it: from_stochastic(127, it),
             1.1 / 127,
         ),
-        Way(
+        OptimizerSupport(
             "qsgd-4",
             "numpy",
             whole,
@@ -360,12 +364,14 @@ def of_numpy(values: np.ndarray[Any, Any]) -> list[Way]:
             lambda it: from_stochastic(7, it),
             1.1 / 7,
         ),
-        Way("onebit", "numpy", whole, one_bit, from_one_bit, None),
-        Way("topk", "numpy", "argpartition of the magnitudes", largest, from_largest, None),
+        OptimizerSupport("onebit", "numpy", whole, one_bit, from_one_bit, None),
+        OptimizerSupport(
+            "topk", "numpy", "argpartition of the magnitudes", largest, from_largest, None
+        ),
     ]
 
 
-def of_hivemind(array: np.ndarray[Any, Any]) -> list[Way]:
+def of_hivemind(array: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
     """hivemind's compression of tensors, as it is on the wire."""
     from hivemind.compression import (  # type: ignore[import-not-found]
         Float16Compression,
@@ -374,9 +380,9 @@ def of_hivemind(array: np.ndarray[Any, Any]) -> list[Way]:
 
     values = torch.from_numpy(array)
 
-    def way(codec: str, what: str, made: Any, off_most: float | None) -> Way:
+    def way(codec: str, what: str, made: Any, off_most: float | None) -> OptimizerSupport:
         info = made.__class__.__name__
-        return Way(
+        return OptimizerSupport(
             codec,
             "hivemind",
             f"{what} ({info})",

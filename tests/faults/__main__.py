@@ -22,7 +22,7 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.scenario import FAULTS, MOMENTS
 from tests.faults.verdict import KINDS
-from tests.training.model.nursery import Nursery
+from tests.training.model.nursery import ForkServer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     if why_not:
         print(f"no network namespaces ({why_not}): cut links and partitions are skipped")
     with (
-        contextlib.closing(Nursery()) as nursery,
+        contextlib.closing(ForkServer()) as nursery,
         Campaign(nursery, why_not, options.keep) as campaign,
     ):
         for result in campaign.run_all(seeds, options.jobs):

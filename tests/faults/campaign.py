@@ -27,7 +27,7 @@ from tests.faults.scenario import (
     draw,
 )
 from tests.faults.verdict import Problem, bound_s, judge_restart, judge_run
-from tests.training.model.nursery import Nursery
+from tests.training.model.nursery import ForkServer
 
 _KEEP_ALL = 100
 _RUNS_AT_ONCE = 3
@@ -90,7 +90,7 @@ class Campaign:
     """Runs scenarios; a context that owns all files."""
 
     def __init__(
-        self, nursery: Nursery, why_no_namespaces: str | None, keep: Path | None = None
+        self, nursery: ForkServer, why_no_namespaces: str | None, keep: Path | None = None
     ) -> None:
         """Start.
 

@@ -31,7 +31,7 @@ from tests.faults.scenario import (
     Scenario,
 )
 from tests.faults.trigger import LATE
-from tests.training.model.nursery import Nursery
+from tests.training.model.nursery import ForkServer
 from tests.waiting import eventually
 
 _POLL_S = 0.01
@@ -55,7 +55,7 @@ class Switch(Cluster):
 
 
 def run_undisturbed(
-    nursery: Nursery,
+    nursery: ForkServer,
     folder: Path,
     training: str,
     world_size: int,
@@ -87,7 +87,7 @@ def run_undisturbed(
 
 
 def run_faulted(
-    nursery: Nursery, folder: Path, scenario: Scenario, checkpoint: Path, bound_s: float
+    nursery: ForkServer, folder: Path, scenario: Scenario, checkpoint: Path, bound_s: float
 ) -> Outcome:
     """Train until the fault, inject it, and wait until all ranks have ended that can.
 
@@ -127,7 +127,7 @@ class _Run:
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: ForkServer,
         folder: Path,
         training: str,
         world_size: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.cluster.fork_server import ForkedRank, running_nursery
+from gradlane.lab.cluster.fork_server import ForkedRank, running_fork_server
 from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
 from tests.namespaces import needs_namespaces
 from tests.training.model.nursery import SOURCES
@@ -66,7 +66,7 @@ def train_until_the_end(
             }
             with (folder / f"errors-{rank}").open("wb") as errors:
                 # With an ending that it does not know, such as a number, it trains for ever.
-                child = running_nursery({"OMP_NUM_THREADS": "1", **SOURCES}).fork(
+                child = running_fork_server({"OMP_NUM_THREADS": "1", **SOURCES}).fork(
                     rank,
                     "tests.training.model.failing_rank",
                     namespace=cluster.namespace_descriptor(rank),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gradlane.lab.cluster.fork_server import running_nursery
+from gradlane.lab.cluster.fork_server import running_fork_server
 from gradlane.lab.cluster.namespaces import Cluster
 from tests.namespaces import needs_namespaces
 from tests.paths import ROOT
@@ -21,7 +21,7 @@ def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> Non
         for first in (ROOT / "python", tmp_path, ROOT / "python"):
             environment = {"PYTHONPATH": os.pathsep.join(map(str, (first, tmp_path)))}
             with (tmp_path / "errors").open("w+b") as errors:
-                child = running_nursery(environment).fork(
+                child = running_fork_server(environment).fork(
                     0,
                     "where",
                     namespace=cluster.namespace_descriptor(0),

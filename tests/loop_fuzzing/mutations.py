@@ -48,7 +48,7 @@ def _no_wait_before_forward() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _no_wait_in_attributes() -> Iterator[None]:
     with (
-        mock.patch.object(guard.GuardedParameters, "__getitem__", dict.__getitem__),
+        mock.patch.object(guard.LazyParameterDict, "__getitem__", dict.__getitem__),
         mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
     ):
         yield
@@ -57,7 +57,7 @@ def _no_wait_in_attributes() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_wait_in_lists() -> Iterator[None]:
     with (
-        mock.patch.object(guard.GuardedParameters, "_before_list", lambda _: None),
+        mock.patch.object(guard.LazyParameterDict, "_before_list", lambda _: None),
         mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
     ):
         yield
@@ -95,7 +95,7 @@ def _layouts_ignored() -> AbstractContextManager[Any]:
 def _state_read_early() -> Iterator[None]:
     with (
         mock.patch.object(steps.Steps, "before_optimizer_state", lambda *_: None),
-        mock.patch.object(waiting.WaitingParameters, "_wait", lambda _: None),
+        mock.patch.object(waiting.LazyParameterList, "_wait", lambda _: None),
     ):
         yield
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file beside another, and put it in its place in one move.
 
     Args:
@@ -29,9 +29,9 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, as `replace_whole` does."""
-    replace_whole(path, lambda partial: _write(partial, text))
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, as `atomic_write` does."""
+    atomic_write(path, lambda partial: _write(partial, text))
 
 
 def _write(path: Path, text: str) -> None:

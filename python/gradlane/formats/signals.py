@@ -39,7 +39,7 @@ def end_in_order(context: typer.Context) -> None:
 
 
 @contextmanager
-def in_one_piece() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait until the block is over: for what takes well under a second.
 
     Libraries with an event loop of their own do not bear an exception in its midst.

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from gradlane.formats.atomic_io import replace_text
+from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.report.plots import Plot
 
 ASSETS = Path(__file__).parent / "assets"
@@ -193,7 +193,7 @@ def write_report(
 </body>
 </html>
 """
-    replace_text(Path(path), page)
+    atomic_write_text(Path(path), page)
 
 
 def _asset(name: str) -> str:

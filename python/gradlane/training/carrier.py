@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradlane.training.core import Channel
-from gradlane.training.rendezvous.tensor_table import Entry, without_repeats
+from gradlane.training.rendezvous.tensor_table import TensorEntry, without_repeats
 
 
 class Carrier(Protocol):
@@ -28,7 +28,9 @@ class Carrier(Protocol):
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Make results readable: the tensors hold the averaged gradients when it returns."""
 
-    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
+    def spread(
+        self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
+    ) -> None:
         """Run step 0: after it every tensor has rank 0's values.
 
         Args:
@@ -44,7 +46,7 @@ class Carrier(Protocol):
 class DirectCarrier:
     """Lends the core the memory of the gradients themselves."""
 
-    def __init__(self, channel: Channel, trained: Mapping[int, Entry]) -> None:
+    def __init__(self, channel: Channel, trained: Mapping[int, TensorEntry]) -> None:
         """Carry gradients of these tensors over a channel."""
         self._channel = channel
         self._trained = trained
@@ -66,7 +68,9 @@ class DirectCarrier:
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Nothing to do: results are already in place."""
 
-    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
+    def spread(
+        self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
+    ) -> None:
         """Run step 0 in the tensors' own memory where it is dense, else in copies."""
         spread_from_host(self._channel, entries, first, without)
 
@@ -75,7 +79,7 @@ class DirectCarrier:
 
 
 def spread_from_host(
-    channel: Channel, entries: Sequence[Entry], first: bool, without: Collection[int] = ()
+    channel: Channel, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
 ) -> None:
     """Spread rank 0's values to all ranks through memory of the host.
 

@@ -23,16 +23,16 @@ from gradlane.training.options.options import FACTOR_SCHEMES, Options
 from gradlane.training.options.stragglers import parse_stragglers
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
-from gradlane.training.rendezvous.deadlock import Standstill
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.serving import Invitation, Invitations
+from gradlane.training.rendezvous.deadlock import DeadlockDetector
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncements
 
 
 class ModelFollower(Protocol):
     """Follows the models of a session as they are prepared, such as to take checkpoints."""
 
-    def follow(self, prepared: Any, meeting: Meeting) -> None:
+    def follow(self, prepared: Any, meeting: RendezvousScope) -> None:
         """Begin with a model; a collective call.
 
         Args:
@@ -42,7 +42,7 @@ class ModelFollower(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SessionContext:
     """What a session gives each of its models.
 
     Attributes:
@@ -52,7 +52,7 @@ class Surroundings:
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
-        standstill: looks out for ranks that wait for each other.
+        deadlocks: looks out for ranks that wait for each other.
         observer: knows what all models count.
         checkpoints: takes them, or None.
         recorder: what a timeline is recorded with, or None.
@@ -63,21 +63,21 @@ class Surroundings:
 
     core: CoreModule
     options: Options
-    place: Place
+    place: RankInfo
     store_host: str
     store_port: int
     secret: str | None
-    standstill: Standstill
+    deadlocks: DeadlockDetector
     observer: Observer
     checkpoints: ModelFollower | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
-    invitations: Invitations | None = None
+    invitations: JobAnnouncements | None = None
 
 
 def open_channel(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     *,
     update: str,
@@ -87,7 +87,7 @@ def open_channel(
     """Connect to all ranks.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         meeting: where the ranks agree; for this channel alone.
         rows: the plan's tensors.
         update: where the optimizer runs.
@@ -98,55 +98,55 @@ def open_channel(
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
-    channel = _open(around, meeting, rows, update, first, gradients)
-    if around.place.ranks > 1:
-        wait_until_all_are_connected(around.core, channel, meeting)
+    channel = _open(ctx, meeting, rows, update, first, gradients)
+    if ctx.place.ranks > 1:
+        wait_until_all_are_connected(ctx.core, channel, meeting)
 
     def look() -> None:
         try:
             channel.is_ready(0, 0)
-        except around.core.ChannelError as error:
-            raise translate_error(around.core, error, "waiting for other ranks") from error
+        except ctx.core.ChannelError as error:
+            raise translate_error(ctx.core, error, "waiting for other ranks") from error
 
-    meeting.connected(around.options.progress_timeout_s, look)
+    meeting.connected(ctx.options.progress_timeout_s, look)
     return channel
 
 
-def ranks_in_errors(around: Surroundings, channel: Channel, first: int) -> list[int]:
+def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[int]:
     """Return the ranks of the world by their numbers in a channel's errors.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         channel: as `open_channel` has returned it.
         first: as `open_channel` was given it.
     """
     turn = 0 if isinstance(channel, NodeChannel) else first
-    world_size = around.place.world_size
+    world_size = ctx.place.world_size
     own = [(turn + index) % world_size for index in range(world_size)]
-    return [*own, *range(world_size, around.place.ranks)]
+    return [*own, *range(world_size, ctx.place.ranks)]
 
 
 def _open(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     update: str,
     first: int,
     gradients: Sequence[Tensor],
 ) -> Channel:
-    options, place = around.options, around.place
+    options, place = ctx.options, ctx.place
     # Who sends factors knows which tensors have any, and says so in their rows.
-    schemes = {name: one for name, one in around.schemes.items() if one not in FACTOR_SCHEMES}
+    schemes = {name: one for name, one in ctx.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
-    secret = meeting.secret(around.secret)
+    secret = meeting.secret(ctx.secret)
     if options.local != OFF and place.world_size > 1:
         layout = agree_on_layout(options, meeting, os.environ)
         if layout is not None:
-            between = functools.partial(_connect, around, meeting, secret, update)
+            between = functools.partial(_connect, ctx, meeting, secret, update)
             return open_node_channel(
-                around.core,
+                ctx.core,
                 options,
                 meeting,
                 table,
@@ -156,25 +156,25 @@ def _open(
                 gradients=gradients,
             )
     ranks = [(first + index) % place.world_size for index in range(place.world_size)]
-    return _connect(around, meeting, secret, update, table, ranks)
+    return _connect(ctx, meeting, secret, update, table, ranks)
 
 
 def _connect(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     secret: bytes,
     update: str,
     rows: Sequence[Mapping[str, Any]],
     ranks: Sequence[int],
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
-    options, place = around.options, around.place
+    options, place = ctx.options, ctx.place
     # Ranks that only serve are the last ones of each channel.
     everyone = [*ranks, *range(place.world_size, place.ranks)]
     # Ranks that carry for their nodes have a channel for each local rank.
     job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
     settings = _channel_options(
-        around, job, meeting.generation, ranks.index(place.rank), len(everyone)
+        ctx, job, meeting.generation, ranks.index(place.rank), len(everyone)
     )
     # A core that knows nothing of them is asked for nothing of them.
     further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
@@ -183,7 +183,7 @@ def _connect(
     rule = parse_stragglers(options.stragglers)
     if rule is not None and place.world_size > 1:
         further["stragglers_json"] = rule.core_rule(options.ahead_steps)
-    plan = around.core.plan_json(
+    plan = ctx.core.plan_json(
         json.dumps(rows),
         options.strategy,
         options.slice_elems,
@@ -192,9 +192,9 @@ def _connect(
         len(everyone),
         **further,
     )
-    if around.invitations is not None:
-        around.invitations.send(
-            Invitation(
+    if ctx.invitations is not None:
+        ctx.invitations.send(
+            JobAnnouncement(
                 channel=meeting.channel,
                 ranks=everyone,
                 rows=rows,
@@ -205,14 +205,14 @@ def _connect(
                 settings=settings,
             )
         )
-    listener, host = listen(around)
-    return connect_channel(around.core, meeting, listener, host, settings, plan, secret, everyone)
+    listener, host = listen(ctx)
+    return connect_channel(ctx.core, meeting, listener, host, settings, plan, secret, everyone)
 
 
 def _channel_options(
-    around: Surroundings, job: str, generation: int, rank: int, world_size: int
+    ctx: SessionContext, job: str, generation: int, rank: int, world_size: int
 ) -> dict[str, Any]:
-    options = around.options
+    options = ctx.options
     return {
         "rank": rank,
         "world_size": world_size,
@@ -231,21 +231,21 @@ def _channel_options(
         "silence_timeout_s": options.silence_timeout_s,
         "progress_timeout_s": options.progress_timeout_s,
         "connect_timeout_s": options.connect_timeout_s,
-        "trace": options.trace or around.recorder is not None,
+        "trace": options.trace or ctx.recorder is not None,
     }
 
 
-def say_goodbye(
-    around: Surroundings,
+def shutdown_channel(
+    ctx: SessionContext,
     channel: Channel,
     watch: ModelWatch,
-    meeting: Meeting,
+    meeting: RendezvousScope,
     timeout_s: float,
 ) -> bool:
     """Close a channel in good order, and pass on what its ranks have waited for.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         channel: it sends what is owed, and waits until every rank has said goodbye.
         watch: knows what this rank has waited for, and on rank 0 hears of the others.
         meeting: where word is left.
@@ -260,22 +260,22 @@ def say_goodbye(
     watch.tell(meeting)
     try:
         channel.finish(timeout_s)
-    except around.core.ChannelTimeout:
+    except ctx.core.ChannelTimeout:
         return False
-    except around.core.ChannelError as error:
-        raise translate_error(around.core, error, "closing the session") from error
+    except ctx.core.ChannelError as error:
+        raise translate_error(ctx.core, error, "closing the session") from error
     meeting.parted()
     watch.hear(meeting)
     return True
 
 
-def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
+def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
     """Return the addresses to try to listen on, and the one that others use if it is another.
 
     Raises:
         RendezvousError: none is found.
     """
-    options = around.options
+    options = ctx.options
     advertised = options.advertise
     interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
     try:
@@ -285,26 +285,25 @@ def listening_hosts(around: Surroundings) -> tuple[list[str], str | None]:
             literal = addresses.resolve(advertised)
             # Behind address translation the advertised address is none of this machine's.
             return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
-        if around.place.ranks == 1:
+        if ctx.place.ranks == 1:
             return ["127.0.0.1"], None
-        return [addresses.address_towards(around.store_host, around.store_port)], None
+        return [addresses.address_towards(ctx.store_host, ctx.store_port)], None
     except OSError as error:
         raise RendezvousError(
-            f"rank {around.place.rank} finds no address to listen on ({error}): give "
+            f"rank {ctx.place.rank} finds no address to listen on ({error}): give "
             "interface= or advertise="
         ) from error
 
 
-def listen(around: Surroundings) -> tuple[Listener, str]:
+def listen(ctx: SessionContext) -> tuple[Listener, str]:
     """Bind a socket; returns it and the address that others reach it at."""
-    low, high = around.options.ports or (0, 0)
-    hosts, advertised = listening_hosts(around)
+    low, high = ctx.options.ports or (0, 0)
+    hosts, advertised = listening_hosts(ctx)
     for host in hosts:
         try:
-            return around.core.Listener(host, low, high), advertised or host
+            return ctx.core.Listener(host, low, high), advertised or host
         except OSError as error:
             last = error
     raise RendezvousError(
-        f"rank {around.place.rank} cannot listen on {hosts[0]} (ports "
-        f"{low}-{high}, 0 is any): {last}"
+        f"rank {ctx.place.rank} cannot listen on {hosts[0]} (ports {low}-{high}, 0 is any): {last}"
     ) from last

@@ -38,7 +38,7 @@ class Keeping(torch.optim.Optimizer):
                     self.state[parameter]["steps"] += 1
 
 
-def hand_over(change: Any, *, expect_errors: bool = False) -> list[Any]:
+def broadcast_state(change: Any, *, expect_errors: bool = False) -> list[Any]:
     """Train on two ranks, rank 0 longer and with a change; return what every rank's state is."""
 
     def body(session: Any) -> Any:
@@ -71,7 +71,7 @@ def test_all_kinds_of_state_are_handed_over() -> None:
         optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
         optimizer.param_groups[0]["note"] = (1, float("inf"), torch.bfloat16)
 
-    first, second = hand_over(change)
+    first, second = broadcast_state(change)
     assert repr(first) == repr(second)
     state, others, rate, note = second
     assert state["steps"].item() == 3 and torch.equal(state["history"][0], torch.ones(2))
@@ -86,7 +86,7 @@ def test_scalars_of_numpy_arrive_as_pythons(value: Any) -> None:
         optimizer.param_groups[0]["note"] = value
         optimizer.state[parameter]["note"] = value
 
-    _, (state, _, _, note) = hand_over(change)
+    _, (state, _, _, note) = broadcast_state(change)
     assert note == state["note"] == value and type(note) is type(state["note"]) is type(
         value.item()
     )
@@ -106,7 +106,7 @@ def test_what_cannot_be_handed_over_is_named_on_every_rank(where: str) -> None:
         "state": "state[0]['note'][0]['a'][0]",
         "others": "others['all']['note']['a'][0]",
     }
-    for error in hand_over(change, expect_errors=True):
+    for error in broadcast_state(change, expect_errors=True):
         assert isinstance(error, UsageError), error
         assert f"rank 0 cannot hand its state over: in its optimizer, {paths[where]} is a" in str(
             error
@@ -123,7 +123,7 @@ def test_bytes_of_a_stranger_are_refused_and_run_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     monkeypatch.setattr(handover, "_described", lambda *_: content)
-    first, second = hand_over(lambda *_: None, expect_errors=True)
+    first, second = broadcast_state(lambda *_: None, expect_errors=True)
     for error in (first, second):
         assert "state of rank 0" in str(error), error
     assert "run by a pickle" not in capfd.readouterr().out

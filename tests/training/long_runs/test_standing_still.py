@@ -16,7 +16,7 @@ from torch import nn
 import gradlane
 from gradlane.errors import PeerLostError, ProgressTimeoutError
 from gradlane.training.core import load_core
-from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from tests.built import needs_core
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(pool: RankPool) -> None:
 
 def test_patience_counts_the_time_in_which_it_was_looked_after() -> None:
     now_s = [0.0]
-    patience = Patience(10.0, clock=lambda: now_s[0])
+    patience = SuspendAwareDeadline(10.0, clock=lambda: now_s[0])
     for _ in range(3):
         now_s[0] += 2.0
         assert not patience.is_over(2.0)

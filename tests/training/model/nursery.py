@@ -49,7 +49,7 @@ def free_port() -> int:
     raise AssertionError("the count has no end")
 
 
-class Nursery:
+class ForkServer:
     """The process that forks ranks."""
 
     def __init__(self) -> None:

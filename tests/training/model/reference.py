@@ -110,7 +110,7 @@ class ReferenceSession:
     gives is right by inspection.
     """
 
-    def __init__(self, rank: int, shared: Gathering) -> None:
+    def __init__(self, rank: int, shared: Barrier) -> None:
         self.rank = rank
         self.world_size = shared.barrier.parties
         self._shared = shared
@@ -186,7 +186,7 @@ class ReferenceSession:
         return contextlib.nullcontext()
 
 
-class Gathering:
+class Barrier:
     """Where all ranks of a reference meet."""
 
     def __init__(self, world_size: int) -> None:
@@ -204,7 +204,7 @@ class Gathering:
 
 def run_reference(world_size: int, body: Callable[[Any], Any]) -> list[Any]:
     """Call `body(session)` on every rank of a reference and return what each returned."""
-    shared = Gathering(world_size)
+    shared = Barrier(world_size)
 
     def one(rank: int) -> Any:
         torch.set_num_threads(1)

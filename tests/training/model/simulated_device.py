@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 PATIENCE_S = 30.0
 OUT_S_MAX = 0.003
@@ -56,7 +56,7 @@ class SimulatedDevice:
     def are_for(self, device: torch.device) -> bool:
         return True
 
-    def host_memory(self, entry: Entry) -> Tensor:
+    def host_memory(self, entry: TensorEntry) -> Tensor:
         host = torch.empty_strided(entry.tensor.shape, entry.stride, dtype=entry.tensor.dtype)
         # Whoever reads what was never copied shall see it.
         return host.fill_(float("nan")) if host.is_floating_point() else host

@@ -303,7 +303,7 @@ def test_other_settings_keep_all_residuals() -> None:
         model, optimizer = start(session)
         train(session, range(1, 4), model, optimizer)
         (before,) = session.state_dict()["models"]
-        options = replace(session._around.options, slice_elems=512, strategy="slicing")
+        options = replace(session._ctx.options, slice_elems=512, strategy="slicing")
         session._prepared[0] = session._prepared[0].reconnected(options, 30.0)
         (after,) = session.state_dict()["models"]
         for kind in ("worker_residual", "owner_residual"):

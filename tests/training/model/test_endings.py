@@ -15,7 +15,7 @@ import pytest
 
 from tests.built import needs_core
 from tests.paths import ROOT
-from tests.training.model.nursery import SOURCES, Nursery, free_port
+from tests.training.model.nursery import SOURCES, ForkServer, free_port
 
 pytestmark = needs_core
 
@@ -27,7 +27,7 @@ class Run:
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: ForkServer,
         folder: Path,
         ending: str,
         ranks: int = WORLD_SIZE,
@@ -75,7 +75,7 @@ class Run:
         ("finish-early", "rank 2"),
     ],
 )
-def test_others_name_the_rank(nursery: Nursery, tmp_path: Path, ending: str, words: str) -> None:
+def test_others_name_the_rank(nursery: ForkServer, tmp_path: Path, ending: str, words: str) -> None:
     run = Run(nursery, tmp_path, ending, ranks=2)
     for code, output, errors in zip(run.codes, run.outputs, run.errors, strict=True):
         assert code == 1, errors
@@ -95,14 +95,14 @@ def test_others_name_the_rank(nursery: Nursery, tmp_path: Path, ending: str, wor
     ],
 )
 def test_signals_reach_a_rank_that_waits(
-    nursery: Nursery, tmp_path: Path, ending: str, code: int, words: str
+    nursery: ForkServer, tmp_path: Path, ending: str, code: int, words: str
 ) -> None:
     run = Run(nursery, tmp_path, ending, ranks=2)
     assert run.codes == [code, 1], run.errors
     assert words in run.errors[1]
 
 
-def test_a_program_that_ends_without_closing(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_program_that_ends_without_closing(nursery: ForkServer, tmp_path: Path) -> None:
     run = Run(nursery, tmp_path, "normal")
     assert run.codes == [0, 0, 0], run.errors
     assert all("step 6" in output for output in run.outputs)
@@ -110,12 +110,12 @@ def test_a_program_that_ends_without_closing(nursery: Nursery, tmp_path: Path) -
     assert run.errors[1:] == ["", ""]
 
 
-def test_a_program_that_exits_with_a_status(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_program_that_exits_with_a_status(nursery: ForkServer, tmp_path: Path) -> None:
     run = Run(nursery, tmp_path, "sys-exit")
     assert run.codes == [3, 3, 3], run.errors
 
 
-def test_sigterm_ends_with_the_status_of_the_signal(nursery: Nursery, tmp_path: Path) -> None:
+def test_sigterm_ends_with_the_status_of_the_signal(nursery: ForkServer, tmp_path: Path) -> None:
     run = Run(nursery, tmp_path, "sigterm")
     assert run.codes[2] == -signal.SIGTERM
 
@@ -151,7 +151,7 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
     assert "PeerLostError: rank 1 gave up: ArithmeticError" in errors[0]
 
 
-def test_torchrun_restarts_find_each_other(nursery: Nursery, tmp_path: Path) -> None:
+def test_torchrun_restarts_find_each_other(nursery: ForkServer, tmp_path: Path) -> None:
     """The first attempt's keys are still in the store when the second one meets there."""
     program, port = "tests.training.model.restarting", str(free_port())
     (printed,) = nursery.run_all(tmp_path, program, [port], [{}], timeout_s=200)

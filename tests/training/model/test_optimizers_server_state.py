@@ -439,13 +439,13 @@ def exact_adam(parameter: Any, gradients: list[Any], options: dict[str, Any]) ->
 def test_the_servers_follow_torchs_formula_to_the_last_bit(
     kind: str, betas: tuple[float, float]
 ) -> None:
-    class Held(nn.Module):
+    class PendingGradient(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             generator = torch.Generator().manual_seed(1)
             self.held = nn.Parameter(torch.randn(1003, generator=generator))
 
-    model = Held()
+    model = PendingGradient()
     start = model.held.detach().numpy().copy()
     optimizer = getattr(torch.optim, kind)(
         model.parameters(), lr=0.0123456789, weight_decay=0.1, betas=betas

@@ -12,12 +12,12 @@ import pytest
 
 from tests.built import needs_core
 from tests.paths import ROOT
-from tests.training.model.nursery import Nursery, free_port
+from tests.training.model.nursery import ForkServer, free_port
 
 pytestmark = needs_core
 
 
-def learned(nursery: Nursery, folder: Path, example: str, engine: str) -> list[str]:
+def learned(nursery: ForkServer, folder: Path, example: str, engine: str) -> list[str]:
     """Run an example on two ranks, as torchrun starts them; returns what each has learned."""
     common = {
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
@@ -40,7 +40,7 @@ def learned(nursery: Nursery, folder: Path, example: str, engine: str) -> list[s
     ],
 )
 def test_examples_learn_what_ddp_learns(
-    nursery: Nursery, tmp_path: Path, example: str, needs: str
+    nursery: ForkServer, tmp_path: Path, example: str, needs: str
 ) -> None:
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")

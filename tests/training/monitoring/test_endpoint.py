@@ -20,11 +20,11 @@ from tests.waiting import eventually
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\nUser-Agent: Prometheus/3\r\n\r\n"
 PATIENCE_S = 60.0
 
-Start = Callable[..., Endpoint]
+Incarnation = Callable[..., Endpoint]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start() -> Iterator[Incarnation]:
     """Endpoints that end with the test."""
     with contextlib.ExitStack() as stack:
 
@@ -64,7 +64,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Start) -> None:
+def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Incarnation) -> None:
     hosts = ["127.0.0.1", "localhost", "0.0.0.0"]
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         hosts += ["::1", "::"]
@@ -78,7 +78,7 @@ def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Start) ->
                 assert read_all(caller).endswith(b"a 1\n")
 
 
-def test_250_slow_callers_take_a_few_descriptors_and_keep_nobody_out(start: Start) -> None:
+def test_250_slow_callers_take_a_few_descriptors_and_keep_nobody_out(start: Incarnation) -> None:
     one = start()
     before, threads = descriptors(), threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def test_250_slow_callers_take_a_few_descriptors_and_keep_nobody_out(start: Star
 
 @pytest.mark.parametrize("drip", [b"x", b"\r", b" "])
 def test_a_caller_that_drips_has_one_deadline_for_all(
-    start: Start, monkeypatch: pytest.MonkeyPatch, drip: bytes
+    start: Incarnation, monkeypatch: pytest.MonkeyPatch, drip: bytes
 ) -> None:
     """A deadline for each read would be renewed by each byte."""
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
@@ -112,7 +112,7 @@ def test_a_caller_that_drips_has_one_deadline_for_all(
         assert eventually(is_hung_up_on, within_s=PATIENCE_S)
 
 
-def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: Start) -> None:
+def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: Incarnation) -> None:
     endpoints: list[Endpoint] = []
 
     def page() -> bytes:
@@ -130,7 +130,7 @@ def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: Start) -> N
 
 
 def test_a_caller_that_stays_after_its_answer_is_hung_up_on(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Incarnation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
     one = start()
@@ -160,7 +160,7 @@ def test_a_caller_that_stays_after_its_answer_is_hung_up_on(
     ],
 )
 def test_requests_are_answered_by_their_first_line(
-    start: Start, request_: bytes, status: str
+    start: Incarnation, request_: bytes, status: str
 ) -> None:
     line, body = ask(start(), request_)
     assert line.split(" ")[1] == status
@@ -169,7 +169,7 @@ def test_requests_are_answered_by_their_first_line(
 
 
 def test_noise_ends_nothing_and_is_not_repeated(
-    start: Start, capfd: pytest.CaptureFixture[str]
+    start: Incarnation, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one = start()
     draw = random.Random(16)
@@ -185,7 +185,9 @@ def test_noise_ends_nothing_and_is_not_repeated(
     assert capfd.readouterr() == ("", "")
 
 
-def test_callers_do_not_make_the_page_anew(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_do_not_make_the_page_anew(
+    start: Incarnation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     age_s = 3600.0
     monkeypatch.setattr(module, "PAGE_AGE_S", age_s)
@@ -196,7 +198,7 @@ def test_callers_do_not_make_the_page_anew(start: Start, monkeypatch: pytest.Mon
 
 
 def test_numbers_that_cannot_be_had_are_no_traceback(
-    start: Start, capfd: pytest.CaptureFixture[str]
+    start: Incarnation, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def page() -> bytes:
         raise RuntimeError("the session is closed")
@@ -206,7 +208,7 @@ def test_numbers_that_cannot_be_had_are_no_traceback(
     assert capfd.readouterr() == ("", "")
 
 
-def test_closing_hangs_up_at_once_and_frees_the_port(start: Start) -> None:
+def test_closing_hangs_up_at_once_and_frees_the_port(start: Incarnation) -> None:
     before = descriptors()
     one = start()
     with call(one) as caller:
@@ -218,7 +220,7 @@ def test_closing_hangs_up_at_once_and_frees_the_port(start: Start) -> None:
     Endpoint("127.0.0.1", one.port, lambda: b"", "text/plain").close()
 
 
-def test_a_forked_child_keeps_no_connection_open(start: Start) -> None:
+def test_a_forked_child_keeps_no_connection_open(start: Incarnation) -> None:
     """A child that held a caller's socket would keep it open for as long as the child lives."""
     one = start()
     before = descriptors()

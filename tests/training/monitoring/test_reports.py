@@ -13,8 +13,8 @@ from gradlane.training.monitoring.observer import ModelWatch
 from gradlane.training.monitoring.summary import late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.environment import Place, is_wanted
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.environment import RankInfo, is_wanted
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.monitoring.test_metrics import late, reading, wait
 
 STEPS: StepTimes = {
@@ -60,8 +60,8 @@ def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
 )
 def test_a_report_that_is_none_is_left_out(word: bytes) -> None:
     """A store holds whatever anybody writes into it, and no word there ends a training."""
-    store = BoundedStore.around(HashStore(), 0, "this process", 5.0)
-    meeting = Meeting(store, Place(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
+    store = BoundedStore.wrapping(HashStore(), 0, "this process", 5.0)
+    meeting = RendezvousScope(store, RankInfo(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
     meeting.put("metrics/1", word)
     meeting.put("metrics/2", json.dumps(words(10, 80)[0]))
     watch = ModelWatch(1, lambda watch, step: None)

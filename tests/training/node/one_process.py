@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Work
 from gradlane.training.node.layout import Layout
@@ -19,7 +19,7 @@ from gradlane.training.node.shares import Part, cut
 class Wire:
     """What one rank says to the others."""
 
-    def __init__(self, layout: Layout, lanes: Sequence[CollectiveLane]) -> None:
+    def __init__(self, layout: Layout, lanes: Sequence[CollectiveQueue]) -> None:
         self.layout = layout
         self.peers = [one for one in range(layout.local_size) if one != layout.local_rank]
         self._lanes = lanes
@@ -103,7 +103,7 @@ class RoundWork:
 class Side:
     """A channel that gets each node's mean back as it is, at once, and waits for tensors."""
 
-    def __init__(self, lane: CollectiveLane, parts: Sequence[Part]) -> None:
+    def __init__(self, lane: CollectiveQueue, parts: Sequence[Part]) -> None:
         self.lane = lane
         self.absent: dict[int, bool] = {}
         self.failure: Failure | None = None
@@ -168,10 +168,10 @@ class Node:
         self.parts = cut(rows, carriers)
         self.rounds = Rounds(ranks)
         self.groups = [group(self.rounds, rank) for rank in range(ranks)]
-        self.lanes: list[CollectiveLane] = []
+        self.lanes: list[CollectiveQueue] = []
         for rank in range(ranks):
             wire = Wire(Layout(1, ranks, 0, rank, carriers), self.lanes)
-            self.lanes.append(CollectiveLane(wire, self.parts, gradients, self._opener(rank)))
+            self.lanes.append(CollectiveQueue(wire, self.parts, gradients, self._opener(rank)))
         for lane in self.lanes:
             lane.wait_open(10)
         self.sides = [Side(lane, self.parts) for lane in self.lanes]

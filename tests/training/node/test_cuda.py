@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.shares import Part
 from tests.training.model.pool import RankPool
 from tests.training.node.one_process import Node, Side, rows_of
@@ -23,7 +23,7 @@ ELEMENTS = 5_000
 class Doubles(Side):
     """A channel whose other nodes have what this one has."""
 
-    def __init__(self, lane: CollectiveLane, part: Part) -> None:
+    def __init__(self, lane: CollectiveQueue, part: Part) -> None:
         super().__init__(lane, [part])
         self.landed_there: Tensor | None = None
 

@@ -12,8 +12,8 @@ from gradlane.training.node.devices import ON_HOST, Sums, agree_on_sums, why_not
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.rules import check_sums
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.rendezvous.stores import bounded
 
 
@@ -56,7 +56,9 @@ def test_unasked_it_changes_no_bit() -> None:
 def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
     store = HashStore()
     layout = Layout(1, 2, 0, 0, 1)
-    meetings = [Meeting(bounded(store), Place(rank, 2, "job", 0), 0, 1.0) for rank in range(2)]
+    meetings = [
+        RendezvousScope(bounded(store), RankInfo(rank, 2, "job", 0), 0, 1.0) for rank in range(2)
+    ]
     cpu = '{"devices": ["cpu"], "accelerator": "", "backends": ["gloo"]}'
     meetings[1].put("local/device/1", cpu)
     return agree_on_sums(options, meetings[0], layout, gradients)

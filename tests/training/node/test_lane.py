@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.device_order import GivenUpError, HostOrder
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.pending_gradient import numbers_of
@@ -215,7 +215,7 @@ def test_a_group_that_cannot_be_opened_says_so() -> None:
         raise RuntimeError("no such interface")
 
     wire = Wire(Layout(2, 2, 1, 0, 1), [])
-    lane = CollectiveLane(wire, [], [torch.zeros(3)], fails)
+    lane = CollectiveQueue(wire, [], [torch.zeros(3)], fails)
     with pytest.raises(RendezvousError, match=r"rank 2 could not open .* no such interface"):
         lane.wait_open(10)
 
@@ -223,7 +223,7 @@ def test_a_group_that_cannot_be_opened_says_so() -> None:
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     rounds = Rounds(2)
     wire = Wire(Layout(1, 2, 0, 0, 1), [])
-    lane = CollectiveLane(wire, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
+    lane = CollectiveQueue(wire, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s .*connect_timeout_s"):
         lane.wait_open(0.2)
     lane._thread.join(10)

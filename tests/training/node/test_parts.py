@@ -18,8 +18,8 @@ from gradlane.training.node.layout import Layout, agree_on_layout
 from gradlane.training.node.shares import ELEMENT_BYTES, cut, memory_bytes, rows_of
 from gradlane.training.node.sums import local_mean
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.environment import Place, find_local_size
-from gradlane.training.rendezvous.rendezvous import Meeting, node_name
+from gradlane.training.rendezvous.environment import RankInfo, find_local_size
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
 from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 
@@ -75,7 +75,7 @@ def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> lis
     """Let every rank find its layout, one after the other."""
     store = HashStore()
     meetings = [
-        Meeting(bounded(store), Place(rank, len(words), "job", 0), 0, 1.0)
+        RendezvousScope(bounded(store), RankInfo(rank, len(words), "job", 0), 0, 1.0)
         for rank in range(len(words))
     ]
     for rank, (local_rank, size) in enumerate(words):

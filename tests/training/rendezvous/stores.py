@@ -9,4 +9,6 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 
 def bounded(store: Store | None = None, rank: int = 0, limit_s: float = 10.0) -> BoundedStore:
     """Return a store with calls that end; a new one in memory where none is given."""
-    return BoundedStore.around(HashStore() if store is None else store, rank, "in memory", limit_s)
+    return BoundedStore.wrapping(
+        HashStore() if store is None else store, rank, "in memory", limit_s
+    )

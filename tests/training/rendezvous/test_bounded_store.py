@@ -21,12 +21,12 @@ from torch._C._distributed_c10d import HashStore
 import gradlane
 from gradlane.errors import PeerLostError, RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
-from gradlane.training.rendezvous.deadlock import Standstill
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting, open_store
+from gradlane.training.rendezvous.deadlock import DeadlockDetector
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from tests.paths import PACKAGE, ROOT
 from tests.training.model.fake_core import FakeCore
-from tests.training.model.nursery import SOURCES, Nursery
+from tests.training.model.nursery import SOURCES, ForkServer
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
 
@@ -68,7 +68,7 @@ def frozen(limit_s: float = 1.0) -> BoundedStore:
     """Return a store that answers nothing."""
     store = FrozenStore()
     store.frozen.set()
-    return BoundedStore.around(store, 1, "at host:5, which rank 0 keeps", limit_s)  # type: ignore[arg-type]
+    return BoundedStore.wrapping(store, 1, "at host:5, which rank 0 keeps", limit_s)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -117,10 +117,10 @@ def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
         taken.bind(("127.0.0.1", 0))
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(RendezvousError, match=r"nothing listens there.*rank 0 is running"):
-            open_store(Place(1, 2, "job", 0), environment, 0.5, 1.0)
+            open_store(RankInfo(1, 2, "job", 0), environment, 0.5, 1.0)
         taken.listen()
         with pytest.raises(RendezvousError, match="rank 0 cannot open the rendezvous store"):
-            open_store(Place(0, 2, "job", 0), environment, 0.5, 1.0)
+            open_store(RankInfo(0, 2, "job", 0), environment, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
     ],
 )
 def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
-    call: Callable[[Meeting], Any],
+    call: Callable[[RendezvousScope], Any],
 ) -> None:
-    meeting = Meeting(frozen(), Place(1, 2, "job", 0), 0, PATIENCE_S)
+    meeting = RendezvousScope(frozen(), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
     with pytest.raises(StoreLostError, match=r"host:5, which rank 0 keeps, does not answer"):
         call(meeting)
     # A store that is lost is not asked again.
@@ -155,7 +155,7 @@ def test_waits_for_the_store_hear_of_the_end_of_the_session() -> None:
     def lost() -> None:
         raise PeerLostError("rank 0 was lost: silent", 0)
 
-    meeting = Meeting(frozen(PATIENCE_S), Place(1, 2, "job", 0), 0, PATIENCE_S)
+    meeting = RendezvousScope(frozen(PATIENCE_S), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
     meeting.connected(PATIENCE_S, lost)
     with pytest.raises(PeerLostError, match="silent"):
         meeting.put("word", "1")
@@ -174,7 +174,7 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
         if next(looks, 0) == 0:
             raise PeerLostError("rank 0 was lost: it closed the connection", 0)
 
-    store = BoundedStore.around(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
+    store = BoundedStore.wrapping(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
     with pytest.raises(StoreLostError) as told:
         store.read("word")
     assert str(told.value).endswith("(Connection reset by peer)")
@@ -203,7 +203,7 @@ def test_a_watch_over_a_frozen_store_ends() -> None:
         def held_back(self) -> list[int]:
             return [0]
 
-    watch = Standstill(frozen(PATIENCE_S), Place(0, 2, "job", 0))
+    watch = DeadlockDetector(frozen(PATIENCE_S), RankInfo(0, 2, "job", 0))
     for name in ("a", "b"):
         watch.add(name, Model(), lambda reason: None)
     with watch.waiting("a", 1, None):
@@ -267,7 +267,7 @@ except Exception as error:
 """
 
 
-def test_a_host_that_stands_still_holds_up_no_process(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_host_that_stands_still_holds_up_no_process(nursery: ForkServer, tmp_path: Path) -> None:
     """With torch's own store, whose calls would not come back: the process ends as well."""
     address = tmp_path / "address"
     host = nursery.start(

@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
-from gradlane.training.rendezvous.environment import Place, find_place, find_store_address
+from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
 from tests.paths import ROOT
 from tests.torch_versions import NO_DIST
-from tests.training.model.nursery import SOURCES, Nursery, free_port
+from tests.training.model.nursery import SOURCES, ForkServer, free_port
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
 CLEAN = {
@@ -42,7 +42,7 @@ BATCH_SCRIPT = {
     ("environment", "expected"),
     [
         # srun, also with fewer tasks than the job has.
-        ({**BATCH_SCRIPT, "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, Place(3, 4, "77.0", 0)),
+        ({**BATCH_SCRIPT, "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, RankInfo(3, 4, "77.0", 0)),
         (
             {
                 **BATCH_SCRIPT,
@@ -50,34 +50,34 @@ BATCH_SCRIPT = {
                 "SLURM_PROCID": "1",
                 "SLURM_STEP_ID": "5",
             },
-            Place(1, 2, "77.5", 0),
+            RankInfo(1, 2, "77.5", 0),
         ),
         # mpirun inside a Slurm allocation: Slurm's variables are those of the script.
         (
             {**BATCH_SCRIPT, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-            Place(2, 4, "77", 0),
+            RankInfo(2, 4, "77", 0),
         ),
-        ({**BATCH_SCRIPT, "PMI_RANK": "3", "PMI_SIZE": "4"}, Place(3, 4, "77", 0)),
+        ({**BATCH_SCRIPT, "PMI_RANK": "3", "PMI_SIZE": "4"}, RankInfo(3, 4, "77", 0)),
         (
             {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "one"},
-            Place(1, 2, "one", 0),
+            RankInfo(1, 2, "one", 0),
         ),
         # torchrun in each task of a Slurm job.
         (
             {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "RANK": "5", "WORLD_SIZE": "8"},
-            Place(5, 8, "77.0", 0),
+            RankInfo(5, 8, "77.0", 0),
         ),
     ],
 )
-def test_places(environment: dict[str, str], expected: Place) -> None:
-    assert find_place(environment) == expected
+def test_places(environment: dict[str, str], expected: RankInfo) -> None:
+    assert find_rank_info(environment) == expected
 
 
 def test_a_batch_script_without_srun_is_no_rank() -> None:
     with pytest.raises(ValueError, match=r"only process of Slurm job 77, which asks for 4 tasks"):
-        find_place(BATCH_SCRIPT)
-    assert find_place(BATCH_SCRIPT, rank=0, world_size=1).world_size == 1
-    assert find_place({**BATCH_SCRIPT, "SLURM_NTASKS": "1"}).world_size == 1
+        find_rank_info(BATCH_SCRIPT)
+    assert find_rank_info(BATCH_SCRIPT, rank=0, world_size=1).world_size == 1
+    assert find_rank_info({**BATCH_SCRIPT, "SLURM_NTASKS": "1"}).world_size == 1
 
 
 def test_stores() -> None:
@@ -151,7 +151,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_mpirun_on_one_node(nursery: Nursery, tmp_path: Path) -> None:
+def test_mpirun_on_one_node(nursery: ForkServer, tmp_path: Path) -> None:
     """The variables of Open MPI by hand: it need not be installed."""
     environments = [
         {

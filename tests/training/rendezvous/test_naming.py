@@ -18,8 +18,8 @@ import gradlane
 from gradlane.errors import RendezvousError
 from gradlane.training.checkpoints.manager import Checkpoints
 from gradlane.training.rendezvous.bounded_store import StoreLostError
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
@@ -68,7 +68,7 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
 ) -> None:
     follow = Checkpoints.follow
 
-    def lost(checkpoints: Checkpoints, prepared: Any, meeting: Meeting) -> None:
+    def lost(checkpoints: Checkpoints, prepared: Any, meeting: RendezvousScope) -> None:
         if meeting.place.rank == 1:
             raise StoreLostError("rank 1: the rendezvous store does not answer")
         follow(checkpoints, prepared, meeting)
@@ -89,7 +89,7 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
 
 def give_up_on(store: HashStore, rank: int, missing: int) -> str:
     """Let a rank give up on another one; returns the sentence."""
-    meeting = Meeting(bounded(store, rank), Place(rank, 4, "job", 0), 0, 5.0)
+    meeting = RendezvousScope(bounded(store, rank), RankInfo(rank, 4, "job", 0), 0, 5.0)
     return str(meeting.give_up_on(missing, f"rank {rank} is not connected to rank {missing}"))
 
 
@@ -99,7 +99,7 @@ def test_two_ranks_that_miss_each_other_name_their_link() -> None:
         said = list(threads.map(lambda pair: give_up_on(store, *pair), [(2, 1), (1, 2)]))
     assert said[0] == said[1]
     assert said[0].startswith("the link between rank 1 and rank 2 is cut")
-    third = Meeting(bounded(store, 3), Place(3, 4, "job", 0), 0, 5.0)
+    third = RendezvousScope(bounded(store, 3), RankInfo(3, 4, "job", 0), 0, 5.0)
     with pytest.raises(RendezvousError) as told:
         third.get("word", 0)
     assert str(told.value) == said[0]
@@ -134,7 +134,10 @@ def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
 def test_rank_0_stays_until_its_reason_was_read() -> None:
     """The store may end with its process."""
     store = HashStore()
-    meetings = [Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)]
+    meetings = [
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 30.0)
+        for rank in (0, 1)
+    ]
     reading = threading.Event()
 
     def second() -> str:
@@ -155,7 +158,8 @@ def test_rank_0_stays_until_its_reason_was_read() -> None:
 def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
     store = HashStore()
     first, second = (
-        Meeting(bounded(store, rank), Place(rank, 3, "job", 0), 0, 30.0) for rank in (0, 1)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 30.0)
+        for rank in (0, 1)
     )
     with second.listening():
         assert str(first.give_up("rank 2 was lost", [2])) == "rank 2 was lost"
@@ -169,7 +173,8 @@ def test_a_wrong_turn_is_no_loss() -> None:
     """A secret that one rank lacks is told to all, not found out by waiting for that rank."""
     store = HashStore()
     first, second = (
-        Meeting(bounded(store, rank), Place(rank, 2, "job", 0), 0, 30.0) for rank in range(2)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 2, "job", 0), 0, 30.0)
+        for rank in range(2)
     )
     first.secret("own")
     with pytest.raises(gradlane.RanksDifferError):

@@ -16,15 +16,15 @@ import gradlane
 from gradlane.errors import PeerLostError, ProgressTimeoutError, RendezvousError
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import (
-    Place,
-    find_place,
+    RankInfo,
+    find_rank_info,
     find_store_address,
     first_slurm_node,
     is_wanted,
     warn_of_unknown,
 )
-from gradlane.training.rendezvous.incarnation import agree_on_start
-from gradlane.training.rendezvous.rendezvous import Meeting, first_difference
+from gradlane.training.rendezvous.incarnation import agree_on_incarnation
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, first_difference
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import Awkward
@@ -35,7 +35,7 @@ from tests.training.rendezvous.stores import bounded
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, Place(0, 1, "default", 0)),
+        ({}, RankInfo(0, 1, "default", 0)),
         (
             {
                 "RANK": "3",
@@ -43,27 +43,27 @@ from tests.training.rendezvous.stores import bounded
                 "TORCHELASTIC_RUN_ID": "run",
                 "TORCHELASTIC_RESTART_COUNT": "2",
             },
-            Place(3, 4, "run", 2),
+            RankInfo(3, 4, "run", 2),
         ),
         (
             {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
-            Place(1, 8, "77", 0),
+            RankInfo(1, 8, "77", 0),
         ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Place(1, 2, "default", 0)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Place(0, 2, "default", 0)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, RankInfo(1, 2, "default", 0)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, RankInfo(0, 2, "default", 0)),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "9"},
-            Place(0, 2, "default", 0),
+            RankInfo(0, 2, "default", 0),
         ),
     ],
 )
-def test_place_from_the_environment(environment: dict[str, str], expected: Place) -> None:
-    assert find_place(environment) == expected
+def test_place_from_the_environment(environment: dict[str, str], expected: RankInfo) -> None:
+    assert find_rank_info(environment) == expected
 
 
 def test_arguments_come_before_the_environment() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
-    assert find_place(environment, rank=4, world_size=5, job="own") == Place(4, 5, "own", 0)
+    assert find_rank_info(environment, rank=4, world_size=5, job="own") == RankInfo(4, 5, "own", 0)
 
 
 def test_misspelt_variables_are_named_with_the_one_that_was_meant() -> None:
@@ -89,7 +89,9 @@ def test_neither_yes_nor_no_is_refused(text: str) -> None:
 def test_a_meeting_leaves_nothing_in_the_store() -> None:
     """A store lives as long as a job; sessions come and go in it."""
     store = HashStore()
-    meetings = [Meeting(bounded(store), Place(rank, 3, "job", 0), 0, 5.0) for rank in range(3)]
+    meetings = [
+        RendezvousScope(bounded(store), RankInfo(rank, 3, "job", 0), 0, 5.0) for rank in range(3)
+    ]
     for rank, meeting in enumerate(meetings):
         meeting.put(f"address/{rank}", "here")
         meeting.put(f"ending/{rank}", "well")
@@ -102,7 +104,7 @@ def test_a_meeting_leaves_nothing_in_the_store() -> None:
 
 
 def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
-    meeting = Meeting(bounded(), Place(0, 2, "job", 0), 0, 0.05)
+    meeting = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, 0.05)
     with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
         meeting.get("word", 1)
     meeting.connected(0.2, lambda: None)
@@ -127,7 +129,7 @@ def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
 )
 def test_bad_environments(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        find_place(environment)
+        find_rank_info(environment)
 
 
 def test_store_address() -> None:
@@ -162,12 +164,12 @@ def test_addresses() -> None:
         addresses.interface_address("none0")
 
 
-def starts_of(store: Any, places: list[Place], timeout_s: float = 10.0) -> list[Any]:
+def starts_of(store: Any, places: list[RankInfo], timeout_s: float = 10.0) -> list[Any]:
     """What all ranks agree on, each in a thread, or the error that each raised."""
 
-    def one(place: Place) -> Any:
+    def one(place: RankInfo) -> Any:
         try:
-            return agree_on_start(bounded(store), place, timeout_s)
+            return agree_on_incarnation(bounded(store), place, timeout_s)
         except RendezvousError as error:
             return error
 
@@ -181,7 +183,7 @@ def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
     seen = set()
     for counts in ([0, 0, 0], [1, 0, 0], [1, 0, 0], [2, 2, 1]):
         found = starts_of(
-            store, [Place(rank, 3, "job", count) for rank, count in enumerate(counts)]
+            store, [RankInfo(rank, 3, "job", count) for rank, count in enumerate(counts)]
         )
         assert found[0] == found[1] == found[2]
         assert found[0].generation == counts[0]
@@ -190,7 +192,7 @@ def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
 
 
 def test_who_does_not_come_to_the_start_is_named() -> None:
-    places = [Place(rank, 3, "job", 0) for rank in range(3)]
+    places = [RankInfo(rank, 3, "job", 0) for rank in range(3)]
     first, second = starts_of(HashStore(), places[:2], timeout_s=0.3)
     assert "rank 0 waited 0.3 s for rank 2 of job 'job'" in str(first)
     assert str(second) == str(first)
@@ -198,10 +200,11 @@ def test_who_does_not_come_to_the_start_is_named() -> None:
     assert "rank 2 waited 0.1 s for rank 0" in str(alone)
 
 
-def meetings(count: int, timeout_s: float = 5.0) -> list[Meeting]:
+def meetings(count: int, timeout_s: float = 5.0) -> list[RendezvousScope]:
     store = HashStore()
     return [
-        Meeting(bounded(store), Place(rank, count, "job", 0), 0, timeout_s) for rank in range(count)
+        RendezvousScope(bounded(store), RankInfo(rank, count, "job", 0), 0, timeout_s)
+        for rank in range(count)
     ]
 
 

@@ -14,9 +14,9 @@ import pytest
 
 import gradlane
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.environment import RankInfo
 from tests.built import needs_core
-from tests.training.model.nursery import Nursery, free_port
+from tests.training.model.nursery import ForkServer, free_port
 from tests.training.model.pool import RankPool
 
 pytestmark = needs_core
@@ -93,7 +93,7 @@ def test_who_disagrees_is_named_everywhere(pool: RankPool) -> None:
 class Program:
     """Two ranks that train and one that serves, as programs."""
 
-    def __init__(self, nursery: Nursery, folder: Path, steps: int, command: bool) -> None:
+    def __init__(self, nursery: ForkServer, folder: Path, steps: int, command: bool) -> None:
         self._nursery = nursery
         self._folder = folder
         port = free_port()
@@ -143,7 +143,7 @@ class Program:
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_named_by_all_others(
-    nursery: Nursery, tmp_path: Path, victim: int
+    nursery: ForkServer, tmp_path: Path, victim: int
 ) -> None:
     program = Program(nursery, tmp_path, 1_000_000, command=False)
     try:
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named_by_all_others(
 
 
 def test_the_command_serves_a_program_that_it_does_not_have(
-    nursery: Nursery, tmp_path: Path
+    nursery: ForkServer, tmp_path: Path
 ) -> None:
     program = Program(nursery, tmp_path, 6, command=True)
     try:
@@ -174,10 +174,10 @@ def test_the_command_serves_a_program_that_it_does_not_have(
 
 
 def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
-    place = Place(4, 6, "job", 0).with_workers(4)
+    place = RankInfo(4, 6, "job", 0).with_workers(4)
     assert (place.world_size, place.serving, place.ranks, place.serves) == (4, 2, 6, True)
-    assert not Place(3, 6, "job", 0).with_workers(4).serves
-    assert Place(3, 6, "job", 0).with_workers(None) == Place(3, 6, "job", 0)
+    assert not RankInfo(3, 6, "job", 0).with_workers(4).serves
+    assert RankInfo(3, 6, "job", 0).with_workers(None) == RankInfo(3, 6, "job", 0)
 
 
 @pytest.mark.parametrize(

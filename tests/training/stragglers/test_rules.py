@@ -18,7 +18,7 @@ from gradlane.errors import UsageError
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
-from gradlane.training.model.late_gradients import Carrying
+from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_state import Phase
 from gradlane.training.model.steps import Steps
 from gradlane.training.monitoring.metrics import StepTimes, metrics_of
@@ -81,7 +81,7 @@ def test_numbers_of_ranks_are_checked() -> None:
 
 
 def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
-    carrying = Carrying()
+    carrying = LateGradientBuffer()
 
     def give(index: int, value: float) -> float:
         gradient = torch.full((3,), value)

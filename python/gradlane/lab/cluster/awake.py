@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradlane.formats.signals import in_one_piece
+from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.processors import STOLEN, machine_ticks
 
 NAME = "gradlane-awake"
@@ -54,7 +54,7 @@ def kept_awake() -> Iterator[None]:
     try:
         if is_virtual():
             for processor in sorted(os.sched_getaffinity(0)):
-                with in_one_piece():
+                with signals_blocked():
                     processes.append(_start(processor))
         yield
     finally:

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
-from gradlane.formats.signals import in_one_piece
+from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.errors import LabError
 
 _CLONE_NEWNET = 0x40000000
@@ -45,7 +45,7 @@ class ForkedRank:
         stdout: what the rank writes.
     """
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    def __init__(self, nursery: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         """Stand for a process that the nursery has forked."""
         self._nursery = nursery
         self.pid = pid
@@ -71,7 +71,7 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The owner's side of the process that forks ranks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -137,7 +137,7 @@ class Nursery:
             if not self._hear(deadline_s - time.monotonic()):
                 raise self._gone()
         # A signal in between would leave a process that nobody knows.
-        with in_one_piece():
+        with signals_blocked():
             (stdin, requests), (answers, stdout) = os.pipe(), os.pipe()
             try:
                 theirs = [namespace, stdin, stdout, stderr.fileno()]
@@ -224,19 +224,19 @@ class Nursery:
         os.close(self._stderr)
 
 
-_running: dict[str | None, Nursery] = {}
+_running: dict[str | None, ForkServer] = {}
 """By the module search path that it was started with: what it has loaded, all its ranks have."""
 
 
-def running_nursery(environment: Mapping[str, str]) -> Nursery:
+def running_fork_server(environment: Mapping[str, str]) -> ForkServer:
     """Return this process's nursery for the `PYTHONPATH` of an environment; start it if need be."""
     sources = environment.get("PYTHONPATH")
     nursery = _running.get(sources)
     if nursery is None or not nursery.is_up:
-        with in_one_piece():
+        with signals_blocked():
             if nursery is not None:
                 nursery.close()
-            nursery = _running[sources] = Nursery(environment)
+            nursery = _running[sources] = ForkServer(environment)
     return nursery
 
 

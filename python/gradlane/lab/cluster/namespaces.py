@@ -19,7 +19,7 @@ from typing import IO, Any
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from gradlane.formats.signals import in_one_piece
+from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.cluster.privilege import in_new_network_namespace
 from gradlane.lab.cluster.shaping import PortShape
@@ -113,13 +113,13 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Make the namespaces, links, addresses, routes and shapes."""
         try:
-            with in_one_piece():
+            with signals_blocked():
                 self._switch = Namespace()
                 switch = self._switch.route
                 switch.link("add", ifname="switch", kind="bridge")
                 switch.link("set", index=self._switch.interface("switch"), state="up")
             for node in range(self.nodes):
-                with in_one_piece():
+                with signals_blocked():
                     self._add_node(self._switch, node)
         except (OSError, NetlinkError) as failure:
             self.close()
@@ -189,7 +189,7 @@ class Cluster:
                     with contextlib.suppress(OSError):
                         pipe.close()
         self._children.clear()
-        with in_one_piece():
+        with signals_blocked():
             self._remove()
 
     def _remove(self) -> None:
@@ -245,7 +245,7 @@ class Cluster:
         self._entered()
         descriptor = self._members[node].descriptor
         # A signal between the start and the list would leave a program that nobody knows.
-        with in_one_piece():
+        with signals_blocked():
             child = subprocess.Popen(
                 [sys.executable, "-I", _ENTER, str(descriptor), *program],
                 pass_fds=[descriptor],

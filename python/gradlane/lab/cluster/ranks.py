@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
-from gradlane.lab.cluster.fork_server import ForkedRank, running_nursery
+from gradlane.lab.cluster.fork_server import ForkedRank, running_fork_server
 from gradlane.lab.cluster.namespaces import Cluster
 
 _START_TIMEOUT_S = 180.0
@@ -136,7 +136,7 @@ class RankPool:
     ) -> subprocess.Popen[bytes] | ForkedRank:
         node = rank // self._ranks_per_node
         if self._program[0] == "-m":
-            return running_nursery(environment).fork(
+            return running_fork_server(environment).fork(
                 rank,
                 self._program[1],
                 namespace=self._cluster.namespace_descriptor(node),

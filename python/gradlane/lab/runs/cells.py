@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.atomic_io import replace_whole
+from gradlane.formats.atomic_io import atomic_write
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.results import Row
@@ -224,13 +224,13 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def replace_or_say(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole, see `whole_files.replace_whole`.
+    """Write a file whole, see `whole_files.atomic_write`.
 
     Raises:
         LabError: the file cannot be written.
     """
     try:
-        replace_whole(path, write)
+        atomic_write(path, write)
     except OSError as failure:
         raise write_failure(path, failure) from failure
 

@@ -28,7 +28,7 @@ _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 
 
 @dataclass(frozen=True)
-class Place:
+class RunRank:
     """Where a rank stands in a run.
 
     Attributes:
@@ -89,7 +89,7 @@ class Communication(Protocol):
         """Disconnect; a later run may connect anew."""
 
 
-def prefixed(place: Place, store: "Store") -> "Store":
+def prefixed(place: RunRank, store: "Store") -> "Store":
     """Return the store with the run's own keys."""
     prefixed: Store = dist.PrefixStore(place.job, store)  # type: ignore[attr-defined]
     return prefixed
@@ -153,7 +153,7 @@ def _mean_in_rank_order(
 class DistributedDataParallel(_Uncounted):
     """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
 
-    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+    def __init__(self, strategy: Strategy, place: RunRank, store: "Store") -> None:
         """Join the process group through the store."""
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface
         self._strategy = strategy
@@ -192,7 +192,7 @@ class DistributedDataParallel(_Uncounted):
 class Gradlane:
     """gradlane's own engine, through its public interface only."""
 
-    def __init__(self, strategy: Strategy, place: Place, store: "Store") -> None:
+    def __init__(self, strategy: Strategy, place: RunRank, store: "Store") -> None:
         """Open a session over the store."""
         import gradlane
 
@@ -280,7 +280,7 @@ class Gradlane:
         self._session.close()
 
 
-def connect(strategy: Strategy, place: Place, store: "Store") -> Communication:
+def connect(strategy: Strategy, place: RunRank, store: "Store") -> Communication:
     """Connect this rank to the others; every rank calls it with the same strategy."""
     if strategy.family == "none":
         return Silence()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.atomic_io import replace_text
+from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.lab.runs.strategy import parse_strategy
 
 
@@ -193,4 +193,4 @@ def summarize(rows: Sequence[Row]) -> None:
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as a JSON list; the file is always a whole one."""
-    replace_text(path, json.dumps([asdict(row) for row in rows], indent=1))
+    atomic_write_text(path, json.dumps([asdict(row) for row in rows], indent=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from gradlane.lab.runs.communication import Place, prefixed
+from gradlane.lab.runs.communication import RunRank, prefixed
 from gradlane.lab.runs.trial import TrialRequest, open_store
 
 
@@ -24,7 +24,7 @@ def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
 
     workers = len(request.addresses)
     store = open_store(request.addresses, request.store_port, rank)
-    place = Place(
+    place = RunRank(
         rank=rank,
         world_size=workers,
         address=request.server_addresses[rank - workers],

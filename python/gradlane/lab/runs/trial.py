@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.runs.communication import Communication, Gradlane, Place, connect
+from gradlane.lab.runs.communication import Communication, Gradlane, RunRank, connect
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
@@ -184,7 +184,7 @@ def _run_connected(
         optimizer = torch.optim.SGD(workload.model.parameters(), lr=_REPLAY_LR)
     communication = connect(
         strategy,
-        Place(
+        RunRank(
             rank=rank,
             world_size=world_size,
             address=request.addresses[rank],

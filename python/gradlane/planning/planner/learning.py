@@ -30,7 +30,7 @@ from gradlane.training.node.rules import AUTO, with_local
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 BUDGET_S = 8.0
 """Seconds that training stands still at most for simulations, about."""
@@ -38,7 +38,7 @@ BUDGET_S = 8.0
 _log = logging.getLogger("gradlane")
 
 
-class Learner(Protocol):
+class LearningModel(Protocol):
     """A connected model as this file sees it."""
 
     @property
@@ -54,15 +54,15 @@ class Learner(Protocol):
         """How each trained tensor is aggregated, by name."""
 
 
-class Learning:
+class PlanLearning:
     """Learns what one model computes during its first steps, and decides its plan."""
 
     def __init__(
         self,
-        learner: Learner,
+        learner: LearningModel,
         links: LinkReport,
         options: Options,
-        meet: Callable[[], Meeting],
+        meet: Callable[[], RendezvousScope],
         on_plan: Callable[[Plan], None],
         rule: str = "auto",
     ) -> None:
@@ -208,7 +208,7 @@ class Learning:
         return replace(plan, tensors=kept)
 
 
-def _ranks_per_node(options: Options, meeting: Meeting) -> int:
+def _ranks_per_node(options: Options, meeting: RendezvousScope) -> int:
     """Return how many ranks share each of several nodes; a collective call.
 
     One where nodes differ, there is one alone, or the options do not go with sums on nodes: each

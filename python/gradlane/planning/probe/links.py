@@ -16,16 +16,16 @@ from typing import Any
 from gradlane.errors import RendezvousError
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe.streams import Node, StreamError
-from gradlane.training.connection import Surroundings, listening_hosts
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.connection import SessionContext, listening_hosts
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _ROUND_TRIPS = 20
 _DISTANCES_MOST = 4
 
 
 def probe(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     *,
     window_s: float = 1.0,
     directions: bool = True,
@@ -34,7 +34,7 @@ def probe(
     """Measure bandwidth and latency between all ranks; a collective call.
 
     Args:
-        around: what the session gives: this rank's place, and which addresses to listen on.
+        ctx: what the session gives: this rank's place, and which addresses to listen on.
         meeting: where the ranks agree; for this alone.
         window_s: seconds that each stream is measured for; before it, it has a quarter of that
             to find its rate.
@@ -53,10 +53,10 @@ def probe(
     place = meeting.place
     if place.world_size == 1:
         return LinkReport(1, window_s)
-    hosts, advertised = listening_hosts(around)
-    secret = meeting.secret(around.secret)
+    hosts, advertised = listening_hosts(ctx)
+    secret = meeting.secret(ctx.secret)
     try:
-        node = Node(place.rank, hosts, around.options.ports, secret, window_s)
+        node = Node(place.rank, hosts, ctx.options.ports, secret, window_s)
     except OSError as error:
         raise RendezvousError(f"rank {place.rank} {error}: give interface= or ports=") from error
     with node:
@@ -81,7 +81,7 @@ class _Phases:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: RendezvousScope,
         node: Node,
         peers: Sequence[str],
         on_phase: Callable[[str], None],

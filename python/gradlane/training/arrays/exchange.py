@@ -15,10 +15,10 @@ from typing import Any
 
 from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
 from gradlane.training.arrays.memory import Loan, Slot, borrow, landing, scratch
-from gradlane.training.connection import Surroundings, open_channel, say_goodbye
+from gradlane.training.connection import SessionContext, open_channel, shutdown_channel
 from gradlane.training.core import translate_error
 from gradlane.training.options.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.wait_notifier import PAUSE
 
 
@@ -27,15 +27,15 @@ class ArrayExchange:
 
     def __init__(
         self,
-        around: Surroundings,
-        meeting: Meeting,
+        ctx: SessionContext,
+        meeting: RendezvousScope,
         slots: Sequence[Slot],
         initial: Mapping[str, Any] | None,
     ) -> None:
         """Agree with all ranks, connect, and spread rank 0's values if there are some.
 
         Args:
-            around: what the session gives.
+            ctx: what the session gives.
             meeting: where the ranks agree.
             slots: what is registered, the first needed first.
             initial: an array of each slot that gets rank 0's values, or None to spread nothing.
@@ -45,7 +45,7 @@ class ArrayExchange:
             GradlaneError: the ranks differ, or cannot reach each other.
         """
         self.slots = tuple(slots)
-        self._around = around
+        self._ctx = ctx
         self._meeting = meeting
         self._number = {slot.name: number for number, slot in enumerate(self.slots)}
         self._lock = threading.RLock()
@@ -57,24 +57,24 @@ class ArrayExchange:
         self.step = 0
         loans = self._agree(initial)
         coded = [slot.coded() for slot in self.slots]
-        self.codecs: list[CodecChoice] = choose_codecs(around.options.codec, coded)
+        self.codecs: list[CodecChoice] = choose_codecs(ctx.options.codec, coded)
         _refuse_residuals(self.codecs)
         rows = rows_with_codecs([slot.plan_row() for slot in self.slots], coded, self.codecs)
-        self.channel = open_channel(around, meeting, rows, update="worker")
-        if around.recorder is not None:
+        self.channel = open_channel(ctx, meeting, rows, update="worker")
+        if ctx.recorder is not None:
             names = [slot.name for slot in self.slots]
-            self.channel = around.recorder.record(self.channel, names).channel
+            self.channel = ctx.recorder.record(self.channel, names).channel
         try:
             self._spread(loans)
         except BaseException as error:
             self.channel.abort(f"{type(error).__name__} while spreading arrays: {error}")
-            if isinstance(error, around.core.ChannelError):
-                raise translate_error(around.core, error, "spreading rank 0's values") from error
+            if isinstance(error, ctx.core.ChannelError):
+                raise translate_error(ctx.core, error, "spreading rank 0's values") from error
             raise
-        self._watch = around.observer.watch(self, self.channel, self)
+        self._watch = ctx.observer.watch(self, self.channel, self)
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        around.standstill.add(meeting.name, self, self._stand_still)
+        ctx.deadlocks.add(meeting.name, self, self._stand_still)
 
     def training_step_of(self, step: int) -> int:
         """Return the training step that a step of the channel was: the same."""
@@ -190,16 +190,16 @@ class ArrayExchange:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._around.standstill.remove(self._meeting.name)
+        self._ctx.deadlocks.remove(self._meeting.name)
         self._fail(SessionClosedError("the session was closed"))
-        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+        if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
             self._meeting.leave()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
         """Give up and tell all ranks why."""
         self._fail(SessionClosedError(f"the session was given up: {reason}"))
-        with contextlib.suppress(self._around.core.ChannelError):
+        with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
         self._loans.clear()
 
@@ -218,8 +218,8 @@ class ArrayExchange:
             self._meeting.refuse(str(error))
             raise
         options = {
-            **self._around.options.agreed(),
-            "world_size": self._around.place.world_size,
+            **self._ctx.options.agreed(),
+            "world_size": self._ctx.place.world_size,
             "spreads": initial is not None,
         }
         self._meeting.agree({"options": options, "tensors": [slot.row() for slot in self.slots]})
@@ -294,12 +294,12 @@ class ArrayExchange:
     def _waiting(
         self,
     ) -> Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]:
-        return functools.partial(self._around.standstill.waiting, self._meeting.name)
+        return functools.partial(self._ctx.deadlocks.waiting, self._meeting.name)
 
     def _stand_still(self, reason: str) -> None:
         """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
         self._fail(SessionFailedError(reason, self.step - 1))
-        with contextlib.suppress(self._around.core.ChannelError):
+        with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
 
     def _fail(self, failure: GradlaneError) -> None:
@@ -313,7 +313,7 @@ class ArrayExchange:
     @contextlib.contextmanager
     def _translating(self, doing: str) -> Iterator[None]:
         """Turn errors of the channel into the package's own, and keep the first."""
-        core = self._around.core
+        core = self._ctx.core
         try:
             yield
         except core.ChannelError as error:

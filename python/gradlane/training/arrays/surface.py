@@ -10,8 +10,8 @@ from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.memory import Slot, make_slot
 
 if TYPE_CHECKING:
-    from gradlane.training.connection import Surroundings
-    from gradlane.training.rendezvous.rendezvous import Meeting
+    from gradlane.training.connection import SessionContext
+    from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 class SessionArrays:
@@ -28,7 +28,7 @@ class SessionArrays:
             mean = session.wait(name)
     """
 
-    _around: Surroundings
+    _ctx: SessionContext
 
     def _start_arrays(self) -> None:
         self._slots: dict[str, Slot] = {}
@@ -37,7 +37,7 @@ class SessionArrays:
     def _check_open(self) -> None:
         raise NotImplementedError
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> RendezvousScope:
         raise NotImplementedError
 
     def register(
@@ -144,7 +144,7 @@ class SessionArrays:
         return self._exchange.wait(name, step)
 
     def _connected(self, initial: Mapping[str, Any] | None) -> ArrayExchange:
-        options = self._around.options
+        options = self._ctx.options
         refusals = {
             'update="server"': options.update == "server",
             "checkpoint=": options.checkpoint is not None,
@@ -160,5 +160,5 @@ class SessionArrays:
         if not self._slots:
             raise UsageError("no array is registered: call session.register() for each first")
         slots = sorted(self._slots.values(), key=lambda slot: slot.position)
-        self._exchange = ArrayExchange(self._around, self._meet(), slots, initial)
+        self._exchange = ArrayExchange(self._ctx, self._meet(), slots, initial)
         return self._exchange

@@ -28,7 +28,7 @@ from gradlane.errors import CheckpointError
 from gradlane.formats.serialization import strict_json
 from gradlane.formats.serialization.container import VERSION
 from gradlane.formats.serialization.strict_json import FormatError
-from gradlane.training.checkpoints.shard import damaged, open_regular, sync_folder, write_whole
+from gradlane.training.checkpoints.shard import damaged, open_regular, sync_folder, write_synced
 
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 1 << 26
@@ -138,7 +138,7 @@ def commit(
     manifest = Manifest(folder_of(root, step, incarnation), step, run, tuple(files))
     check_files(manifest)
     content = {"version": VERSION, "run": run, "step": step, "files": [list(one) for one in files]}
-    write_whole(manifest.folder / _MANIFEST, [strict_json.dumps(content)])
+    write_synced(manifest.folder / _MANIFEST, [strict_json.dumps(content)])
     sync_folder(root)
     return manifest
 

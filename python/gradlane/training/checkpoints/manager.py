@@ -38,12 +38,12 @@ from gradlane.training.checkpoints.folder import Manifest, check_files, newest
 from gradlane.training.checkpoints.partition import pieces_of
 from gradlane.training.checkpoints.shard import damaged, read_shard, write_shard
 from gradlane.training.model.residual_state import MEAN_OF
-from gradlane.training.rendezvous.deadline import Patience
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 if TYPE_CHECKING:
-    from gradlane.training.model.prepared import Prepared
+    from gradlane.training.model.prepared import PreparedModel
 
 _POLL_S = 0.02
 _AFTER_FAILURE_S = 30.0
@@ -55,7 +55,9 @@ _WORDS_KEPT = 16
 class Checkpoints:
     """Takes checkpoints of one model, and restores them."""
 
-    def __init__(self, root: Path, every: int, keep: int, place: Place, timeout_s: float) -> None:
+    def __init__(
+        self, root: Path, every: int, keep: int, place: RankInfo, timeout_s: float
+    ) -> None:
         """Write into a folder, which all ranks share.
 
         Args:
@@ -77,8 +79,8 @@ class Checkpoints:
         self._keep = keep
         self._place = place
         self._timeout_s = timeout_s
-        self._prepared: Prepared | None = None
-        self._meeting: Meeting | None = None
+        self._prepared: PreparedModel | None = None
+        self._meeting: RendezvousScope | None = None
         self._run = secrets.token_hex(8)
         self._incarnation = 0
         """Claimed by rank 0 with the first checkpoint; 0: not yet."""
@@ -90,11 +92,11 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._failures: deque[str] = deque()
-        self._told: deque[tuple[Meeting, str]] = deque()
-        self._lasting: list[tuple[Meeting, str]] = []
+        self._told: deque[tuple[RendezvousScope, str]] = deque()
+        self._lasting: list[tuple[RendezvousScope, str]] = []
         """Keys that rank 0 removes when all ranks have said goodbye."""
 
-    def follow(self, prepared: Prepared, meeting: Meeting) -> None:
+    def follow(self, prepared: PreparedModel, meeting: RendezvousScope) -> None:
         """Take checkpoints of a model from now on, also of one that was connected anew.
 
         Raises:
@@ -118,7 +120,7 @@ class Checkpoints:
                 meeting.put(key, json.dumps(found))
                 self._lasting.append((meeting, key))
             self._others = json.loads(meeting.get(key, 0))
-        prepared.installation.keep_step = self.after_step
+        prepared.hook_manager.keep_step = self.after_step
 
     def after_step(self) -> None:
         """Take a checkpoint if it is time to; a collective call after `optimizer.step()`.
@@ -248,7 +250,7 @@ class Checkpoints:
         """Wait for nobody any more."""
         self._stopping.set()
 
-    def _agreed_manifest(self, meeting: Meeting) -> Manifest | None:
+    def _agreed_manifest(self, meeting: RendezvousScope) -> Manifest | None:
         """Return the checkpoint that rank 0 has found; the same on all ranks."""
         self._restores += 1
         key = f"checkpoint/restore/{self._restores}"
@@ -302,7 +304,7 @@ class Checkpoints:
 
     # ---- in the thread
 
-    def _write(self, step: int, pieces: list[Piece], meeting: Meeting) -> None:
+    def _write(self, step: int, pieces: list[Piece], meeting: RendezvousScope) -> None:
         place = self._place
         folder: Path | None = None
         try:
@@ -327,7 +329,7 @@ class Checkpoints:
             if place.rank == 0 and folder is not None:
                 folders.withdraw(folder)
 
-    def _agreed_folder(self, step: int, meeting: Meeting) -> tuple[Path, str]:
+    def _agreed_folder(self, step: int, meeting: RendezvousScope) -> tuple[Path, str]:
         """Return the folder that all ranks write a step into, and the run, as rank 0 says.
 
         Raises:
@@ -349,7 +351,7 @@ class Checkpoints:
         self._tell(meeting, key, {"folder": folder.name, "run": self._run})
         return folder, self._run
 
-    def _complete(self, step: int, meeting: Meeting) -> None:
+    def _complete(self, step: int, meeting: RendezvousScope) -> None:
         keys = [f"checkpoint/{step}/{rank}" for rank in range(self._place.world_size)]
         words = [
             self._hear(meeting, key, rank, "has not written its file")
@@ -361,7 +363,7 @@ class Checkpoints:
         folders.commit(self._root, step, self._incarnation, self._run, files)
         folders.prune(self._root, self._keep, self._run, self._incarnation)
 
-    def _tell(self, meeting: Meeting, key: str, word: Mapping[str, Any]) -> None:
+    def _tell(self, meeting: RendezvousScope, key: str, word: Mapping[str, Any]) -> None:
         meeting.put(key, json.dumps(word))
         self._told.append((meeting, key))
         while len(self._told) > _WORDS_KEPT:
@@ -369,19 +371,22 @@ class Checkpoints:
             old, its_key = self._told.popleft()
             old.drop(its_key)
 
-    def _hear(self, meeting: Meeting, key: str, rank: int, missing: str) -> dict[str, Any]:
+    def _hear(self, meeting: RendezvousScope, key: str, rank: int, missing: str) -> dict[str, Any]:
         """Return what a rank says, waiting for it.
 
         Raises:
             CheckpointError: it has failed, or does not say anything in time.
         """
-        patience, has_failed = Patience(self._timeout_s), False
+        patience, has_failed = SuspendAwareDeadline(self._timeout_s), False
         while (said := meeting.peek(key)) is None:
             if self._stopping.is_set() or patience.is_over(_POLL_S):
                 raise CheckpointError(f"rank {rank} {missing}")
             if not has_failed and self._prepared is not None and self._prepared.steps.failure:
                 # The rank may be the one that is lost; or it writes, and will say so soon.
-                has_failed, patience = True, Patience(min(self._timeout_s, _AFTER_FAILURE_S))
+                has_failed, patience = (
+                    True,
+                    SuspendAwareDeadline(min(self._timeout_s, _AFTER_FAILURE_S)),
+                )
             time.sleep(_POLL_S)
         word: dict[str, Any] = json.loads(said)
         if "error" in word:
@@ -403,7 +408,7 @@ class Checkpoints:
             )
 
 
-def _check_storable(prepared: Prepared) -> None:
+def _check_storable(prepared: PreparedModel) -> None:
     """Find settings and extra states that no checkpoint could hold, before anything is trained.
 
     Raises:
@@ -426,7 +431,7 @@ def _check_storable(prepared: Prepared) -> None:
 
 
 def make_checkpoints(
-    root: Path | None, every: int, keep: int, place: Place, timeout_s: float
+    root: Path | None, every: int, keep: int, place: RankInfo, timeout_s: float
 ) -> Checkpoints | None:
     """Return what takes a session's checkpoints, or None where none are wanted."""
     if root is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradlane.errors import CheckpointError
-from gradlane.formats.atomic_io import replace_whole
+from gradlane.formats.atomic_io import atomic_write
 from gradlane.formats.serialization.container import (
     Piece,
     VersionError,
@@ -51,7 +51,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> i
         except FormatError as error:
             raise OSError(errno.EIO, f"what was written reads back differently: {error}") from error
 
-    write_whole(path, parts, check)
+    write_synced(path, parts, check)
     return size
 
 
@@ -97,7 +97,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return file
 
 
-def write_whole(
+def write_synced(
     path: Path, parts: Iterable[Any], check: Callable[[Path], None] = lambda partial: None
 ) -> None:
     """Write a file beside its place, have it on the disk, and put it there.
@@ -121,7 +121,7 @@ def write_whole(
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         check(partial)
 
-    replace_whole(path, write)
+    atomic_write(path, write)
     sync_folder(path.parent)
 
 

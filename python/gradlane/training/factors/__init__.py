@@ -15,15 +15,15 @@ from gradlane.training.factors.block import (
     pack,
     unpack,
 )
-from gradlane.training.factors.capture import Tap, can_factor, install, remove
+from gradlane.training.factors.capture import FactorHook, can_factor, install, remove
 from gradlane.training.factors.rebuild import rebuild
 
 __all__ = [
     "BlockError",
     "Dense",
+    "FactorHook",
     "LinearFactors",
     "Part",
-    "Tap",
     "TouchedRows",
     "can_factor",
     "install",

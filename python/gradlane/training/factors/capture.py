@@ -25,7 +25,7 @@ from gradlane.training.modules.gradient_intake import raw_grad
 _ATTRIBUTE = "_gradlane_tap"
 
 
-class Taker(Protocol):
+class FactorSink(Protocol):
     """Whom factors are given to."""
 
     def wants_factors(self, index: int) -> bool:
@@ -66,10 +66,10 @@ def own_factors(module: nn.Module) -> OwnFactors | None:
     return cast(OwnFactors, module) if gives else None
 
 
-class Tap:
+class FactorHook:
     """Where one layer's factors go."""
 
-    def __init__(self, taker: Taker, index: int, weight: Tensor) -> None:
+    def __init__(self, taker: FactorSink, index: int, weight: Tensor) -> None:
         """Give a weight's factors, as tensor `index`, to a taker."""
         self._taker = taker
         self._index = index
@@ -111,7 +111,9 @@ def _is_own(hook: Any) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tap: Tap, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, tap: FactorHook, inputs: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.tap = tap
         ctx.save_for_backward(inputs, weight)
         return functional.linear(inputs, weight, bias)
@@ -137,7 +139,9 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tap: Tap, indices: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    def forward(
+        ctx: Any, tap: FactorHook, indices: Tensor, weight: Tensor, padding: int | None
+    ) -> Tensor:
         ctx.tap = tap
         ctx.padding = padding
         ctx.count = weight.shape[0]
@@ -172,9 +176,9 @@ def _touched(indices: Tensor, output_gradient: Tensor, padding: int) -> TouchedR
     return TouchedRows(numbers, values.to(rows.dtype))
 
 
-def tap_of(module: nn.Module) -> Tap | None:
+def tap_of(module: nn.Module) -> FactorHook | None:
     """Return the tap on a layer, if there is one."""
-    tap: Tap | None = module.__dict__.get(_ATTRIBUTE)
+    tap: FactorHook | None = module.__dict__.get(_ATTRIBUTE)
     return tap
 
 
@@ -205,7 +209,7 @@ def can_factor(module: nn.Module) -> bool:
     return False
 
 
-def install(module: nn.Module, taker: Taker, index: int) -> None:
+def install(module: nn.Module, taker: FactorSink, index: int) -> None:
     """Tap a layer for which `can_factor` holds; the module stays the user's own object.
 
     Args:
@@ -215,7 +219,7 @@ def install(module: nn.Module, taker: Taker, index: int) -> None:
     """
     weight = dict.__getitem__(module._parameters, "weight")
     assert weight is not None
-    module.__dict__[_ATTRIBUTE] = Tap(taker, index, weight)
+    module.__dict__[_ATTRIBUTE] = FactorHook(taker, index, weight)
     if own_factors(module) is not None:
         return
     forward = _forward_linear if isinstance(module, nn.Linear) else _forward_embedding
@@ -229,7 +233,7 @@ def remove(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
-def _tap_of(module: nn.Module, weight: Tensor) -> Tap | None:
+def _tap_of(module: nn.Module, weight: Tensor) -> FactorHook | None:
     """The tap to use in this forward, or None where it has to be torch's own."""
     if is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None

@@ -17,7 +17,7 @@ from gradlane.training.factors.capture import can_factor, own_factors
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.options.codec_choice import RAW, CodecChoice
 from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
-from gradlane.training.rendezvous.tensor_table import Entry, state_entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""
@@ -36,7 +36,7 @@ class Factored:
         scheme: one of `FACTOR_SCHEMES`: whether they go to all ranks, or to one that answers.
     """
 
-    entry: Entry
+    entry: TensorEntry
     layers: tuple[nn.Module, ...]
     scheme: str = SFB
 
@@ -68,7 +68,7 @@ class Factored:
             "scheme": "answer" if self.is_answered else "gather",
         }
 
-    def first_values(self) -> Entry:
+    def first_values(self) -> TensorEntry:
         """Return the entry that its values have in step 0, in which there are no blocks."""
         return state_entry(f"{self.entry.name} (first values)", self.entry.tensor)
 
@@ -84,7 +84,7 @@ def layers_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def choose_factored(
-    model: nn.Module, trained: Sequence[Entry], schemes: Mapping[str, str], options: Options
+    model: nn.Module, trained: Sequence[TensorEntry], schemes: Mapping[str, str], options: Options
 ) -> dict[int, Factored]:
     """Choose the weights that travel as factors.
 

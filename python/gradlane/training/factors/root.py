@@ -16,21 +16,21 @@ from typing import Protocol
 from gradlane.training.core import Channel, CoreModule
 
 
-class Maker(Protocol):
+class RootAggregator(Protocol):
     """Who makes a mean of all ranks' blocks and hands it over."""
 
     def answer(self, index: int, step: int) -> None:
         """Answer for a tensor in a step; may raise."""
 
 
-class Answering:
+class RootThread:
     """The thread on which a rank answers; it ends with the channel."""
 
     def __init__(
         self,
         core: CoreModule,
         channel: Channel,
-        maker: Maker,
+        maker: RootAggregator,
         describe: Callable[[int, int], str],
     ) -> None:
         """Start to answer.

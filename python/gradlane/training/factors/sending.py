@@ -27,14 +27,14 @@ from gradlane.training.factors.block import (
     part_bytes,
     unpack,
 )
-from gradlane.training.factors.capture import Taker, install, remove
+from gradlane.training.factors.capture import FactorSink, install, remove
 from gradlane.training.factors.choice import Factored
 from gradlane.training.factors.rebuild import rebuild
-from gradlane.training.factors.root import Answering
+from gradlane.training.factors.root import RootThread
 from gradlane.training.modules.gradient_intake import is_alone
 
 
-class FactorLane:
+class FactorExchange:
     """The blocks of one model's weights, on their way out and in."""
 
     def __init__(
@@ -67,7 +67,7 @@ class FactorLane:
                 name = factored[index].entry.name
                 return f"rebuilding {name!r} in step {training_step_of(step)}"
 
-            self._answering = Answering(core, channel, self, describe)
+            self._answering = RootThread(core, channel, self, describe)
 
     def __contains__(self, index: int) -> bool:
         """Whether a tensor travels as factors."""
@@ -205,10 +205,10 @@ class FactorLane:
         return unpack(block, entry.shape, entry.dtype, rank)
 
 
-class Taps:
+class FactorHooks:
     """The taps on all layers that send factors; a handle like those of hooks."""
 
-    def __init__(self, factored: Mapping[int, Factored], taker: Taker) -> None:
+    def __init__(self, factored: Mapping[int, Factored], taker: FactorSink) -> None:
         """Tap all layers."""
         self._layers = [layer for one in factored.values() for layer in one.layers]
         self._handles = []
@@ -227,7 +227,7 @@ class Taps:
             remove(layer)
 
 
-def _end_parts(taker: Taker, index: int, *gradients: Any) -> None:
+def _end_parts(taker: FactorSink, index: int, *gradients: Any) -> None:
     """Hook of the node that adds a weight's gradients up: runs also where there were none."""
     taker.end_parts(index)
 

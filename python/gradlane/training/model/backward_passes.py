@@ -10,7 +10,7 @@ gradient leaves at `optimizer.step()`; one that is exceeded is an error.
 from __future__ import annotations
 
 
-class Firings:
+class BackwardPassCounter:
     """Counts gradients of trained parameters."""
 
     def __init__(self, count: int) -> None:

@@ -13,21 +13,21 @@ from collections.abc import Callable
 
 from gradlane.errors import ProgressTimeoutError, RanksDifferError
 from gradlane.training.core import Channel
-from gradlane.training.rendezvous.deadline import Patience
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.wait_notifier import PAUSE
 
 _LONGEST_PAUSE_S = 0.05
 _LOOK_S = 1.0
 
 
-class Gathering:
+class Barrier:
     """The points where all ranks of one channel come together."""
 
     def __init__(
         self,
         channel: Channel,
-        meeting: Meeting,
+        meeting: RendezvousScope,
         timeout_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +80,7 @@ class Gathering:
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
         pause_s = 0.0005
         looked_s = self._clock()
-        patience = Patience(self._timeout_s, self._clock)
+        patience = SuspendAwareDeadline(self._timeout_s, self._clock)
         pushes = -1
         while True:
             for rank in list(missing):

@@ -21,27 +21,27 @@ from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
 from gradlane.training.carrier import spread_from_host
-from gradlane.training.connection import Surroundings, open_channel, ranks_in_errors
+from gradlane.training.connection import SessionContext, open_channel, ranks_in_errors
 from gradlane.training.core import translate_error
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.rendezvous.connecting import in_world_ranks
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.tensor_table import Entry, state_entry
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 
 _GOODBYE_S = 60.0
 
 
-def hand_over(
-    around: Surroundings,
-    meeting: Meeting,
-    entries: Sequence[Entry],
+def broadcast_state(
+    ctx: SessionContext,
+    meeting: RendezvousScope,
+    entries: Sequence[TensorEntry],
     optimizer: Optimizer,
     source: int,
 ) -> None:
     """Give every rank one rank's tensors and its optimizer's state; a collective call.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         meeting: where the ranks meet for this; for nothing else.
         entries: the model's tensor table.
         optimizer: of the model; its parameters are those of the table.
@@ -51,7 +51,7 @@ def hand_over(
         UsageError: the optimizer keeps a value that cannot be sent; on every rank.
         GradlaneError: a rank was lost.
     """
-    is_source = around.place.rank == source
+    is_source = ctx.place.rank == source
     # Also those without elements: nothing of them is sent, but they have state.
     groups = optimizer.param_groups
     parameters = [one for group in groups for one in list.__iter__(group["params"])]
@@ -69,27 +69,25 @@ def hand_over(
             _adopt(parameters, optimizer, state)
     except (FormatError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"rank {around.place.rank} cannot take over the state of rank {source}: {error!r}; do "
+            f"rank {ctx.place.rank} cannot take over the state of rank {source}: {error!r}; do "
             "all ranks have the same model, optimizer and version of gradlane?"
         ) from error
     everything = [*entries, *_state_entries(parameters, optimizer)]
     rows = [entry.bytes_row() for entry in everything]
-    channel = open_channel(around, meeting, rows, update="worker", first=source)
+    channel = open_channel(ctx, meeting, rows, update="worker", first=source)
     try:
         spread_from_host(channel, everything, is_source)
-    except around.core.ChannelError as error:
-        text, rank = in_world_ranks(error, ranks_in_errors(around, channel, source))
+    except ctx.core.ChannelError as error:
+        text, rank = in_world_ranks(error, ranks_in_errors(ctx, channel, source))
         named = type(error)(text, *error.args[1:2], rank)
-        raise translate_error(
-            around.core, named, f"receiving the state of rank {source}"
-        ) from error
+        raise translate_error(ctx.core, named, f"receiving the state of rank {source}") from error
     finally:
-        with contextlib.suppress(around.core.ChannelError):
+        with contextlib.suppress(ctx.core.ChannelError):
             channel.finish(_GOODBYE_S)
     meeting.leave()
 
 
-def with_current_buffers(entries: Sequence[Entry], model: nn.Module) -> list[Entry]:
+def with_current_buffers(entries: Sequence[TensorEntry], model: nn.Module) -> list[TensorEntry]:
     """Return a tensor table with the buffers that a model has now.
 
     Raises:
@@ -167,7 +165,7 @@ def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
         return torch.zeros(shape, dtype=told["dtype"], device=device)
 
 
-def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Entry]:
+def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[TensorEntry]:
     return [
         state_entry(f"{key} of the optimizer", value)
         for parameter in parameters

@@ -12,20 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.training.carrier import Carrier
-from gradlane.training.connection import Surroundings, open_channel
+from gradlane.training.connection import SessionContext, open_channel
 from gradlane.training.core import Channel, translate_error
 from gradlane.training.model.served_parameters import ServedParameters
 from gradlane.training.model.staging import carrier_for
-from gradlane.training.model.step_layout import Members, lay_out
-from gradlane.training.model.verification import Terms, agree_on_terms
+from gradlane.training.model.step_layout import StepLayout, build_step_layout
+from gradlane.training.model.verification import ModelSpec, verify_model_across_ranks
 from gradlane.training.monitoring.recorder import Recording
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_carrier import CollectiveCarrier
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
 from gradlane.training.options.options import FACTOR_SCHEMES, RING
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import check_codecs_served
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Connected:
         served: parameters in the hands of servers that update them, or None.
     """
 
-    terms: Terms
-    members: Members
-    extras: Sequence[Entry]
+    terms: ModelSpec
+    members: StepLayout
+    extras: Sequence[TensorEntry]
     codecs: list[CodecChoice]
     channel: Channel
     recording: Recording | None
@@ -54,8 +54,8 @@ class Connected:
 
 
 def connect(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
@@ -64,7 +64,7 @@ def connect(
     """Agree with all ranks, open a channel and spread rank 0's values.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         meeting: where the ranks agree.
         model: the user's.
         optimizer: the user's.
@@ -75,32 +75,32 @@ def connect(
         ValueError: the model or the optimizer cannot take part.
         GradlaneError: the ranks differ, or cannot reach each other.
     """
-    terms = agree_on_terms(around, meeting, model, optimizer, buffers)
-    serves = around.options.update == "server"
+    terms = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
+    serves = ctx.options.update == "server"
     # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
     # votes and buffers of ranks that are left out of a step would be missing.
-    alone = serves or around.options.leaves_out
-    extras, members = lay_out(
-        model, terms.entries, terms.factored, around.place, buffers, alone=alone
+    alone = serves or ctx.options.leaves_out
+    extras, members = build_step_layout(
+        model, terms.entries, terms.factored, ctx.place, buffers, alone=alone
     )
     trained = terms.trained
     coded = [entry.coded() for entry in trained]
     codecs = terms.codecs
-    check_codecs_served(codecs, around.place)
+    check_codecs_served(codecs, ctx.place)
     plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
     for index, one in members.factored.items():
         plain[index] = one.plan_row()
     rows = rows_with_codecs(plain, coded, codecs)
     opened = channel = open_channel(
-        around,
+        ctx,
         meeting,
         rows,
-        update=around.options.update,
+        update=ctx.options.update,
         gradients=[entry.tensor for entry in trained],
     )
     recording = None
-    if around.recorder is not None:
-        recording = around.recorder.record(channel, [str(row["name"]) for row in rows])
+    if ctx.recorder is not None:
+        recording = ctx.recorder.record(channel, [str(row["name"]) for row in rows])
         channel = recording.channel
     connected = Connected(
         terms,
@@ -112,16 +112,16 @@ def connect(
         _carrier(opened, channel, terms, extras, staging_failed),
         ServedParameters(channel, trained) if serves else None,
     )
-    _spread(around, connected)
+    _spread(ctx, connected)
     return connected
 
 
-def schemes_of(around: Surroundings, terms: Terms) -> dict[str, str]:
+def schemes_of(ctx: SessionContext, terms: ModelSpec) -> dict[str, str]:
     """Return how each trained tensor is aggregated, by name."""
-    usual = RING if around.options.strategy == RING else "ps"
+    usual = RING if ctx.options.strategy == RING else "ps"
     found = {}
     for index, entry in enumerate(terms.trained):
-        given = around.schemes.get(entry.name, usual)
+        given = ctx.schemes.get(entry.name, usual)
         # A bias has its layer's scheme in a plan, and travels as usual.
         whole = usual if given in FACTOR_SCHEMES else given
         found[entry.name] = terms.factored[index].scheme if index in terms.factored else whole
@@ -131,8 +131,8 @@ def schemes_of(around: Surroundings, terms: Terms) -> dict[str, str]:
 def _carrier(
     opened: Channel,
     channel: Channel,
-    terms: Terms,
-    extras: Sequence[Entry],
+    terms: ModelSpec,
+    extras: Sequence[TensorEntry],
     staging_failed: Callable[[Exception], None],
 ) -> Carrier:
     """Choose who carries; `opened` is the channel as it was before anything recorded it."""
@@ -144,12 +144,12 @@ def _carrier(
     return carrier_for(channel, {**trained, **beside}, staging_failed)
 
 
-def _spread(around: Surroundings, connected: Connected) -> None:
+def _spread(ctx: SessionContext, connected: Connected) -> None:
     """Run step 0, or tell all ranks why it failed."""
     try:
         connected.carrier.spread(
             [*connected.terms.entries, *connected.extras],
-            first=around.place.rank == 0,
+            first=ctx.place.rank == 0,
             without=connected.members.factored.keys(),
         )
         if connected.members.buffers is not None:
@@ -159,6 +159,6 @@ def _spread(around: Surroundings, connected: Connected) -> None:
     except BaseException as error:
         connected.channel.abort(f"{type(error).__name__} while spreading the model: {error}")
         connected.carrier.close()
-        if isinstance(error, around.core.ChannelError):
-            raise translate_error(around.core, error, "spreading rank 0's values") from error
+        if isinstance(error, ctx.core.ChannelError):
+            raise translate_error(ctx.core, error, "spreading rank 0's values") from error
         raise

@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
-class Ending(enum.IntEnum):
+class StepEnding(enum.IntEnum):
     """How a rank ended a step."""
 
     NONE = 0
@@ -44,10 +44,10 @@ class Ending(enum.IntEnum):
 
 
 _WORDS = {
-    Ending.NONE: "had no step",
-    Ending.STEPPED: "called optimizer.step()",
-    Ending.DISCARDED: "forgot the gradients (zero_grad() or the end of the session)",
-    Ending.CARRIED_ON: "ran another backward() on top of the averaged gradients",
+    StepEnding.NONE: "had no step",
+    StepEnding.STEPPED: "called optimizer.step()",
+    StepEnding.DISCARDED: "forgot the gradients (zero_grad() or the end of the session)",
+    StepEnding.CARRIED_ON: "ran another backward() on top of the averaged gradients",
 }
 _SHADOW = 8
 _DIGEST_UNIT = 16
@@ -56,7 +56,7 @@ _CHANGES_UNIT = _DIGEST_UNIT << _DIGEST_BITS
 
 
 @dataclass(frozen=True)
-class Vote:
+class RankStatus:
     """One rank's lane.
 
     Attributes:
@@ -68,7 +68,7 @@ class Vote:
         sample: digest of a sample of its parameters after that step; 0 if it took none.
     """
 
-    ending: Ending
+    ending: StepEnding
     shadow: bool
     digest: int
     changes: int = UNKNOWN
@@ -76,7 +76,7 @@ class Vote:
     sample: int = 0
 
 
-class Ballot:
+class ConsistencyCheck:
     """This rank's end of the tensor."""
 
     def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
@@ -95,7 +95,7 @@ class Ballot:
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 
-    def cast(self, vote: Vote) -> Tensor:
+    def cast(self, vote: RankStatus) -> Tensor:
         """Write this rank's lanes; returns the tensor to hand over."""
         lane = vote.ending + (_SHADOW if vote.shadow else 0) + _DIGEST_UNIT * vote.digest
         if self._buffers is not None and not vote.shadow:
@@ -106,22 +106,22 @@ class Ballot:
             self.tensor[self._world_size + self._rank] = float(vote.sample)
         return self.tensor
 
-    def count(self) -> list[Vote]:
+    def count(self) -> list[RankStatus]:
         """Read all ranks' lanes from the mean that has arrived."""
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
         votes, samples = lanes[: self._world_size], lanes[self._world_size :]
         return [self._vote(lane, sample) for lane, sample in zip(votes, samples, strict=True)]
 
-    def _vote(self, lane: int, sample: int) -> Vote:
+    def _vote(self, lane: int, sample: int) -> RankStatus:
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
             changed = self._buffers.first_changed(changes)
-        ending = Ending(lane % _SHADOW)
-        return Vote(ending, bool(lane & _SHADOW), digest, changes, changed, sample)
+        ending = StepEnding(lane % _SHADOW)
+        return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample)
 
 
-def check_votes(votes: Sequence[Vote], step: int) -> None:
+def check_votes(votes: Sequence[RankStatus], step: int) -> None:
     """Check that all ranks that took part in a step ended it in the same way.
 
     Args:
@@ -132,12 +132,12 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
         SessionFailedError: they did not; the message names the ranks.
     """
     _check_changes(votes, step)
-    endings: dict[Ending, list[int]] = {}
+    endings: dict[StepEnding, list[int]] = {}
     digests: dict[int, list[int]] = {}
     for rank, vote in enumerate(votes):
-        if vote.ending is not Ending.SHADOWED:
+        if vote.ending is not StepEnding.SHADOWED:
             endings.setdefault(vote.ending, []).append(rank)
-        if vote.ending is Ending.STEPPED:
+        if vote.ending is StepEnding.STEPPED:
             digests.setdefault(vote.digest, []).append(rank)
     if len(endings) > 1:
         told = "; ".join(f"{_ranks(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items())
@@ -159,7 +159,7 @@ def check_votes(votes: Sequence[Vote], step: int) -> None:
         )
 
 
-def differing_samples(votes: Sequence[Vote]) -> str:
+def differing_samples(votes: Sequence[RankStatus]) -> str:
     """Return which ranks' samples of the parameters differ; empty where they agree."""
     ranks: dict[int, list[int]] = {}
     for rank, vote in enumerate(votes):
@@ -168,7 +168,7 @@ def differing_samples(votes: Sequence[Vote]) -> str:
     return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
 
 
-def _check_changes(votes: Sequence[Vote], step: int) -> None:
+def _check_changes(votes: Sequence[RankStatus], step: int) -> None:
     known: dict[int, list[int]] = {}
     for rank, vote in enumerate(votes):
         if not vote.shadow and vote.changes != UNKNOWN:
@@ -225,20 +225,20 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def tell_ending(meeting: Meeting, step: int, ending: int, digest: int) -> None:
+def tell_ending(meeting: RendezvousScope, step: int, ending: int, digest: int) -> None:
     """Leave word of how the last step ended here: no step follows whose votes would tell.
 
     Args:
         meeting: where the ranks have met.
         step: number of the last step.
-        ending: how it ended, a number of `Ending`.
+        ending: how it ended, a number of `StepEnding`.
         digest: of the hyper-parameters, as in a vote.
     """
     with contextlib.suppress(RendezvousError):
         meeting.put(f"ending/{meeting.place.rank}", json.dumps([step, ending, digest]))
 
 
-def compare_endings(meeting: Meeting) -> None:
+def compare_endings(meeting: RendezvousScope) -> None:
     """Compare all ranks' last steps, on rank 0, once all have said goodbye.
 
     Raises:
@@ -254,5 +254,5 @@ def compare_endings(meeting: Meeting) -> None:
     lanes = [json.loads(one) for one in told if one is not None]
     if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
         return
-    votes = [Vote(Ending(ending), False, digest) for _, ending, digest in lanes]
+    votes = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
     check_votes(votes, lanes[0][0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class CudaCopies:
@@ -19,7 +19,7 @@ class CudaCopies:
         """Whether tensors on this device have to be copied."""
         return device.type != "cpu"
 
-    def host_memory(self, entry: Entry) -> Tensor:
+    def host_memory(self, entry: TensorEntry) -> Tensor:
         """Return pinned memory with the layout of an entry's gradients."""
         with torch.inference_mode(False):
             return torch.empty_strided(

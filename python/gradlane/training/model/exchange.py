@@ -1,6 +1,6 @@
 """The steps of one channel: what was handed over, what came back, and what the other ranks voted.
 
-Everything that takes part in a step has one place in `Members`. A step of the channel is complete
+`StepLayout` numbers everything that takes part in a step. A step of the channel is complete
 when every one of them has come back; whatever is not a gradient here is handed over as absent.
 """
 
@@ -20,10 +20,10 @@ from gradlane.errors import SessionFailedError
 from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part
-from gradlane.training.factors.sending import FactorLane
-from gradlane.training.model.consistency_check import Vote
-from gradlane.training.model.late_gradients import Carrying
-from gradlane.training.model.step_layout import Members
+from gradlane.training.factors.sending import FactorExchange
+from gradlane.training.model.consistency_check import RankStatus
+from gradlane.training.model.late_gradients import LateGradientBuffer
+from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import PAUSE
@@ -47,7 +47,7 @@ class Arrived:
 class Reports(Protocol):
     """Whom an exchange tells what it finds."""
 
-    def note_votes(self, votes: list[Vote]) -> None:
+    def note_votes(self, votes: list[RankStatus]) -> None:
         """Look at the votes of a step, once; may raise."""
 
     def keep_and_raise(self, error: SessionFailedError, cause: Exception | None) -> NoReturn:
@@ -65,11 +65,11 @@ class Exchange:
         core: CoreModule,
         channel: Channel,
         carrier: Carrier,
-        members: Members,
+        members: StepLayout,
         reports: Reports,
         waiting: Waiting,
         rank: int = 0,
-        carrying: Carrying | None = None,
+        carrying: LateGradientBuffer | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -93,7 +93,7 @@ class Exchange:
         # Eight bytes for each, and there may be some for every checkpoint.
         self._spent_steps = array("q")
         self._gradients: list[Tensor | None] = [None] * len(members.trained)
-        self._lane = FactorLane(core, channel, members.factored, rank, self.training_step_of)
+        self._lane = FactorExchange(core, channel, members.factored, rank, self.training_step_of)
         self._given = [False] * len(members.trained)
         self.pushes = [0] * len(members.trained)
         """How many gradients of each tensor were handed over so far."""
@@ -101,12 +101,12 @@ class Exchange:
         self._gave_buffers = True
         self._reports = reports
         self._waiting = waiting
-        self._votes: list[Vote] | None = None
+        self._votes: list[RankStatus] | None = None
         self._counted = 0
         self.step = 0
 
     @property
-    def members(self) -> Members:
+    def members(self) -> StepLayout:
         """What takes part."""
         return self._members
 
@@ -121,7 +121,7 @@ class Exchange:
 
     # ---- to the channel
 
-    def begin(self, vote: Vote, rows: str | None = None, *, passes: bool = False) -> None:
+    def begin(self, vote: RankStatus, rows: str | None = None, *, passes: bool = False) -> None:
         """Begin the next step, once the one before is complete everywhere.
 
         Args:
@@ -369,7 +369,7 @@ class Exchange:
                         laid_out = in_layout(gradient, parameter.stride())
                     arrived.gradients[position] = (index, laid_out)
 
-    def votes(self) -> list[Vote]:
+    def votes(self) -> list[RankStatus]:
         """Return the votes of the current step, which must have arrived; empty before step 1."""
         ballot = self._members.ballot
         if ballot is None or self.step == 0:
@@ -380,7 +380,7 @@ class Exchange:
             self._reports.note_votes(self._votes)
         return self._votes
 
-    def wait_for_votes(self) -> list[Vote]:
+    def wait_for_votes(self) -> list[RankStatus]:
         """Wait for the votes of the current step alone; everything must be handed over."""
         try:
             with PAUSE, self._waiting(self.step, [self._members.ballot_index]):
@@ -419,7 +419,7 @@ class Exchange:
             was_in, _, _ = self._channel.standing(self.step)
         return was_in is False
 
-    def settle_carried(self) -> Carrying | None:
+    def settle_carried(self) -> LateGradientBuffer | None:
         """Return what is carried on of late gradients, those of the last step included.
 
         None where late gradients are lost. The last step must have ended here.

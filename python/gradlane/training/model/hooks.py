@@ -16,26 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
-from gradlane.training.model.lazy_buffer_dict import guard_buffers, release_buffers
-from gradlane.training.model.lazy_list import guard_groups, release_groups
+from gradlane.training.model.lazy_buffer_dict import install_lazy_buffers, remove_lazy_buffers
+from gradlane.training.model.lazy_list import install_lazy_groups, remove_lazy_groups
 from gradlane.training.model.lazy_parameter_dict import (
-    Followers,
-    guard_parameters,
+    SharedParameterTracker,
     held_parameters,
-    release_parameters,
+    install_lazy_parameters,
+    remove_lazy_parameters,
 )
-from gradlane.training.model.lazy_state import LazyState, guard_state, release_state
+from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
 from gradlane.training.model.other_optimizers import OtherOptimizers
 from gradlane.training.model.steps import Steps
 from gradlane.training.model.validation import refuse_assignment
 from gradlane.training.modules.compiled import (
-    Freshness,
+    StaleFlag,
+    compile_disabled,
     enters_compiled_code,
     is_tracing,
     only_inlined,
-    opaque,
 )
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class ForwardWait:
@@ -48,8 +48,8 @@ class ForwardWait:
         steps: Steps,
         indices: tuple[int, ...],
         below: tuple[int, ...],
-        freshness: Freshness,
-        flags_below: list[Freshness],
+        freshness: StaleFlag,
+        flags_below: list[StaleFlag],
     ) -> None:
         """Wait for the tensors that a module uses by itself.
 
@@ -65,7 +65,7 @@ class ForwardWait:
         self._below = below
         self._freshness = freshness
         self._flags_below = flags_below
-        self._wait_for_all = opaque(self._wait_below)
+        self._wait_for_all = compile_disabled(self._wait_below)
 
     @only_inlined
     def __call__(self, module: nn.Module, arguments: Any) -> None:
@@ -167,14 +167,14 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         steps.bypass(original)
 
 
-class Installation:
+class HookManager:
     """What was hung onto one model and one optimizer."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         buffer_owners: Set[int],
     ) -> None:
         """Remember what the model and the optimizer look like before anything is changed.
@@ -199,7 +199,7 @@ class Installation:
         self._modules = list(model.modules())
         self._children = [tuple(module._modules.values()) for module in self._modules]
         self._owned = [tuple(module._parameters.values()) for module in self._modules]
-        self._freshness = {module: Freshness() for module in self._modules}
+        self._freshness = {module: StaleFlag() for module in self._modules}
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._scripted = [
             (module, module.__dict__.get("_parameters"))
@@ -218,7 +218,7 @@ class Installation:
     def install(self, steps: Steps) -> None:
         """Hang everything on."""
         self._steps = steps
-        take_gradient = opaque(steps.take_gradient)
+        take_gradient = compile_disabled(steps.take_gradient)
         steps.when_stale = self.mark_stale
         self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
         for module in self._modules:
@@ -241,12 +241,14 @@ class Installation:
         self._handles.append(hooks)
         self._install_on_optimizer(steps)
         for module in self._modules:
-            guard_parameters(module, steps, self._freshness[module])
+            install_lazy_parameters(module, steps, self._freshness[module])
             load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
             self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
             if id(module) in self._buffer_owners:
-                guard_buffers(module, steps)
-        self._handles.append(Followers(steps, [entry.tensor for entry in self._trained]))
+                install_lazy_buffers(module, steps)
+        self._handles.append(
+            SharedParameterTracker(steps, [entry.tensor for entry in self._trained])
+        )
         if not self._had_model_zero_grad:
             self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
 
@@ -269,13 +271,13 @@ class Installation:
         return tuple(dict.fromkeys(below))
 
     def _install_on_optimizer(self, steps: Steps) -> None:
-        installation, optimizer, step_whole = self, self._optimizer, self.step_whole
+        hook_manager, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
-        end_step = opaque(steps.end_step)
-        after_step = opaque(self.step_ended)
+        end_step = compile_disabled(steps.end_step)
+        after_step = compile_disabled(self.step_ended)
 
         def before_state() -> None:
-            if steps.serves and not installation._saves_state:
+            if steps.serves and not hook_manager._saves_state:
                 raise UsageError(
                     'optimizer.state is touched with update="server": the state is on the '
                     "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
@@ -284,17 +286,17 @@ class Installation:
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
-            if not installation._handles:
+            if not hook_manager._handles:
                 return step_whole() if closure is None else step_whole(closure)
             # What the program has replaced since is guarded from now on, too.
-            guard_groups(self, steps)
+            install_lazy_groups(self, steps)
             if steps.serves and not isinstance(self.state, LazyState):
                 raise UsageError(
                     'optimizer.state was replaced with update="server": the state is on the '
                     "servers; give load_state_dict() one to go on from"
                 )
-            guard_state(self, before_state)
-            installation._ended_steps += 1
+            install_lazy_state(self, before_state)
+            hook_manager._ended_steps += 1
             # Learning rate schedulers look at this to see the order of calls.
             self._opt_called = True  # type: ignore[attr-defined]
             result = end_step(closure)
@@ -303,7 +305,7 @@ class Installation:
 
         def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
             """Reset the gradients; between backward and step, forget those under way."""
-            if not installation._handles:
+            if not hook_manager._handles:
                 zero_whole(set_to_none)
                 return
             steps.discard(set_to_none)
@@ -317,17 +319,17 @@ class Installation:
         self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
         optimizer.__dict__["step"] = self._own_step
         optimizer.__dict__["zero_grad"] = self._own_zero_grad
-        guard_groups(optimizer, steps)
-        guard_state(optimizer, before_state)
+        install_lazy_groups(optimizer, steps)
+        install_lazy_state(optimizer, before_state)
 
         def before_state_dict(*_: Any) -> None:
             steps.before_optimizer_state()
-            installation._saves_state = True
+            hook_manager._saves_state = True
 
         def after_state_dict(*_: Any) -> None:
             # Loading has put another mapping there.
-            guard_state(optimizer, before_state)
-            installation._saves_state = False
+            install_lazy_state(optimizer, before_state)
+            hook_manager._saves_state = False
 
         self._handles += [
             optimizer.register_state_dict_pre_hook(before_state_dict, prepend=True),
@@ -359,8 +361,8 @@ class Installation:
         if self._steps is not None:
             self._steps.release()
         for module in self._modules:
-            release_parameters(module)
-            release_buffers(module)
+            remove_lazy_parameters(module)
+            remove_lazy_buffers(module)
         for module, mapping in self._scripted:
             if mapping is None:
                 del module.__dict__["_parameters"]
@@ -368,8 +370,8 @@ class Installation:
                 module.__dict__["_parameters"] = mapping
         if not self._had_model_zero_grad:
             self._model.__dict__.pop("zero_grad", None)
-        release_groups(self._optimizer)
-        release_state(self._optimizer)
+        remove_lazy_groups(self._optimizer)
+        remove_lazy_state(self._optimizer)
         own = self._optimizer.__dict__
         # Someone may have wrapped the replacement since: then it stays, and passes calls on.
         if own.get("step") is self._own_step:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from gradlane.errors import UnevenDataError, UsageError
-from gradlane.training.model.consistency_check import Vote
+from gradlane.training.model.consistency_check import RankStatus
 from gradlane.training.model.step_state import Phase, StepState
 from gradlane.training.model.steps import Steps
 
@@ -23,14 +23,14 @@ _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 
 
-class Joinable(Protocol):
+class JoinableModel(Protocol):
     """A connected model as this file sees it."""
 
     @property
     def steps(self) -> Steps:
         """Its steps."""
 
-    def hand_over(self, source: int) -> None:
+    def broadcast_state(self, source: int) -> None:
         """Give every rank what a rank has; a collective call."""
 
 
@@ -43,7 +43,7 @@ class Attendance:
         self.uneven = False
         self.over = False
 
-    def note(self, votes: Sequence[Vote]) -> None:
+    def note(self, votes: Sequence[RankStatus]) -> None:
         """See the votes of the next step."""
         there = [rank for rank, vote in enumerate(votes) if not vote.shadow]
         if not there:
@@ -56,7 +56,7 @@ class Attendance:
 class Join:
     """A context around the loops of all ranks; made by `Session.join`."""
 
-    def __init__(self, models: Sequence[Joinable], rank: int, throws: bool) -> None:
+    def __init__(self, models: Sequence[JoinableModel], rank: int, throws: bool) -> None:
         """Prepare to go along in the steps of these models.
 
         Args:
@@ -115,12 +115,12 @@ class Join:
                 for model in self._models:
                     attendance = self._attendance[id(model.steps)]
                     if attendance.uneven:
-                        model.hand_over(attendance.last_there[0])
+                        model.broadcast_state(attendance.last_there[0])
         finally:
             for model in self._models:
                 model.steps.join = None
 
-    def note(self, steps: StepState, votes: list[Vote]) -> None:
+    def note(self, steps: StepState, votes: list[RankStatus]) -> None:
         """See the votes of a step."""
         self._attendance[id(steps)].note(votes)
 

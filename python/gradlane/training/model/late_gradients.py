@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Carrying:
+class LateGradientBuffer:
     """Copies of this rank's gradients of the current step, and what earlier ones left."""
 
     def __init__(self) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradlane.training.model.lazy_dict import WaitingDict
+from gradlane.training.model.lazy_dict import LazyDict
 from gradlane.training.model.steps import Steps
 
 Buffer = Tensor | None
 
 
-class GuardedBuffers(WaitingDict[Buffer]):
+class LazyBufferDict(LazyDict[Buffer]):
     """Stands in for `Module._buffers` of one module."""
 
     __slots__ = ("_own", "_steps")
@@ -59,7 +59,7 @@ class GuardedBuffers(WaitingDict[Buffer]):
         self._before_list()
         dict.update(self, *others, **named)
 
-    def __ior__(self, others: Any) -> GuardedBuffers:  # type: ignore[override]
+    def __ior__(self, others: Any) -> LazyBufferDict:  # type: ignore[override]
         """Put several buffers there."""
         self.update(others)
         return self
@@ -74,13 +74,13 @@ class GuardedBuffers(WaitingDict[Buffer]):
         return dict(dict.items(self)) if isinstance(self._own, dict) else self._own
 
 
-def guard_buffers(module: nn.Module, steps: Steps) -> None:
+def install_lazy_buffers(module: nn.Module, steps: Steps) -> None:
     """Replace a module's buffer mapping by a waiting one."""
-    module.__dict__["_buffers"] = GuardedBuffers(module._buffers, steps)
+    module.__dict__["_buffers"] = LazyBufferDict(module._buffers, steps)
 
 
-def release_buffers(module: nn.Module) -> None:
+def remove_lazy_buffers(module: nn.Module) -> None:
     """Give a module a plain buffer mapping again."""
     guarded = module.__dict__.get("_buffers")
-    if isinstance(guarded, GuardedBuffers):
+    if isinstance(guarded, LazyBufferDict):
         module.__dict__["_buffers"] = guarded.plain()

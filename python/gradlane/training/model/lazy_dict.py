@@ -14,7 +14,7 @@ from torch import Tensor
 Value = TypeVar("Value", bound=Tensor | None)
 
 
-class WaitingDict(dict[str, Value]):
+class LazyDict(dict[str, Value]):
     """Stands in for one of the mappings of a module, such as `Module._parameters`."""
 
     __slots__ = ()

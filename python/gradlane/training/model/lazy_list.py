@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradlane.training.model.steps import Phase, Steps
 
 
-class WaitingParameters(list[Tensor]):
+class LazyParameterList(list[Tensor]):
     """Stands in for `group["params"]` of one group of an optimizer."""
 
     __slots__ = ("_steps",)
@@ -96,15 +96,15 @@ def plain(parameters: list[Tensor]) -> Iterator[Tensor]:
     return list.__iter__(parameters)
 
 
-def guard_groups(optimizer: Optimizer, steps: Steps) -> None:
+def install_lazy_groups(optimizer: Optimizer, steps: Steps) -> None:
     """Replace the lists of parameters in an optimizer's groups by waiting ones."""
     for group in optimizer.param_groups:
-        if not isinstance(group["params"], WaitingParameters):
-            group["params"] = WaitingParameters(group["params"], steps)
+        if not isinstance(group["params"], LazyParameterList):
+            group["params"] = LazyParameterList(group["params"], steps)
 
 
-def release_groups(optimizer: Optimizer) -> None:
+def remove_lazy_groups(optimizer: Optimizer) -> None:
     """Give an optimizer's groups plain lists again."""
     for group in optimizer.param_groups:
-        if isinstance(group["params"], WaitingParameters):
+        if isinstance(group["params"], LazyParameterList):
             group["params"] = list(plain(group["params"]))

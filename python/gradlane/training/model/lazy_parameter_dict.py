@@ -16,26 +16,26 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gradlane.errors import UsageError
-from gradlane.training.model.lazy_dict import WaitingDict
+from gradlane.training.model.lazy_dict import LazyDict
 from gradlane.training.model.steps import Steps
 from gradlane.training.modules.compiled import (
-    Freshness,
+    StaleFlag,
+    compile_disabled,
     enters_compiled_code,
     is_read_by_compiler,
     is_tracing,
     only_inlined,
-    opaque,
 )
 
 Parameter = nn.Parameter | None
 
 
-class GuardedParameters(WaitingDict[Parameter]):
+class LazyParameterDict(LazyDict[Parameter]):
     """Stands in for `Module._parameters` of one module."""
 
     __slots__ = ("_before_compiled_read", "_freshness", "_module", "_steps")
 
-    def __init__(self, module: nn.Module, steps: Steps, freshness: Freshness) -> None:
+    def __init__(self, module: nn.Module, steps: Steps, freshness: StaleFlag) -> None:
         """Guard a module's parameters.
 
         Args:
@@ -48,7 +48,7 @@ class GuardedParameters(WaitingDict[Parameter]):
         self._module = weakref.ref(module)
         self._steps = steps
         self._freshness = freshness
-        self._before_compiled_read = opaque(self._wait_for_all)
+        self._before_compiled_read = compile_disabled(self._wait_for_all)
 
     @only_inlined
     def __getitem__(self, name: str) -> Parameter:
@@ -81,19 +81,19 @@ class GuardedParameters(WaitingDict[Parameter]):
             self._steps.before_list([*dict.values(self)])
 
 
-def guard_parameters(module: nn.Module, steps: Steps, freshness: Freshness) -> None:
+def install_lazy_parameters(module: nn.Module, steps: Steps, freshness: StaleFlag) -> None:
     """Replace a module's parameter mapping by a waiting one."""
-    module.__dict__["_parameters"] = GuardedParameters(module, steps, freshness)
+    module.__dict__["_parameters"] = LazyParameterDict(module, steps, freshness)
 
 
-def release_parameters(module: nn.Module) -> None:
+def remove_lazy_parameters(module: nn.Module) -> None:
     """Give a module a plain parameter mapping again."""
     guarded = module.__dict__.get("_parameters")
-    if isinstance(guarded, GuardedParameters):
+    if isinstance(guarded, LazyParameterDict):
         module.__dict__["_parameters"] = dict(dict.items(guarded))
 
 
-class Followers:
+class SharedParameterTracker:
     """Guards modules that are built after `prepare` and share parameters with the model.
 
     Such as those that FX makes, lists of parameters, and layers that weights are tied to later.
@@ -124,14 +124,14 @@ class Followers:
         """Stop watching, and make the modules plain ones again."""
         self._handle.remove()
         for module in self._modules:
-            release_parameters(module)
+            remove_lazy_parameters(module)
 
     def _on_registration(self, module: nn.Module, name: str, parameter: Parameter) -> None:
         if id(parameter) not in self._shared:
             return
         guarded = module._parameters
-        if not isinstance(guarded, GuardedParameters):
-            guard_parameters(module, self._steps, Freshness())
+        if not isinstance(guarded, LazyParameterDict):
+            install_lazy_parameters(module, self._steps, StaleFlag())
             self._modules.add(module)
         elif guarded._steps is not self._steps:
             raise UsageError(

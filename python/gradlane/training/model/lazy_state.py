@@ -80,7 +80,7 @@ class LazyState(MutableMapping[Any, Any]):
         return getattr(self.plain, name)
 
 
-def guard_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
+def install_lazy_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
     """Have an optimizer's state wait; done again where the program has replaced it."""
     if not isinstance(optimizer.state, LazyState):
         optimizer.state = LazyState(optimizer.state, wait)  # type: ignore[assignment]
@@ -92,6 +92,6 @@ def plain_state(optimizer: Optimizer) -> MutableMapping[Any, Any]:
     return state.plain if isinstance(state, LazyState) else state
 
 
-def release_state(optimizer: Optimizer) -> None:
+def remove_lazy_state(optimizer: Optimizer) -> None:
     """Give an optimizer its plain state again."""
     optimizer.state = plain_state(optimizer)  # type: ignore[assignment]

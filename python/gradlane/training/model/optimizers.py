@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from gradlane.training.rendezvous.tensor_table import Entry, names_of
+from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
 @dataclass(frozen=True)
-class Way:
+class OptimizerSupport:
     """How a class of optimizers is driven.
 
     Attributes:
@@ -38,24 +38,26 @@ class Way:
     refused: str = ""
 
 
-WAYS: dict[str, Way] = {
-    "ASGD": Way(),
-    "Adadelta": Way(),
-    "Adafactor": Way(),
-    "Adagrad": Way(),
-    "Adam": Way(on_servers=True),
-    "AdamW": Way(on_servers=True),
-    "Adamax": Way(),
-    "LBFGS": Way(
+WAYS: dict[str, OptimizerSupport] = {
+    "ASGD": OptimizerSupport(),
+    "Adadelta": OptimizerSupport(),
+    "Adafactor": OptimizerSupport(),
+    "Adagrad": OptimizerSupport(),
+    "Adam": OptimizerSupport(on_servers=True),
+    "AdamW": OptimizerSupport(on_servers=True),
+    "Adamax": OptimizerSupport(),
+    "LBFGS": OptimizerSupport(
         False, refused="it evaluates the model many times in a step and mixes all parameters"
     ),
-    "Muon": Way(),
-    "NAdam": Way(),
-    "RAdam": Way(),
-    "RMSprop": Way(),
-    "Rprop": Way(),
-    "SGD": Way(on_servers=True),
-    "SparseAdam": Way(False, refused="it needs sparse gradients, which cannot be averaged"),
+    "Muon": OptimizerSupport(),
+    "NAdam": OptimizerSupport(),
+    "RAdam": OptimizerSupport(),
+    "RMSprop": OptimizerSupport(),
+    "Rprop": OptimizerSupport(),
+    "SGD": OptimizerSupport(on_servers=True),
+    "SparseAdam": OptimizerSupport(
+        False, refused="it needs sparse gradients, which cannot be averaged"
+    ),
 }
 """Every class of `torch.optim` by name; a class that is not here steps whole at the barrier."""
 
@@ -147,7 +149,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return any(hook not in _OWN_HOOKS for hook in hooks)
 
 
-def check_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> None:
     """Check that an optimizer fits the model.
 
     Args:
@@ -195,7 +197,7 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
         )
 
 
-def check_server_optimizer(optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> None:
     """Check that an optimizer can run on the owners of the slices.
 
     Raises:

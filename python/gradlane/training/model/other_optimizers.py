@@ -20,7 +20,7 @@ from gradlane.errors import UsageError
 from gradlane.training.model.lazy_list import plain
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.modules.forward_order import inside_backward
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class StepView(Protocol):
@@ -41,7 +41,7 @@ class OtherOptimizers:
     def __init__(
         self,
         prepared: Optimizer,
-        trained: Sequence[Entry],
+        trained: Sequence[TensorEntry],
         index_of: Mapping[int, int],
         steps: StepView,
         ended_steps: Callable[[], int],

@@ -18,40 +18,40 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.errors import CheckpointError, GradlaneError, SessionFailedError, UsageError
-from gradlane.training.connection import Surroundings, say_goodbye
+from gradlane.training.connection import SessionContext, shutdown_channel
 from gradlane.training.core import translate_error
-from gradlane.training.factors.sending import Taps
+from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
-from gradlane.training.model.barrier import Gathering
-from gradlane.training.model.broadcast_state import hand_over, with_current_buffers
+from gradlane.training.model.barrier import Barrier
+from gradlane.training.model.broadcast_state import broadcast_state, with_current_buffers
 from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.connecting import connect, schemes_of
 from gradlane.training.model.consistency_check import Hyperparameters, compare_endings, tell_ending
 from gradlane.training.model.exchange import Exchange
-from gradlane.training.model.hooks import Installation
-from gradlane.training.model.late_gradients import Carrying
+from gradlane.training.model.hooks import HookManager
+from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import LazyParameters
 from gradlane.training.model.residual_state import ResidualState
-from gradlane.training.model.server_state import Apart, ServerState
-from gradlane.training.model.steps import Driver, Phase, Steps
+from gradlane.training.model.server_state import AsyncContext, ServerState
+from gradlane.training.model.steps import Phase, StepCallbacks, Steps
 from gradlane.training.model.updates import DeferredUpdate
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.parameter_check import AgreementCheck
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CLOSE_TIMEOUT_S = 60.0
 """How long to wait for the other ranks' goodbyes, where nobody says otherwise."""
 
 
-class Prepared:
+class PreparedModel:
     """A connected model."""
 
     def __init__(
         self,
-        around: Surroundings,
-        meet: Callable[[], Meeting],
+        ctx: SessionContext,
+        meet: Callable[[], RendezvousScope],
         model: nn.Module,
         optimizer: Optimizer,
         defer: bool,
@@ -60,7 +60,7 @@ class Prepared:
         """Agree with all ranks, connect, spread rank 0's values and hook everything.
 
         Args:
-            around: what the session gives.
+            ctx: what the session gives.
             meet: opens a place where the ranks agree, another one each time.
             model: the user's.
             optimizer: the user's.
@@ -72,40 +72,40 @@ class Prepared:
             GradlaneError: the ranks differ, or cannot reach each other.
         """
         meeting = meet()
-        self._around = around
+        self._ctx = ctx
         self._meet = meet
         self._meeting = meeting
         self._optimizer = optimizer
         self._defer = defer
         self._buffers = buffers
         self.model = model
-        connected = connect(around, meeting, model, optimizer, buffers, self._staging_failed)
+        connected = connect(ctx, meeting, model, optimizer, buffers, self._staging_failed)
         self._connected = connected
         self.channel, self.codecs = connected.channel, connected.codecs
         self._members, self._served = connected.members, connected.served
         self._entries, self._trained = connected.terms.entries, connected.terms.trained
         self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
-        self._agreement = AgreementCheck(meeting, self._trained, around.options.check_every)
+        self._agreement = AgreementCheck(meeting, self._trained, ctx.options.check_every)
         pack = self._members.buffers
-        self.installation = Installation(
+        self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
         )
         self.steps = self._make_steps()
-        self.installation.install(self.steps)
-        self.installation.follow(Taps(self._members.factored, self.steps))
+        self.hook_manager.install(self.steps)
+        self.hook_manager.follow(FactorHooks(self._members.factored, self.steps))
         if pack is not None:
-            self.installation.follow(BufferWatch(pack, self.steps.before_buffers))
+            self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
-        self._watch = around.observer.watch(model, self.channel, self.steps)
-        self._gathering: Gathering | None = None
-        if around.options.is_asynchronous:
-            limit_s = around.options.progress_timeout_s
-            self._gathering = Gathering(self.channel, meeting, limit_s)
+        self._watch = ctx.observer.watch(model, self.channel, self.steps)
+        self._gathering: Barrier | None = None
+        if ctx.options.is_asynchronous:
+            limit_s = ctx.options.progress_timeout_s
+            self._gathering = Barrier(self.channel, meeting, limit_s)
         else:
             # Where nobody waits for other ranks' gradients, there is no circle to be found.
-            around.standstill.add(meeting.name, self.steps.exchange, self._stand_still)
+            ctx.deadlocks.add(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._served is not None else None
         self.residuals = ResidualState(
             channel=self.channel,
@@ -117,7 +117,7 @@ class Prepared:
             spend_step=self.steps.spend_step,
             translating=self._translating,
             settle_carried=self.steps.exchange.settle_carried,
-            leaves_out=around.options.leaves_out,
+            leaves_out=ctx.options.leaves_out,
         )
         if self._gathering is not None:
             # From now on this rank updates what it owns, also before its own first step.
@@ -125,10 +125,10 @@ class Prepared:
 
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        meeting.connected(around.options.progress_timeout_s, self._look)
-        if around.checkpoints is not None:
+        meeting.connected(ctx.options.progress_timeout_s, self._look)
+        if ctx.checkpoints is not None:
             try:
-                around.checkpoints.follow(self, meeting)
+                ctx.checkpoints.follow(self, meeting)
             except (CheckpointError, UsageError):
                 # On all ranks alike.
                 raise
@@ -173,8 +173,8 @@ class Prepared:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._around.standstill.remove(self._meeting.name)
-        self.installation.remove()
+        self._ctx.deadlocks.remove(self._meeting.name)
+        self.hook_manager.remove()
         if self._connected.recording is not None:
             self._connected.recording.unwatch()
         if self._server is not None:
@@ -184,7 +184,7 @@ class Prepared:
         votes = self._members.ballot is not None
         if votes:
             tell_ending(self._meeting, self.steps.step, *self.steps.own_vote())
-        if say_goodbye(self._around, self.channel, self._watch, self._meeting, timeout_s):
+        if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
             if votes:
                 compare_endings(self._meeting)
             self._meeting.leave()
@@ -215,7 +215,7 @@ class Prepared:
 
     def _pull(self, call: str) -> None:
         """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
-        if self._gathering is None or self._served is None or self._around.place.world_size == 1:
+        if self._gathering is None or self._served is None or self._ctx.place.world_size == 1:
             return
         with self._translating(f"waiting for all ranks in {call}"):
             self._served.register()
@@ -226,7 +226,7 @@ class Prepared:
 
     def reconnected(
         self, options: Options, timeout_s: float, schemes: Mapping[str, str] | None = None
-    ) -> Prepared:
+    ) -> PreparedModel:
         """Close, and connect the same model with other options; a collective call between steps.
 
         The optimizer's state stays, also that on the servers, and so do buffers and residuals.
@@ -247,11 +247,11 @@ class Prepared:
         self.close(timeout_s)
         # Connecting spreads rank 0's; buffers may be each rank's own.
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        around = replace(self._around, options=options)
+        ctx = replace(self._ctx, options=options)
         if schemes is not None:
-            around = replace(around, schemes=schemes)
-        again = Prepared(
-            around,
+            ctx = replace(ctx, schemes=schemes)
+        again = PreparedModel(
+            ctx,
             self._meet,
             self.model,
             self._optimizer,
@@ -264,12 +264,12 @@ class Prepared:
         again.residuals.load_state_dict(residuals)
         return again
 
-    def hand_over(self, source: int) -> None:
+    def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
         self.steps.settle()
         try:
             entries = with_current_buffers(self._entries, self.model)
-            hand_over(self._around, self._meet(), entries, self._optimizer, source)
+            broadcast_state(self._ctx, self._meet(), entries, self._optimizer, source)
         except GradlaneError as error:
             self.abort(f"the state of rank {source} could not be handed over: {error}")
             raise
@@ -279,21 +279,21 @@ class Prepared:
     def abort(self, reason: str) -> None:
         """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
         self.steps.close(f"the session was given up: {reason}")
-        with contextlib.suppress(self._around.core.ChannelError):
+        with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
         self._connected.carrier.close()
 
     def _stand_still(self, reason: str) -> None:
         """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
         self.steps.fail(SessionFailedError(reason, self.steps.step - 1))
-        with contextlib.suppress(self._around.core.ChannelError):
+        with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
 
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
         self.channel.forget_in_child()
         if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self.steps.failure is None:
-            self.installation.remove()
+            self.hook_manager.remove()
             if self._server is not None:
                 self._server.release()
         self.steps.close("this session belongs to the parent of this forked child")
@@ -331,7 +331,7 @@ class Prepared:
     @property
     def schemes(self) -> dict[str, str]:
         """How each trained tensor is aggregated, by name."""
-        return schemes_of(self._around, self._connected.terms)
+        return schemes_of(self._ctx, self._connected.terms)
 
     @property
     def reads_averages(self) -> bool:
@@ -351,7 +351,7 @@ class Prepared:
         """
         passed = self.steps.pass_step()
         if passed:
-            self.installation.step_ended()
+            self.hook_manager.step_ended()
         return passed
 
     @property
@@ -362,16 +362,16 @@ class Prepared:
     # ---- inside
 
     def _staging_failed(self, error: Exception) -> None:
-        core = self._around.core
+        core = self._ctx.core
         if isinstance(error, core.ChannelError):
             self.steps.fail(translate_error(core, error, "handing a gradient over"))
         else:
             self.abort(f"staging failed: {error}")
 
     def _make_steps(self) -> Steps:
-        around, optimizer = self._around, self._optimizer
-        observes = around.place.rank == 0 and around.place.ranks > 1
-        step_whole = self.installation.step_whole
+        ctx, optimizer = self._ctx, self._optimizer
+        observes = ctx.place.rank == 0 and ctx.place.ranks > 1
+        step_whole = self.hook_manager.step_whole
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
         update = DeferredUpdate(
@@ -381,7 +381,7 @@ class Prepared:
             self._index_of,
             is_known=optimizers.is_known(optimizer),
         )
-        driver = Driver(
+        driver = StepCallbacks(
             update=update,
             defers=lambda: (
                 self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
@@ -395,19 +395,19 @@ class Prepared:
             agreement=self._agreement,
             hyperparameters=Hyperparameters(optimizer),
             abort=self.channel.abort,
-            is_asynchronous=around.options.is_asynchronous,
+            is_asynchronous=ctx.options.is_asynchronous,
         )
         return Steps(
             lambda reports: Exchange(
-                around.core,
+                ctx.core,
                 self.channel,
                 self._connected.carrier,
                 self._members,
                 reports,
-                functools.partial(around.standstill.waiting, self._meeting.name),
-                around.place.rank,
-                Carrying()
-                if around.options.late == "carry" and around.place.world_size > 1
+                functools.partial(ctx.deadlocks.waiting, self._meeting.name),
+                ctx.place.rank,
+                LateGradientBuffer()
+                if ctx.options.late == "carry" and ctx.place.world_size > 1
                 else None,
             ),
             driver,
@@ -438,13 +438,13 @@ class Prepared:
     @contextlib.contextmanager
     def _translating(self, doing: str) -> Iterator[None]:
         """Turn errors of the channel into the package's own, and keep them."""
-        core = self._around.core
+        core = self._ctx.core
         try:
             yield
         except core.ChannelError as error:
             self.steps.keep_and_raise(translate_error(core, error, doing), error)
 
-    def _make_server_state(self, meeting: Meeting) -> ServerState:
+    def _make_server_state(self, meeting: RendezvousScope) -> ServerState:
         return ServerState(
             channel=self.channel,
             meeting=meeting,
@@ -452,7 +452,7 @@ class Prepared:
             trained=self._trained,
             spend_step=self.steps.spend_step,
             translating=self._translating,
-            apart=Apart(self._gathering, self.steps.settle, self.steps.exchange.pushes)
+            apart=AsyncContext(self._gathering, self.steps.settle, self.steps.exchange.pushes)
             if self._gathering is not None
             else None,
         )
@@ -470,7 +470,7 @@ class Prepared:
         return self._server.rows()
 
     def _check_unchanged(self) -> None:
-        self.installation.check_unchanged()
+        self.hook_manager.check_unchanged()
         check_momentum(self._optimizer, self._momentum_codecs)
         if self._members.form is not None:
             self._members.form.check()

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from gradlane.training.core import Channel
-from gradlane.training.model.late_gradients import Carrying
-from gradlane.training.model.step_layout import Members
+from gradlane.training.model.late_gradients import LateGradientBuffer
+from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.options.codec_choice import CodecChoice
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.tensor_table import Entry, in_layout
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry, in_layout
 
 WORKER = "worker_residual"
 OWNER = "owner_residual"
@@ -46,14 +46,14 @@ class ResidualState:
         self,
         *,
         channel: Channel,
-        meeting: Meeting,
-        members: Members,
+        meeting: RendezvousScope,
+        members: StepLayout,
         choices: Sequence[CodecChoice],
         updates_on_servers: bool,
         settle: Callable[[], None],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
-        settle_carried: Callable[[], Carrying | None] = lambda: None,
+        settle_carried: Callable[[], LateGradientBuffer | None] = lambda: None,
         leaves_out: bool = False,
     ) -> None:
         """Look at what there is to keep.
@@ -199,14 +199,14 @@ class ResidualState:
         return {kind: dict(state.get(kind, {})) for kind in _KINDS}
 
     @staticmethod
-    def _shape(entry: Entry) -> tuple[int, ...]:
+    def _shape(entry: TensorEntry) -> tuple[int, ...]:
         return (*entry.shape, 2) if entry.dtype.is_complex else tuple(entry.shape)
 
     def _kept_shape(self, name: str) -> tuple[int, ...]:
         widths = [width for index, width in self._widths.items() if self._entry(index).name == name]
         return (widths[0],) if widths and widths[0] > 1 else ()
 
-    def _entry(self, index: int) -> Entry:
+    def _entry(self, index: int) -> TensorEntry:
         return self._members.trained[index]
 
     def _empty(self, index: int, dtype: torch.dtype | None = None, width: int = 1) -> Tensor:
@@ -245,7 +245,7 @@ class ResidualState:
         wide[..., 0] = value
         return wide
 
-    def _carried(self, carrying: Carrying) -> dict[int, Tensor]:
+    def _carried(self, carrying: LateGradientBuffer) -> dict[int, Tensor]:
         """Return copies of what this rank carries, each tensor in its own dtype."""
         found = {}
         for index in range(len(self._members.trained)):
@@ -263,7 +263,7 @@ class ResidualState:
         self._step(means, read=None, gives=lambda index: index in carried)
         return means
 
-    def _carry(self, carrying: Carrying, values: Mapping[str, Tensor]) -> None:
+    def _carry(self, carrying: LateGradientBuffer, values: Mapping[str, Tensor]) -> None:
         """Have these added to this rank's next gradients."""
         for index, entry in enumerate(self._members.trained):
             if entry.name in values:
@@ -341,8 +341,8 @@ class ResidualState:
                     # No rank has any: nothing is written there.
                     channel.tensor_absent(index, step, tensor.data_ptr(), _nbytes(tensor))
                     continue
-                hand_over = channel.gradient_ready if gives(index) else channel.tensor_absent
-                hand_over(index, step, landing.data_ptr(), _nbytes(landing))
+                broadcast_state = channel.gradient_ready if gives(index) else channel.tensor_absent
+                broadcast_state(index, step, landing.data_ptr(), _nbytes(landing))
             channel.step_end(step)
             channel.wait_step(step)
             channel.take_ready(step)

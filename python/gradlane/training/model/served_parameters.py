@@ -8,13 +8,13 @@ from torch import Tensor
 
 from gradlane.errors import UsageError
 from gradlane.training.core import Channel
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class ServedParameters:
     """The trained parameters of a model, as the core knows their memory."""
 
-    def __init__(self, channel: Channel, trained: Sequence[Entry]) -> None:
+    def __init__(self, channel: Channel, trained: Sequence[TensorEntry]) -> None:
         """Begin without any memory known.
 
         Args:

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from gradlane.errors import PeerLostError, RanksDifferError, RendezvousError, SessionFailedError
 from gradlane.training.core import Channel
-from gradlane.training.model.barrier import Gathering
+from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.optimizers import server_rows
 from gradlane.training.model.state_checks import (
@@ -35,12 +35,12 @@ from gradlane.training.model.state_checks import (
     states_by_parameter,
 )
 from gradlane.training.rendezvous.bounded_store import StoreLostError
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.tensor_table import Entry, in_layout
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry, in_layout
 
 
 @dataclass(frozen=True)
-class Apart:
+class AsyncContext:
     """What is different where ranks train asynchronously.
 
     Attributes:
@@ -49,7 +49,7 @@ class Apart:
         pushes: how many gradients of each tensor this rank has handed over, kept up to date.
     """
 
-    gathering: Gathering
+    gathering: Barrier
     settle: Callable[[], None]
     pushes: Sequence[int]
 
@@ -61,12 +61,12 @@ class ServerState:
         self,
         *,
         channel: Channel,
-        meeting: Meeting,
+        meeting: RendezvousScope,
         optimizer: Optimizer,
-        trained: Sequence[Entry],
+        trained: Sequence[TensorEntry],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
-        apart: Apart | None = None,
+        apart: AsyncContext | None = None,
     ) -> None:
         """Take over whatever state the optimizer has.
 
@@ -202,7 +202,7 @@ class ServerState:
         counts = zip(self._apart.pushes, self._pushes_before, strict=True)
         return [pushes - before for pushes, before in counts]
 
-    def _save_apart(self, apart: Apart) -> None:
+    def _save_apart(self, apart: AsyncContext) -> None:
         """Put all state into the optimizer while every rank stands still."""
         if isinstance(self._optimizer, SGD) and not (self._buffers or self._buffered):
             return
@@ -267,8 +267,8 @@ class ServerState:
                 gives = landing is not None and (
                     apart is not None or index % place.world_size == place.rank
                 )
-                hand_over = channel.gradient_ready if gives else channel.tensor_absent
-                hand_over(index, step, entry.tensor.data_ptr(), entry.nbytes)
+                broadcast_state = channel.gradient_ready if gives else channel.tensor_absent
+                broadcast_state(index, step, entry.tensor.data_ptr(), entry.nbytes)
             channel.step_end(step)
             channel.wait_step(step)
             channel.take_ready(step)
@@ -299,7 +299,7 @@ class ServerState:
         with self._translating("handing the optimizer's state to the servers"):
             self._take_over_apart(self._apart, exact)
 
-    def _take_over_apart(self, apart: Apart, exact: dict[int, dict[str, Any]]) -> None:
+    def _take_over_apart(self, apart: AsyncContext, exact: dict[int, dict[str, Any]]) -> None:
         apart.settle()
         apart.gathering.all_here("optimizer.load_state_dict()")
         self._take_over(exact)

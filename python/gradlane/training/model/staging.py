@@ -19,7 +19,7 @@ from torch import Tensor
 from gradlane.training.carrier import Carrier, DirectCarrier, spread_from_host
 from gradlane.training.core import Channel
 from gradlane.training.model.cuda_copies import CudaCopies
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the copy that is being waited for."""
@@ -41,7 +41,7 @@ class Copies(Protocol[MarkT]):
     def are_for(self, device: torch.device) -> bool:
         """Whether tensors on this device have to be copied."""
 
-    def host_memory(self, entry: Entry) -> Tensor:
+    def host_memory(self, entry: TensorEntry) -> Tensor:
         """Return memory of the host with the layout of an entry's gradients."""
 
     def to_host(self, host: Tensor, gradient: Tensor, after: MarkT | None) -> MarkT:
@@ -72,7 +72,7 @@ class StagedCarrier(Generic[MarkT]):
     def __init__(
         self,
         channel: Channel,
-        trained: Mapping[int, Entry],
+        trained: Mapping[int, TensorEntry],
         report: Callable[[Exception], None],
         copies: Copies[MarkT],
     ) -> None:
@@ -135,7 +135,9 @@ class StagedCarrier(Generic[MarkT]):
                 if self._copies.are_for(gradient.device):
                     self._returned[index] = self._copies.to_device(gradient, self._host(index))
 
-    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
+    def spread(
+        self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
+    ) -> None:
         """Run step 0 through copies in the host's memory."""
         spread_from_host(self._channel, entries, first, without)
 
@@ -174,7 +176,7 @@ class StagedCarrier(Generic[MarkT]):
 
 
 def carrier_for(
-    channel: Channel, carried: Mapping[int, Entry], report: Callable[[Exception], None]
+    channel: Channel, carried: Mapping[int, TensorEntry], report: Callable[[Exception], None]
 ) -> Carrier:
     """Return what carries these tensors, wherever they are.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from gradlane.errors import UsageError
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 MOMENTUM = "momentum_buffer"
 """What SGD keeps for a parameter, if anything."""
@@ -22,7 +22,7 @@ MEANS = ("exp_avg", "exp_avg_sq")
 """What Adam and AdamW keep for a parameter, beside its steps."""
 
 
-def _check_state(entry: Entry, state: dict[str, Any], names: Iterable[str]) -> None:
+def _check_state(entry: TensorEntry, state: dict[str, Any], names: Iterable[str]) -> None:
     """Check that the servers can go on from a tensor's optimizer state.
 
     Raises:
@@ -59,7 +59,7 @@ def digest_of(states: Iterable[dict[str, Any]], names: Iterable[str]) -> str:
     return f"{checksum:08x}"
 
 
-def check_taken_over(optimizer: Optimizer, trained: Sequence[Entry]) -> str:
+def check_taken_over(optimizer: Optimizer, trained: Sequence[TensorEntry]) -> str:
     """Check that the servers can go on from the state that an optimizer has.
 
     Args:
@@ -78,7 +78,7 @@ def check_taken_over(optimizer: Optimizer, trained: Sequence[Entry]) -> str:
 
 
 def check_states(
-    optimizer: Optimizer, trained: Iterable[Entry], states: dict[int, dict[str, Any]]
+    optimizer: Optimizer, trained: Iterable[TensorEntry], states: dict[int, dict[str, Any]]
 ) -> None:
     """Check that the servers can go on from states of parameters, given by `id`.
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from gradlane.training.factors.choice import Factored
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
-from gradlane.training.model.consistency_check import Ballot
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.tensor_table import Entry, extra_entry
+from gradlane.training.model.consistency_check import ConsistencyCheck
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 
 
 @dataclass(frozen=True)
-class Members:
+class StepLayout:
     """What takes part in the steps of a channel.
 
     Attributes:
@@ -28,8 +28,8 @@ class Members:
         factored: trained parameters that travel as factors, by tensor number.
     """
 
-    trained: Sequence[Entry]
-    ballot: Ballot | None = None
+    trained: Sequence[TensorEntry]
+    ballot: ConsistencyCheck | None = None
     ballot_index: int = -1
     buffers: BufferPack | None = None
     buffers_index: int = -1
@@ -37,15 +37,15 @@ class Members:
     factored: Mapping[int, Factored] = field(default_factory=dict)
 
 
-def lay_out(
+def build_step_layout(
     model: nn.Module,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     factored: Mapping[int, Factored],
-    place: Place,
+    place: RankInfo,
     buffers: str,
     *,
     alone: bool,
-) -> tuple[list[Entry], Members]:
+) -> tuple[list[TensorEntry], StepLayout]:
     """Give everything that takes part in each step its place.
 
     Args:
@@ -61,16 +61,16 @@ def lay_out(
     """
     trained = [entry for entry in entries if entry.trained]
     if alone:
-        return [], Members(trained)
+        return [], StepLayout(trained)
     pack = pack_buffers(model, buffers, place.rank, place.world_size)
-    ballot = Ballot(place.rank, place.world_size, pack)
+    ballot = ConsistencyCheck(place.rank, place.world_size, pack)
     index = len(entries)
     extras = [extra_entry("gradlane's ballot", ballot.tensor)]
     if pack is not None:
         extras.append(extra_entry("the packed buffers", pack.tensor))
     # Blocks are of training steps alone: something else carries the weights in step 0.
     extras += [one.first_values() for one in factored.values()]
-    return extras, Members(
+    return extras, StepLayout(
         trained,
         ballot,
         index,

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 
 from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError
-from gradlane.training.model.backward_passes import Firings
+from gradlane.training.model.backward_passes import BackwardPassCounter
 from gradlane.training.model.consistency_check import (
-    Ending,
     Hyperparameters,
-    Vote,
+    RankStatus,
+    StepEnding,
     check_votes,
     differing_samples,
 )
@@ -29,7 +29,7 @@ from gradlane.training.model.lazy_parameters import Exemption, LazyParameters, R
 from gradlane.training.model.updates import DeferredUpdate
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import set_raw_grad
-from gradlane.training.modules.shared_storage import Clusters
+from gradlane.training.modules.shared_storage import SharedMemoryGroups
 from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, AgreementCheck
 
 
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Driver:
+class StepCallbacks:
     """How the steps drive what is around them.
 
     Attributes:
@@ -81,7 +81,7 @@ class JoinWatch(Protocol):
 
     throws: bool
 
-    def note(self, steps: StepState, votes: list[Vote]) -> None:
+    def note(self, steps: StepState, votes: list[RankStatus]) -> None:
         """See the votes of a step."""
 
     def stop(self, steps: StepState) -> NoReturn:
@@ -98,7 +98,7 @@ class StepState:
     def __init__(
         self,
         make_exchange: Callable[[Reports], Exchange],
-        driver: Driver,
+        driver: StepCallbacks,
         make_lazy: Callable[[Reads], LazyParameters],
     ) -> None:
         """Start after step 0.
@@ -114,15 +114,15 @@ class StepState:
         self._trained = members.trained
         self._buffers_index = members.buffers_index
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
-        self._clusters = Clusters([entry.tensor for entry in self._trained])
-        self._firings = Firings(len(self._trained))
+        self._clusters = SharedMemoryGroups([entry.tensor for entry in self._trained])
+        self._firings = BackwardPassCounter(len(self._trained))
         self._touched: set[int] = set()
         self._server_rows = driver.server_rows
         self._order = driver.order
         self._pending: set[int] = set()
         self._phase = Phase.IDLE
         self._rows = ""
-        self._ending = Ending.NONE
+        self._ending = StepEnding.NONE
         self._digest = 0
         self._untouched: dict[int, tuple[int, int]] = {}
         self._discards = False
@@ -209,7 +209,7 @@ class StepState:
         """Make every further use raise `SessionClosedError` with this reason."""
         self.fail(SessionClosedError(reason))
 
-    def note_votes(self, votes: list[Vote]) -> None:
+    def note_votes(self, votes: list[RankStatus]) -> None:
         """Look at the votes of a step, once, before its first update.
 
         Raises:
@@ -341,10 +341,10 @@ class StepState:
         if any(vote.shadow for vote in votes):
             assert self.join is not None
             self._discards = True
-            self._end(Ending.DISCARDED)
+            self._end(StepEnding.DISCARDED)
             self.join.stop(self)
 
-    def _end(self, ending: Ending, *, updates: bool = False) -> None:
+    def _end(self, ending: StepEnding, *, updates: bool = False) -> None:
         """End the step on the channel: whatever is still to come is pending from now on.
 
         Args:

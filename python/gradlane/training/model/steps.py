@@ -25,14 +25,14 @@ from torch import Tensor
 
 from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
-from gradlane.training.model.consistency_check import Ending, Vote
+from gradlane.training.model.consistency_check import RankStatus, StepEnding
 from gradlane.training.model.step_reads import StepReads
-from gradlane.training.model.step_state import Driver, Phase
+from gradlane.training.model.step_state import Phase
 from gradlane.training.model.updates import undisturbed
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
-__all__ = ["Driver", "Phase", "Steps"]
+__all__ = ["Phase", "StepCallbacks", "Steps"]
 
 
 class Steps(StepReads):
@@ -132,7 +132,7 @@ class Steps(StepReads):
         if self._phase is Phase.ATTACHED:
             # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
             self._exchange.end()
-            self._ending = Ending.CARRIED_ON
+            self._ending = StepEnding.CARRIED_ON
         self._on_top = self._server_rows is not None and not self._zeroed
         self._zeroed = True
         self._untouched.clear()
@@ -146,7 +146,7 @@ class Steps(StepReads):
         if self._server_rows is not None:
             self._rows = self._exempted(self._server_rows)
         sample = 0 if shadow else self._driver.agreement.sample(self.step)
-        vote = Vote(self._ending, shadow, self._digest, sample=sample)
+        vote = RankStatus(self._ending, shadow, self._digest, sample=sample)
         self._exchange.begin(vote, self._rows if self._server_rows is not None else None)
         if self._order is not None and not self._order.is_empty:
             order, self._order = self._order, None
@@ -200,7 +200,7 @@ class Steps(StepReads):
             if self._phase is not Phase.ATTACHED:
                 self._complete()
                 self._zeroed = False
-                self._end(Ending.STEPPED, updates=True)
+                self._end(StepEnding.STEPPED, updates=True)
                 self._refresh()
                 return result
         self._update_now()
@@ -277,7 +277,7 @@ class Steps(StepReads):
         elif self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
         elif self._phase is Phase.ATTACHED:
-            self._end(Ending.DISCARDED)
+            self._end(StepEnding.DISCARDED)
         elif self._phase is Phase.BACKWARD:
             self._discard_backward(set_to_none)
         self._refresh()
@@ -297,7 +297,7 @@ class Steps(StepReads):
     def _end_with_nothing(self) -> None:
         """Hand over nothing more in this step, and end it."""
         self._give_nothing_more(shadow=False)
-        self._end(Ending.DISCARDED)
+        self._end(StepEnding.DISCARDED)
         self._refresh()
 
     def _give_nothing_more(self, *, shadow: bool) -> None:
@@ -321,7 +321,7 @@ class Steps(StepReads):
         self._begin_step(shadow=True)
         self._give_nothing_more(shadow=True)
         self._exchange.end()
-        self._ending = Ending.SHADOWED
+        self._ending = StepEnding.SHADOWED
         self._phase = keeps_local
         self._refresh()
 
@@ -350,7 +350,7 @@ class Steps(StepReads):
         self.settle()
         with self._lock:
             self._driver.before_step(self.step + 1)
-            self._exchange.begin(Vote(self._ending, False, self._digest), passes=True)
+            self._exchange.begin(RankStatus(self._ending, False, self._digest), passes=True)
             self._exchange.complete(discards=True)
             self._exempted(self._driver.update.record)
             self._driver.update.leave_none()
@@ -371,7 +371,7 @@ class Steps(StepReads):
         """Whether all ranks have begun the step that this one goes along in."""
         return self._exchange.has_votes()
 
-    def end_shadow(self) -> list[Vote]:
+    def end_shadow(self) -> list[RankStatus]:
         """Wait for the end of the step that was gone along in; returns all ranks' votes."""
         self._exchange.take(None, discards=True)
         self._discards = False
@@ -384,7 +384,7 @@ class Steps(StepReads):
         if self._phase is Phase.BACKWARD:
             self._end_with_nothing()
         elif self._phase is Phase.ATTACHED:
-            self._end(Ending.DISCARDED)
+            self._end(StepEnding.DISCARDED)
         self.settle()
 
     def _update_now(self) -> None:
@@ -399,7 +399,7 @@ class Steps(StepReads):
             self._steps_whole = False
         with self._lock:
             self._zeroed = False
-            self._end(Ending.STEPPED)
+            self._end(StepEnding.STEPPED)
             self._refresh()
         notice, self._driver.update.notice = self._driver.update.notice, ""
         if notice:

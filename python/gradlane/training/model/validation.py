@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gradlane.errors import UsageError
-from gradlane.training.model.lazy_parameter_dict import GuardedParameters
+from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 
 _WRAPPERS = {
     "DistributedDataParallel": (
@@ -107,7 +107,7 @@ def check_model(model: nn.Module) -> None:
         for base in type(module).__mro__:
             if base.__module__.startswith("torch.") and base.__name__ in _WRAPPERS:
                 raise ValueError(f"{where} {_WRAPPERS[base.__name__]}")
-        if isinstance(module.__dict__.get("_parameters"), GuardedParameters):
+        if isinstance(module.__dict__.get("_parameters"), LazyParameterDict):
             raise ValueError(
                 f"{where} has parameters of a model that is already prepared: close that session "
                 "first, or prepare one module that holds everything"
@@ -123,7 +123,7 @@ def refuse_assignment(
         UsageError: it would. Copies of the model are plain ones and may.
     """
     if metadata.get("assign_to_params_buffers") and isinstance(
-        module._parameters, GuardedParameters
+        module._parameters, LazyParameterDict
     ):
         raise UsageError(
             f"load_state_dict(assign=True) would replace the parameters of {prefix[:-1]!r}, which "

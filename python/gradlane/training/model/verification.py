@@ -9,21 +9,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
-from gradlane.training.connection import Surroundings
+from gradlane.training.connection import SessionContext
 from gradlane.training.factors.choice import Factored, choose_factored, without_codecs
 from gradlane.training.model.optimizers import check_optimizer, check_server_optimizer
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
-from gradlane.training.modules.shared_storage import Clusters
+from gradlane.training.modules.shared_storage import SharedMemoryGroups
 from gradlane.training.options.codec_choice import CodecChoice, choose_codecs
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 from gradlane.training.options.options import ring_ranks
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.tensor_table import Entry, build_table, is_expanded, names_of
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import (
+    TensorEntry,
+    build_table,
+    is_expanded,
+    names_of,
+)
 
 
 @dataclass(frozen=True)
-class Terms:
+class ModelSpec:
     """What the ranks have agreed on.
 
     Attributes:
@@ -32,12 +37,12 @@ class Terms:
         codecs: how each trained tensor is encoded.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     factored: Mapping[int, Factored]
     codecs: list[CodecChoice]
 
     @property
-    def trained(self) -> list[Entry]:
+    def trained(self) -> list[TensorEntry]:
         """Table entries of the trained parameters, by tensor number."""
         return [entry for entry in self.entries if entry.trained]
 
@@ -47,7 +52,9 @@ class Terms:
         return _momentum_codecs(self.trained, self.codecs)
 
 
-def _momentum_codecs(trained: Sequence[Entry], codecs: Sequence[CodecChoice]) -> dict[int, str]:
+def _momentum_codecs(
+    trained: Sequence[TensorEntry], codecs: Sequence[CodecChoice]
+) -> dict[int, str]:
     return {
         id(entry.tensor): choice.codec
         for entry, choice in zip(trained, codecs, strict=True)
@@ -55,13 +62,17 @@ def _momentum_codecs(trained: Sequence[Entry], codecs: Sequence[CodecChoice]) ->
     }
 
 
-def agree_on_terms(
-    around: Surroundings, meeting: Meeting, model: nn.Module, optimizer: Optimizer, buffers: str
-) -> Terms:
+def verify_model_across_ranks(
+    ctx: SessionContext,
+    meeting: RendezvousScope,
+    model: nn.Module,
+    optimizer: Optimizer,
+    buffers: str,
+) -> ModelSpec:
     """Check a model and its optimizer, and that all ranks have the same.
 
     Args:
-        around: what the session gives.
+        ctx: what the session gives.
         meeting: where the ranks agree; one that refuses tells the others there.
         model: the user's.
         optimizer: the user's.
@@ -73,24 +84,24 @@ def agree_on_terms(
         RanksDifferError: the ranks have different ones.
     """
     options = {
-        **around.options.agreed(),
-        "world_size": around.place.world_size,
+        **ctx.options.agreed(),
+        "world_size": ctx.place.world_size,
         "buffers": buffers,
     }
     try:
         check_model(model)
         entries = build_table(model)
         _check_memory(entries)
-        if around.options.checkpoint is not None:
+        if ctx.options.checkpoint is not None:
             _check_loadable(model, entries)
         check_optimizer(optimizer, entries)
         trained = [entry for entry in entries if entry.trained]
-        factored = choose_factored(model, trained, around.schemes, around.options)
-        ranks = ring_ranks(around.options.strategy, around.place.world_size)
+        factored = choose_factored(model, trained, ctx.schemes, ctx.options)
+        ranks = ring_ranks(ctx.options.strategy, ctx.place.world_size)
         coded = [entry.coded() for entry in trained]
-        codecs = without_codecs(choose_codecs(around.options.codec, coded, ranks), factored)
+        codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
         check_momentum(optimizer, _momentum_codecs(trained, codecs))
-        if around.options.update == "server":
+        if ctx.options.update == "server":
             check_server_optimizer(optimizer, entries)
             _check_apart(trained)
             options["optimizer_state"] = check_taken_over(optimizer, trained)
@@ -102,15 +113,15 @@ def agree_on_terms(
         for index, entry in enumerate(entries)
     ]
     meeting.agree({"options": options, "tensors": rows})
-    return Terms(entries, factored, codecs)
+    return ModelSpec(entries, factored, codecs)
 
 
-def _check_memory(entries: Sequence[Entry]) -> None:
+def _check_memory(entries: Sequence[TensorEntry]) -> None:
     """Check that nothing shares memory with a trained parameter that is none itself.
 
     Reading it would not wait for the parameter's update.
     """
-    shared = Clusters([entry.tensor for entry in entries])
+    shared = SharedMemoryGroups([entry.tensor for entry in entries])
     for index, entry in enumerate(entries):
         if not entry.trained:
             others = [entries[other] for other in shared.whole([index]) if entries[other].trained]
@@ -122,7 +133,7 @@ def _check_memory(entries: Sequence[Entry]) -> None:
                 )
 
 
-def _check_loadable(model: nn.Module, entries: Sequence[Entry]) -> None:
+def _check_loadable(model: nn.Module, entries: Sequence[TensorEntry]) -> None:
     """Check that torch can load everything that a checkpoint will hold."""
     expanded = {entry.name: entry for entry in entries if is_expanded(entry.tensor)}
     saved = [expanded[name] for name in model.state_dict() if name in expanded] if expanded else []
@@ -133,8 +144,8 @@ def _check_loadable(model: nn.Module, entries: Sequence[Entry]) -> None:
         )
 
 
-def _check_apart(trained: Sequence[Entry]) -> None:
-    shared = Clusters([entry.tensor for entry in trained]).members
+def _check_apart(trained: Sequence[TensorEntry]) -> None:
+    shared = SharedMemoryGroups([entry.tensor for entry in trained]).members
     if shared:
         raise ValueError(
             f"{names_of(trained[index] for index in shared)} share memory, and with "

@@ -21,7 +21,7 @@ _REASON = (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Freshness:
+class StaleFlag:
     """The flag of one module: whether some of its parameters may lack their update.
 
     Only compiled code looks at it, which can check an attribute but not ask the core.
@@ -44,7 +44,7 @@ def enters_compiled_code() -> bool:
     return callback is not None and callback is not False
 
 
-def opaque(function: _Function) -> _Function:
+def compile_disabled(function: _Function) -> _Function:
     """Return a function that torch.compile neither traces nor compiles: it ends the graph."""
     disable: Callable[..., Any] = torch.compiler.disable
     try:

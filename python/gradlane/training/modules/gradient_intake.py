@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import UsageError
-from gradlane.training.rendezvous.tensor_table import Entry, same_layout
+from gradlane.training.rendezvous.tensor_table import TensorEntry, same_layout
 
 _GRAD: Any = torch._C.TensorBase.grad
 raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
@@ -53,7 +53,7 @@ def is_alone(tensor: Tensor) -> bool:
 class GradientIntake:
     """Takes gradients of trained parameters, one a step and tensor."""
 
-    def __init__(self, trained: Sequence[Entry]) -> None:
+    def __init__(self, trained: Sequence[TensorEntry]) -> None:
         """Take gradients of these table entries, by tensor number."""
         self._trained = trained
         self._copies: dict[int, Tensor] = {}
@@ -111,7 +111,7 @@ class GradientIntake:
         return copy.detach()
 
 
-def _densified(entry: Entry, gradient: Tensor) -> Tensor:
+def _densified(entry: TensorEntry, gradient: Tensor) -> Tensor:
     """Return a sparse gradient, as of an embedding, with its zeros."""
     try:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def _densified(entry: Entry, gradient: Tensor) -> Tensor:
         ) from error
 
 
-def _check(entry: Entry, gradient: Tensor) -> None:
+def _check(entry: TensorEntry, gradient: Tensor) -> None:
     if gradient.dtype is not entry.dtype or gradient.shape != entry.shape:
         raise UsageError(
             f"the gradient of {entry.name!r} is {tuple(gradient.shape)} {gradient.dtype}, but the "

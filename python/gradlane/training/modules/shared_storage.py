@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Clusters:
+class SharedMemoryGroups:
     """Knows which tensors share memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

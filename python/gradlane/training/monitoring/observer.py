@@ -30,8 +30,8 @@ from gradlane.training.monitoring.prometheus import serve
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 class Trained(Protocol):
@@ -89,7 +89,7 @@ class ModelWatch:
         now["step"] = self._trained.step
         return gone_on(self._past, now) if self._past else now
 
-    def tell(self, meeting: Meeting) -> None:
+    def tell(self, meeting: RendezvousScope) -> None:
         """Leave word for rank 0 of what this rank's slices have waited for."""
         if meeting.place.world_size == 1:
             return
@@ -98,7 +98,7 @@ class ModelWatch:
         with contextlib.suppress(RendezvousError):
             meeting.put(f"metrics/{meeting.place.rank}", json.dumps(word))
 
-    def hear(self, meeting: Meeting) -> None:
+    def hear(self, meeting: RendezvousScope) -> None:
         """Read what the other ranks have left, on rank 0, once they have said goodbye."""
         if meeting.place.rank != 0 or meeting.place.world_size == 1:
             return
@@ -116,7 +116,7 @@ class ModelWatch:
 class Observer:
     """All models of one session."""
 
-    def __init__(self, place: Place, *, says_summary: bool) -> None:
+    def __init__(self, place: RankInfo, *, says_summary: bool) -> None:
         """Watch nothing yet.
 
         Args:
@@ -231,7 +231,7 @@ class Observer:
                 )
 
 
-def make_observer(options: Options, place: Place) -> Observer:
+def make_observer(options: Options, place: RankInfo) -> Observer:
     """Return the observer of a session, answering Prometheus where that is asked for.
 
     Raises:

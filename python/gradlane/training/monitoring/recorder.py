@@ -24,7 +24,7 @@ from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.environment import RankInfo
 
 MARKS_MAX = 1 << 18
 """Marks of the program that are kept of a model; a mark is some hundred bytes."""
@@ -79,7 +79,7 @@ def wanted_path(path: str | Path | None) -> Path | None:
     return Path(text) if text else None
 
 
-def make_recorder(options: Options, place: Place) -> Recorder | None:
+def make_recorder(options: Options, place: RankInfo) -> Recorder | None:
     """Return the recorder of a session that is to be recorded."""
     if options.trace_path is None:
         return None

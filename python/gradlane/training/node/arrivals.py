@@ -10,7 +10,7 @@ from typing import Any
 from gradlane.training.node.shares import Part
 
 
-class Arrivals:
+class LandedParts:
     """Counts the parts of tensors that have landed.
 
     The thread that listens to the node notes them, the program's threads ask and wait.

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from gradlane.training.core import Channel, CoreModule
-from gradlane.training.node.arrivals import Arrivals
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.arrivals import LandedParts
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, Sums
 from gradlane.training.node.failure import Failure, Silence
-from gradlane.training.node.leader import Carriage, Contribution, NodeMean
+from gradlane.training.node.leader import Contribution, NodeLeader, NodeMean
 from gradlane.training.node.link import (
     BYE,
     ENDED,
@@ -42,7 +42,7 @@ from gradlane.training.node.reports import ChannelReports
 from gradlane.training.node.shares import Part
 from gradlane.training.node.sums import copy
 from gradlane.training.node.waits import Waits
-from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 _LOOK_S = 1.0
 
@@ -61,7 +61,7 @@ class NodeChannel(RankCalls, ChannelReports):
         source_rank: int,
         progress_timeout_s: float,
         silence_timeout_s: float,
-        lane: CollectiveLane | None = None,
+        lane: CollectiveQueue | None = None,
         sums: Sums = ON_HOST,
     ) -> None:
         """Start listening to the ranks of this node.
@@ -100,14 +100,14 @@ class NodeChannel(RankCalls, ChannelReports):
         self._closing = False
         self._left: set[int] = set()
         self._pointers = [0] * len(rows)
-        self._arrivals = Arrivals(rows, parts, self._changed)
+        self._arrivals = LandedParts(rows, parts, self._changed)
         self._waits = Waits(self._names)
         self._local_bytes = 0
         node, source = divmod(source_rank, self._layout.local_size)
         self._carriage = (
             None
             if between is None
-            else Carriage(
+            else NodeLeader(
                 core,
                 between,
                 link,
@@ -247,7 +247,7 @@ class NodeChannel(RankCalls, ChannelReports):
             if arrivals.missing(tensors, step) is None:
                 return
             since_ns = time.monotonic_ns()
-            news, patience = arrivals.news, Patience(self._timeout_s)
+            news, patience = arrivals.news, SuspendAwareDeadline(self._timeout_s)
             while (tensor := arrivals.missing(tensors, step)) is not None and not self._failure:
                 self._changed.wait(_LOOK_S)
                 if news != (news := arrivals.news):

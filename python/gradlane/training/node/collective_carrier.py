@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradlane.training.carrier import Carrier
 from gradlane.training.node.channel import NodeChannel
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class CollectiveCarrier:
@@ -19,7 +19,9 @@ class CollectiveCarrier:
     nothing has to be collected.
     """
 
-    def __init__(self, channel: NodeChannel, trained: Mapping[int, Entry], others: Carrier) -> None:
+    def __init__(
+        self, channel: NodeChannel, trained: Mapping[int, TensorEntry], others: Carrier
+    ) -> None:
         """Carry the gradients that the channel takes where they are.
 
         Args:
@@ -58,7 +60,9 @@ class CollectiveCarrier:
         count = self._channel.lane_tensors
         self._others.collect([one for one in arrived if one[0] >= count])
 
-    def spread(self, entries: Sequence[Entry], first: bool, without: Collection[int] = ()) -> None:
+    def spread(
+        self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
+    ) -> None:
         """Run step 0 through memory of the host."""
         self._others.spread(entries, first, without)
 

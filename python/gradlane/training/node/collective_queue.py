@@ -36,7 +36,7 @@ from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Group
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.link import ADD, MEAN, READY, TAKE
-from gradlane.training.node.pending_gradient import TERMS, Held, numbers_of
+from gradlane.training.node.pending_gradient import TERMS, PendingGradient, numbers_of
 from gradlane.training.node.shares import Part
 
 _FIRST = 0
@@ -67,7 +67,7 @@ class Link(Protocol):
         """Say something to a rank; one that is gone hears nothing."""
 
 
-class LaneSide(Protocol):
+class CollectiveSink(Protocol):
     """This rank's end of the node, which hears what has come of collectives."""
 
     def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
@@ -99,7 +99,7 @@ class _UnderWay:
     then: Callable[[], None]
 
 
-class CollectiveLane:
+class CollectiveQueue:
     """The collectives of one channel on one rank."""
 
     def __init__(
@@ -133,11 +133,11 @@ class CollectiveLane:
         self._group: Group | None = None
         self._opened = threading.Event()
         self._refusal: Exception | None = None
-        self._side: LaneSide | None = None
+        self._side: CollectiveSink | None = None
         self._said: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
         self._heard = [0] * len(gradients)
         self._present = [False] * len(gradients)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, PendingGradient] = {}
         self._landings: dict[int, Tensor] = {}
         self._divisors: dict[torch.dtype, Tensor] = {}
         self._under_way: deque[_UnderWay] = deque()
@@ -167,7 +167,7 @@ class CollectiveLane:
                 f'{self._refusal}; or use local_sums="host"'
             ) from self._refusal
 
-    def serve(self, side: LaneSide) -> None:
+    def serve(self, side: CollectiveSink) -> None:
         """Tell somebody what comes of collectives; before the first gradient is given."""
         self._side = side
 
@@ -187,7 +187,7 @@ class CollectiveLane:
         """
         produced = self._order.produced()
         parts_left = len(self._of_tensor[tensor])
-        self._held[tensor] = Held(numbers_of(gradient), absent, produced, parts_left)
+        self._held[tensor] = PendingGradient(numbers_of(gradient), absent, produced, parts_left)
         self._say(_Said(READY, tensor, step, absent))
 
     def have(self, part: Part, step: int, *, absent: bool) -> None:

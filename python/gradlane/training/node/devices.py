@@ -18,7 +18,7 @@ from torch import Tensor
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.rules import AUTO, HOST
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 NCCL, GLOO = "nccl", "gloo"
 _EXACT_RANKS = 2
@@ -42,7 +42,7 @@ ON_HOST = Sums("", "nothing else was asked for")
 
 
 def agree_on_sums(
-    options: Options, meeting: Meeting, layout: Layout, gradients: Sequence[Tensor]
+    options: Options, meeting: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
 ) -> Sums:
     """Decide where sums are taken; a collective call of all ranks with one `local_sums`.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
 
 from gradlane.training.core import CoreModule
-from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 SIGNS_PER_TIMEOUT = 8
 """Signs of life that a rank gives its node in a silence timeout."""
@@ -74,7 +74,7 @@ class Silence:
         self.timeout_s = timeout_s
         self.interval_s = timeout_s / SIGNS_PER_TIMEOUT
         self._pulse = pulse
-        self._last = {peer: (pulse(peer), Patience(timeout_s)) for peer in peers}
+        self._last = {peer: (pulse(peer), SuspendAwareDeadline(timeout_s)) for peer in peers}
 
     def silent(self, without: Container[int]) -> int | None:
         """Return a local rank that was silent for too long; to be called once an interval.

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.training.node.devices import NCCL
 from gradlane.training.node.layout import Layout
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
@@ -51,7 +51,7 @@ class Group(Protocol):
         """End the group at once, whatever is under way."""
 
 
-def meet_on_node(layout: Layout, meeting: Meeting, timeout_s: float) -> Store:
+def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> Store:
     """Return a store of the ranks of this node, which others cannot reach.
 
     Args:

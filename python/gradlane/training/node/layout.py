@@ -15,7 +15,7 @@ from gradlane.errors import RanksDifferError
 from gradlane.training.node.rules import AUTO, SHARED
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import find_local_rank, find_local_size
-from gradlane.training.rendezvous.rendezvous import Meeting, node_name
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Layout:
 
 
 def agree_on_layout(
-    options: Options, meeting: Meeting, environment: Mapping[str, str]
+    options: Options, meeting: RendezvousScope, environment: Mapping[str, str]
 ) -> Layout | None:
     """Find the layout that all ranks can have; a collective call of all ranks with one `local`.
 

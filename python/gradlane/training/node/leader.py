@@ -73,7 +73,7 @@ class _Gathered:
     present: dict[int, Memory] = field(default_factory=dict)
 
 
-class Carriage:
+class NodeLeader:
     """The parts that this rank carries, and its channel to the carriers of the other nodes."""
 
     def __init__(

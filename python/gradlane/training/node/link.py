@@ -25,7 +25,7 @@ from pathlib import Path
 from gradlane.errors import RendezvousError
 from gradlane.training.core import CoreModule
 from gradlane.training.node.layout import Layout
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 GIVE, RESULT, ORDER, FAILED, BYE, ENDED = range(6)
 """Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of
@@ -192,7 +192,7 @@ class LocalLink:
 
 def connect(
     layout: Layout,
-    meeting: Meeting,
+    meeting: RendezvousScope,
     nbytes: int,
     timeout_s: float,
     core: CoreModule,
@@ -252,7 +252,7 @@ def connect(
     return link
 
 
-def _call(layout: Layout, meeting: Meeting, peer: int, timeout_s: float) -> socket.socket:
+def _call(layout: Layout, meeting: RendezvousScope, peer: int, timeout_s: float) -> socket.socket:
     rank = layout.rank_of(layout.node, peer)
     path = meeting.get(f"local/socket/{rank}", rank).decode()
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.node.channel import NodeChannel
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import agree_on_sums
 from gradlane.training.node.failure import SIGNS_PER_TIMEOUT
 from gradlane.training.node.group import NodeGroup, meet_on_node
@@ -18,7 +18,7 @@ from gradlane.training.node.link import LocalLink, connect
 from gradlane.training.node.shares import Part, cut, memory_bytes, rows_of
 from gradlane.training.options.codec_choice import codec_facts
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 OpenBetween = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
 """Opens a channel of the core with these tensors between these ranks."""
@@ -27,7 +27,7 @@ OpenBetween = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
 def open_node_channel(
     core: CoreModule,
     options: Options,
-    meeting: Meeting,
+    meeting: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     layout: Layout,
     *,
@@ -93,18 +93,18 @@ def open_node_channel(
 
 def _open_lane(
     options: Options,
-    meeting: Meeting,
+    meeting: RendezvousScope,
     link: LocalLink,
     parts: Sequence[Part],
     gradients: Sequence[Tensor],
     backend: str,
-) -> CollectiveLane:
+) -> CollectiveQueue:
     layout, timeout_s = link.layout, options.connect_timeout_s
 
     def open_group() -> NodeGroup:
         return NodeGroup(backend, meet_on_node(layout, meeting, timeout_s), layout)
 
-    lane = CollectiveLane(link, parts, gradients, open_group)
+    lane = CollectiveQueue(link, parts, gradients, open_group)
     lane.wait_open(timeout_s)
     return lane
 

@@ -19,7 +19,7 @@ TERMS = {
 
 
 @dataclass
-class Held:
+class PendingGradient:
     """This rank's gradient of a tensor in the current step.
 
     Attributes:

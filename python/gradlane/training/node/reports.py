@@ -6,18 +6,18 @@ import json
 from typing import Any
 
 from gradlane.training.core import CoreRow
-from gradlane.training.node.collective_queue import CollectiveLane
+from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import Sums
 from gradlane.training.node.layout import Layout
-from gradlane.training.node.leader import Carriage
+from gradlane.training.node.leader import NodeLeader
 from gradlane.training.node.waits import Waits
 
 
 class ChannelReports:
     """The part of a node's channel that reports."""
 
-    _carriage: Carriage | None
-    _lane: CollectiveLane | None
+    _carriage: NodeLeader | None
+    _lane: CollectiveQueue | None
     _layout: Layout
     _local_bytes: int
     _own: int

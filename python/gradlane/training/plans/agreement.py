@@ -15,7 +15,7 @@ from typing import Union
 from gradlane.errors import GradlaneError, RanksDifferError
 from gradlane.training.options.options import PLAN_RULES
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 PlanArgument = Union[Plan, str, "PathLike[str]", None]
 """Argument `plan` of `prepare`: a plan, the path of a plan file, a key of `PLAN_RULES`, or None."""
@@ -45,7 +45,7 @@ class _Own:
 
 
 def agree_on_plan(
-    meeting: Meeting,
+    meeting: RendezvousScope,
     given: PlanArgument,
     sizes: Mapping[str, int],
     unable: GradlaneError | ValueError | None = None,
@@ -129,7 +129,7 @@ def _difference(first: _Own, own: _Own, rank: int) -> str:
     return f"rank 0 was given {first.label}, rank {rank} {own.label}: give all ranks the same"
 
 
-def _verdict(meeting: Meeting, problem: str) -> str:
+def _verdict(meeting: RendezvousScope, problem: str) -> str:
     """Tell rank 0 what is wrong here, and return the first thing that is wrong anywhere."""
     place = meeting.place
     if place.rank == 0:

@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 from gradlane.errors import GradlaneError
 from gradlane.formats.link_report import LinkReport
-from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, Prepared
+from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import PlanSearch, start_plan_search
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
-class PlanInForce:
+class ActivePlan:
     """Knows the last plan, and which models are recorded to find one."""
 
     def __init__(
         self,
         options: Options,
-        meet: Callable[[], Meeting],
-        prepared: list[Prepared],
+        meet: Callable[[], RendezvousScope],
+        prepared: list[PreparedModel],
         abort: Callable[[str], None],
     ) -> None:
         """Start without a plan.
@@ -38,7 +38,7 @@ class PlanInForce:
         self._abort = abort
         self._learnings: dict[int, PlanSearch] = {}
 
-    def learn(self, prepared: Prepared, links: LinkReport, rule: str) -> None:
+    def learn(self, prepared: PreparedModel, links: LinkReport, rule: str) -> None:
         """Have a model's plan found in its first steps, by a rule."""
         learning = start_plan_search(
             prepared,
@@ -49,9 +49,9 @@ class PlanInForce:
             rule,
         )
         self._learnings[id(prepared)] = learning
-        prepared.installation.after_step = learning.after_step
+        prepared.hook_manager.after_step = learning.after_step
 
-    def forget(self, prepared: Prepared) -> None:
+    def forget(self, prepared: PreparedModel) -> None:
         """Record a model no longer."""
         learning = self._learnings.pop(id(prepared), None)
         if learning is not None:
@@ -63,7 +63,7 @@ class PlanInForce:
             learning.stop()
         self._learnings.clear()
 
-    def _switch(self, prepared: Prepared, plan: Plan) -> None:
+    def _switch(self, prepared: PreparedModel, plan: Plan) -> None:
         """Go on under a plan; a collective call between two steps."""
         self._learnings.pop(id(prepared), None)
         self.plan = plan

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.atomic_io import replace_text
+from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.formats.untrusted import EscapedError
 from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
 from gradlane.training.options.options import RING, SCHEMES, ring_refusal
@@ -110,7 +110,7 @@ class Plan:
         Raises:
             OSError: it cannot be written.
         """
-        replace_text(Path(path), json.dumps(self.to_json(), indent=1))
+        atomic_write_text(Path(path), json.dumps(self.to_json(), indent=1))
 
     def check_fits(self, sizes: Mapping[str, int], where: str) -> None:
         """Check that the plan is for a model.

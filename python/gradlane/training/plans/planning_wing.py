@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from gradlane.formats.link_report import LinkReport
-from gradlane.training.connection import Surroundings
-from gradlane.training.model.prepared import Prepared
+from gradlane.training.connection import SessionContext
+from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 class PlanSearch(Protocol):
@@ -25,8 +25,8 @@ class PlanSearch(Protocol):
 
 
 def measure_links(
-    around: Surroundings,
-    meeting: Meeting,
+    ctx: SessionContext,
+    meeting: RendezvousScope,
     *,
     window_s: float,
     directions: bool,
@@ -35,20 +35,20 @@ def measure_links(
     """Measure bandwidth and latency between all ranks; see `gradlane.planning.probe.links`."""
     links: Any = importlib.import_module("gradlane.planning.probe.links")
     report: LinkReport = links.probe(
-        around, meeting, window_s=window_s, directions=directions, on_phase=on_phase
+        ctx, meeting, window_s=window_s, directions=directions, on_phase=on_phase
     )
     return report
 
 
 def start_plan_search(
-    prepared: Prepared,
+    prepared: PreparedModel,
     links: LinkReport,
     options: Options,
-    meet: Callable[[], Meeting],
+    meet: Callable[[], RendezvousScope],
     on_plan: Callable[[Plan], None],
     rule: str,
 ) -> PlanSearch:
     """Start to record a model; see `gradlane.planning.planner.learning`."""
     learning: Any = importlib.import_module("gradlane.planning.planner.learning")
-    search: PlanSearch = learning.Learning(prepared, links, options, meet, on_plan, rule)
+    search: PlanSearch = learning.PlanLearning(prepared, links, options, meet, on_plan, rule)
     return search

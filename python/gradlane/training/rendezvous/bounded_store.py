@@ -19,7 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from gradlane.errors import RendezvousError
-from gradlane.training.rendezvous.deadline import Patience
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 _SLICE_S = 0.1
 _LEAST_LIMIT_S = 1.0
@@ -75,7 +75,7 @@ class _Worker:
 
     def finish(self, call: _Call, limit_s: float, look: Look | None) -> bool:
         """Wait for a call; return whether it was done in time."""
-        patience = Patience(limit_s)
+        patience = SuspendAwareDeadline(limit_s)
         while not call.done.wait(min(_SLICE_S, limit_s)):
             if look is not None:
                 look()
@@ -114,7 +114,7 @@ class BoundedStore:
         self._store: Any = None
 
     @classmethod
-    def around(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
+    def wrapping(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
         """Return a store that is connected already."""
         bounded = cls(rank, where, limit_s)
         bounded._store = store
@@ -225,7 +225,7 @@ class BoundedStore:
         Raises:
             StoreLostError: the store is gone or does not answer.
         """
-        patience = Patience(limit_s)
+        patience = SuspendAwareDeadline(limit_s)
         while keys := [key for key in keys if self.read(key, limit_s=patience.left_s) is None]:
             if patience.is_over(_PAUSE_S):
                 return

@@ -12,7 +12,7 @@ from typing import Any
 from gradlane.errors import RendezvousError
 from gradlane.training.core import Channel, CoreModule, Listener
 from gradlane.training.rendezvous.bounded_store import StoreLostError
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _SAME_LOSS_S = 1.0
 _RANK = re.compile(r"\brank (\d+)")
@@ -33,7 +33,7 @@ def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | N
 
 def connect_channel(
     core: CoreModule,
-    meeting: Meeting,
+    meeting: RendezvousScope,
     listener: Listener,
     host: str,
     settings: Mapping[str, Any],
@@ -71,7 +71,9 @@ def connect_channel(
         raise
 
 
-def wait_until_all_are_connected(core: CoreModule, channel: Channel, meeting: Meeting) -> None:
+def wait_until_all_are_connected(
+    core: CoreModule, channel: Channel, meeting: RendezvousScope
+) -> None:
     """Wait until every rank of a meeting has opened its channel.
 
     A rank that goes on alone would hear of a failure elsewhere as the loss of a rank that has

@@ -13,7 +13,7 @@ from collections.abc import Callable
 _TURN_MAX_S = 1.0
 
 
-class Patience:
+class SuspendAwareDeadline:
     """A limit to one wait that looks again and again."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.environment import RankInfo
 
 _TICK_S = 0.5
 
@@ -46,10 +46,10 @@ class _Wait:
     needed: tuple[int, ...] | None
 
 
-class Standstill:
+class DeadlockDetector:
     """The watch of one session."""
 
-    def __init__(self, store: BoundedStore, place: Place) -> None:
+    def __init__(self, store: BoundedStore, place: RankInfo) -> None:
         """Watch nothing yet; the thread starts with the second model.
 
         Args:

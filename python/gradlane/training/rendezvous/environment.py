@@ -102,7 +102,7 @@ def warn_of_unknown(environment: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where a rank stands.
 
     Attributes:
@@ -129,20 +129,20 @@ class Place:
         """Whether this rank only serves."""
         return self.rank >= self.world_size
 
-    def with_workers(self, workers: int | None) -> Place:
+    def with_workers(self, workers: int | None) -> RankInfo:
         """Return the place where only the first so many ranks train; None: all do."""
         if workers is None:
             return self
         return replace(self, world_size=workers, serving=self.ranks - workers)
 
 
-def find_place(
+def find_rank_info(
     environment: Mapping[str, str],
     *,
     rank: int | None = None,
     world_size: int | None = None,
     job: str | None = None,
-) -> Place:
+) -> RankInfo:
     """Find this rank's place from arguments and, where they are missing, from the environment.
 
     Args:
@@ -166,7 +166,7 @@ def find_place(
     if job is None:
         job = _job_name(environment)
     restart = _integer(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
-    return Place(rank=rank, world_size=world_size, job=job, restart=restart)
+    return RankInfo(rank=rank, world_size=world_size, job=job, restart=restart)
 
 
 def find_local_rank(environment: Mapping[str, str]) -> int:

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.deadline import Patience
-from gradlane.training.rendezvous.environment import Place
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo
 
 _PAUSE_LAST_S = 0.1
 _AFTER_RANK_0_S = 2.0
 
 
 @dataclass(frozen=True)
-class Start:
+class Incarnation:
     """One start of all ranks.
 
     Attributes:
@@ -39,21 +39,21 @@ class Start:
     generation: int
 
 
-_agreed: dict[Place, Start] = {}
+_agreed: dict[RankInfo, Incarnation] = {}
 """What the ranks of a job have agreed on, by this one's place."""
 
 
-def start_of(store: BoundedStore, place: Place, timeout_s: float) -> Start:
+def incarnation_of(store: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
     """Return which start this process is of; the first time it asks the others.
 
-    Args and errors: as `agree_on_start`.
+    Args and errors: as `agree_on_incarnation`.
     """
     if place not in _agreed:
-        _agreed[place] = agree_on_start(store, place, timeout_s)
+        _agreed[place] = agree_on_incarnation(store, place, timeout_s)
     return _agreed[place]
 
 
-def agree_on_start(store: BoundedStore, place: Place, timeout_s: float) -> Start:
+def agree_on_incarnation(store: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
     """Find out which start this is; a collective call of all ranks, those that only serve too.
 
     Args:
@@ -65,20 +65,20 @@ def agree_on_start(store: BoundedStore, place: Place, timeout_s: float) -> Start
         RendezvousError: a rank did not appear, or the store is gone or does not answer.
     """
     if place.ranks == 1:
-        return Start(str(place.restart), place.restart)
+        return Incarnation(str(place.restart), place.restart)
     hall = store.under(f"gradlane/{place.job}/start")
     if place.rank > 0:
         return _ask(hall, place, timeout_s)
-    start = Start(f"{place.restart}-{secrets.token_hex(4)}", place.restart)
+    start = Incarnation(f"{place.restart}-{secrets.token_hex(4)}", place.restart)
     _welcome(hall, place, start, timeout_s)
     return start
 
 
-def _welcome(hall: BoundedStore, place: Place, start: Start, timeout_s: float) -> None:
+def _welcome(hall: BoundedStore, place: RankInfo, start: Incarnation, timeout_s: float) -> None:
     """Answer every rank, also one that comes again, until all have heard the answer."""
     answered: dict[int, str] = {}
     missing = list(range(1, place.ranks))
-    patience = Patience(timeout_s)
+    patience = SuspendAwareDeadline(timeout_s)
     pause_s = 0.0005
     reason = ""
     while missing and not reason:
@@ -108,10 +108,10 @@ def _welcome(hall: BoundedStore, place: Place, start: Start, timeout_s: float) -
         raise RendezvousError(reason)
 
 
-def _ask(hall: BoundedStore, place: Place, timeout_s: float) -> Start:
+def _ask(hall: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
     own = secrets.token_hex(8)
     hall.set(f"asked/{place.rank}", own)
-    patience = Patience(timeout_s)
+    patience = SuspendAwareDeadline(timeout_s)
     pause_s = 0.0005
     heard = ""
     while True:
@@ -121,24 +121,24 @@ def _ask(hall: BoundedStore, place: Place, timeout_s: float) -> Start:
             hall.set(f"heard/{place.rank}", name)
             heard = name
             # Rank 0 began to wait for the others before it answered, and speaks first.
-            patience = Patience(timeout_s + _AFTER_RANK_0_S)
+            patience = SuspendAwareDeadline(timeout_s + _AFTER_RANK_0_S)
         if asked == own and reason:
             if reason[0]:
                 hall.set(f"left/{name}/{place.rank}", "")
                 raise RendezvousError(reason[0])
-            return Start(name, generation)
+            return Incarnation(name, generation)
         if patience.is_over(pause_s):
             raise RendezvousError(_missed(place, [0], patience.limit_s))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
 
 
-def _read(hall: BoundedStore, key: str, patience: Patience) -> str | None:
+def _read(hall: BoundedStore, key: str, patience: SuspendAwareDeadline) -> str | None:
     value = hall.read(key, limit_s=patience.left_s)
     return None if value is None else value.decode()
 
 
-def _missed(place: Place, missing: list[int], timeout_s: float) -> str:
+def _missed(place: RankInfo, missing: list[int], timeout_s: float) -> str:
     named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
     ranks = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
     return (

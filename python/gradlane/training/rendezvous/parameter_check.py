@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import GradlaneError, SessionFailedError
-from gradlane.training.rendezvous.rendezvous import Meeting
-from gradlane.training.rendezvous.tensor_table import Entry
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 SAMPLE_EVERY = 100
 """Steps from one sample to the next."""
@@ -28,7 +28,9 @@ _SAMPLE_BYTES = 16_384
 class AgreementCheck:
     """Compares parameters across ranks."""
 
-    def __init__(self, meeting: Meeting, trained: Sequence[Entry], every: int | None) -> None:
+    def __init__(
+        self, meeting: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
+    ) -> None:
         """Compare these tensors after every so many steps; 0: never; None: a sample of them."""
         self._meeting = meeting
         self._trained = trained

@@ -25,9 +25,9 @@ from gradlane.errors import GradlaneError, ProgressTimeoutError, RanksDifferErro
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
-from gradlane.training.rendezvous.deadline import Patience
-from gradlane.training.rendezvous.environment import Place, find_store_address
-from gradlane.training.rendezvous.incarnation import Start
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo, find_store_address
+from gradlane.training.rendezvous.incarnation import Incarnation
 
 _PRIVATE = b"private"
 """In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
@@ -47,7 +47,7 @@ to read it."""
 
 
 def open_store(
-    place: Place, environment: Mapping[str, str], timeout_s: float, answer_limit_s: float
+    place: RankInfo, environment: Mapping[str, str], timeout_s: float, answer_limit_s: float
 ) -> BoundedStore:
     """Return torch.distributed's default store, or else open the one that torchrun would use.
 
@@ -121,7 +121,7 @@ def answer_limit_s(options: Options) -> float:
 
 def bounded_store(
     store: Store,
-    place: Place,
+    place: RankInfo,
     environment: Mapping[str, str],
     answer_limit_s: float,
     keeper: str = "which rank 0 or its launcher keeps",
@@ -136,7 +136,7 @@ def bounded_store(
         keeper: the process that the store ends with, for errors.
     """
     at = addresses.endpoint(*store_address(store, environment))
-    return BoundedStore.around(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
+    return BoundedStore.wrapping(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
 
 
 def _listener_at(host: str, port: int) -> str:
@@ -168,16 +168,16 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
         return "127.0.0.1", 9
 
 
-class Meeting:
+class RendezvousScope:
     """One place in the store where all ranks agree on one channel."""
 
     def __init__(
         self,
         store: BoundedStore,
-        place: Place,
+        place: RankInfo,
         channel: int | str,
         timeout_s: float,
-        start: Start | None = None,
+        start: Incarnation | None = None,
         look: Callable[[], object] | None = None,
     ) -> None:
         """Take part in a meeting.
@@ -190,7 +190,7 @@ class Meeting:
             start: as all ranks agreed; None: the launcher's count.
             look: called while waiting; raises when the session has failed.
         """
-        start = start or Start(str(place.restart), place.restart)
+        start = start or Incarnation(str(place.restart), place.restart)
         self.place = place
         self.start = start
         self.channel = channel
@@ -260,10 +260,10 @@ class Meeting:
         # Rank 0 waits for the others as well, and its reason is better than one that blames it.
         if self.place.rank > 0 and 0 in keys and not self.is_connected:
             extra_s += 1.0 + self._timeout_s / 4
-        patience = Patience(self._timeout_s + extra_s)
+        patience = SuspendAwareDeadline(self._timeout_s + extra_s)
         return [self._get(key, rank, patience) for rank, key in keys.items()]
 
-    def _get(self, key: str, rank: int, patience: Patience) -> bytes:
+    def _get(self, key: str, rank: int, patience: SuspendAwareDeadline) -> bytes:
         # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001
         keys = (key,) if self.is_connected else (key, _REASON)

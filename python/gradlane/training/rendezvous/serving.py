@@ -22,10 +22,10 @@ from gradlane.training.core import Channel, CoreModule, Listener, translate_erro
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
-from gradlane.training.rendezvous.deadline import Patience
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.incarnation import start_of
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.incarnation import incarnation_of
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _FOREVER_S = 1e9
 """No time limit: who serves waits for the ranks that train, whose ends it hears of."""
@@ -35,10 +35,10 @@ _sessions: dict[tuple[str, int, int], int] = {}
 """Sessions with ranks that serve, so far, by (job, restart, rank)."""
 
 
-class Office:
+class ServerRegistry:
     """The place in the store where a session's invitations are left; on every rank alike."""
 
-    def __init__(self, store: BoundedStore, place: Place, timeout_s: float) -> None:
+    def __init__(self, store: BoundedStore, place: RankInfo, timeout_s: float) -> None:
         """Count the session; nobody is waited for yet.
 
         Args:
@@ -51,30 +51,30 @@ class Office:
         _sessions[key] = self._number + 1
         self._store = store
         self._timeout_s = timeout_s
-        self._meeting: Meeting | None = None
+        self._meeting: RendezvousScope | None = None
         self.place = place
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> RendezvousScope:
         """The place itself; the first time all ranks of the job come together.
 
         Raises:
             RendezvousError: they do not, or the store is gone.
         """
         if self._meeting is None:
-            start, number = start_of(self._store, self.place, self._timeout_s), self._number
-            self._meeting = Meeting(
+            start, number = incarnation_of(self._store, self.place, self._timeout_s), self._number
+            self._meeting = RendezvousScope(
                 self._store, self.place, f"serving/{number}", self._timeout_s, start
             )
         return self._meeting
 
 
-def decline(meeting: Meeting, why: str) -> None:
+def decline(meeting: RendezvousScope, why: str) -> None:
     """Tell all ranks of a channel, in place of an address, that this one cannot serve it."""
     meeting.put(f"address/{meeting.place.rank}", json.dumps({"refused": why}))
 
 
-def check_codecs_served(choices: Sequence[CodecChoice], place: Place) -> None:
+def check_codecs_served(choices: Sequence[CodecChoice], place: RankInfo) -> None:
     """Check that ranks that only serve can add up what travels in these codecs.
 
     Raises:
@@ -91,13 +91,13 @@ def check_codecs_served(choices: Sequence[CodecChoice], place: Place) -> None:
             )
 
 
-def _terms(place: Place) -> dict[str, object]:
+def _terms(place: RankInfo) -> dict[str, object]:
     """Return what all ranks must agree on before any of them serves."""
     return {"workers": place.world_size, "ranks": place.ranks, "version": __version__}
 
 
 @dataclass(frozen=True)
-class Invitation:
+class JobAnnouncement:
     """All that a rank needs to know of a channel to serve it.
 
     Attributes:
@@ -120,7 +120,7 @@ class Invitation:
     update: str
     settings: Mapping[str, Any]
 
-    def plan(self, core: CoreModule, place: Place) -> str:
+    def plan(self, core: CoreModule, place: RankInfo) -> str:
         """Return the plan, the same text on every rank."""
         return core.plan_json(
             json.dumps(self.rows),
@@ -133,10 +133,10 @@ class Invitation:
         )
 
 
-class Invitations:
+class JobAnnouncements:
     """Rank 0's word to the ranks that serve."""
 
-    def __init__(self, office: Office) -> None:
+    def __init__(self, office: ServerRegistry) -> None:
         """Invite nobody yet.
 
         Args:
@@ -146,7 +146,7 @@ class Invitations:
         self._count = 0
         self._ended = False
 
-    def send(self, invitation: Invitation) -> None:
+    def send(self, invitation: JobAnnouncement) -> None:
         """Invite all ranks that serve to a channel; with the first one, say who trains.
 
         Raises:
@@ -247,10 +247,10 @@ class Server:
     def __init__(
         self,
         core: CoreModule,
-        office: Office,
+        office: ServerRegistry,
         store: BoundedStore,
         secret: str | None,
-        listen: Callable[[Place], tuple[Listener, str]],
+        listen: Callable[[RankInfo], tuple[Listener, str]],
         *,
         work_threads: int,
         io_threads: int,
@@ -297,7 +297,7 @@ class Server:
         """
         place = self._place()
         self._office.meeting.look = self._raise_failure
-        patience = Patience(self._patience_s)
+        patience = SuspendAwareDeadline(self._patience_s)
         try:
             while True:
                 self._raise_failure()
@@ -306,7 +306,7 @@ class Server:
                 with contextlib.suppress(StoreLostError):
                     word = self._office.meeting.peek(f"channel/{len(self._channels)}")
                 if word is not None:
-                    self._channels.append(self._serve(Invitation(**json.loads(word)), place))
+                    self._channels.append(self._serve(JobAnnouncement(**json.loads(word)), place))
                     on_channel(self._channels[-1].served())
                 elif any(channel.is_open for channel in self._channels):
                     time.sleep(_TICK_S)
@@ -334,7 +334,7 @@ class Server:
             if channel.is_open:
                 channel.abort(reason)
 
-    def _place(self) -> Place:
+    def _place(self) -> RankInfo:
         """Wait for rank 0's word on who trains, and compare it with this rank's own."""
         place = self._office.place
         try:
@@ -362,14 +362,14 @@ class Server:
         place = self._office.place
         # Without a channel the others fail by themselves: a rank that should train is missing.
         with contextlib.suppress(RendezvousError):
-            invitation = Invitation(**json.loads(self._office.meeting.get("channel/0", 0)))
+            invitation = JobAnnouncement(**json.loads(self._office.meeting.get("channel/0", 0)))
             decline(self._meet(place, invitation.channel, self._patience_s), why)
         raise RanksDifferError(why)
 
-    def _meet(self, place: Place, channel: int | str, timeout_s: float) -> Meeting:
-        return Meeting(self._store, place, channel, timeout_s, self._office.meeting.start)
+    def _meet(self, place: RankInfo, channel: int | str, timeout_s: float) -> RendezvousScope:
+        return RendezvousScope(self._store, place, channel, timeout_s, self._office.meeting.start)
 
-    def _serve(self, invitation: Invitation, place: Place) -> _Serving:
+    def _serve(self, invitation: JobAnnouncement, place: RankInfo) -> _Serving:
         settings = dict(invitation.settings)
         timeout_s = float(settings["connect_timeout_s"])
         meeting = self._meet(place, invitation.channel, timeout_s)

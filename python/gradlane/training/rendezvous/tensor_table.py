@@ -30,7 +30,7 @@ _TRAINED_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the table.
 
     Attributes:
@@ -87,14 +87,14 @@ class Entry:
         return {"name": self.name, "numel": self.nbytes, "dtype": "u8", "role": "initial"}
 
 
-def build_table(model: nn.Module) -> list[Entry]:
+def build_table(model: nn.Module) -> list[TensorEntry]:
     """List every tensor of a model that takes part; tensors without elements do not.
 
     Raises:
         ValueError: a tensor cannot take part, or no parameter is trained; the message names it.
     """
-    trained: list[Entry] = []
-    initial: list[Entry] = []
+    trained: list[TensorEntry] = []
+    initial: list[TensorEntry] = []
     for name, parameter in model.named_parameters():
         _check_storage(name, parameter)
         if parameter.numel() == 0:
@@ -126,12 +126,12 @@ def build_table(model: nn.Module) -> list[Entry]:
     return trained + initial
 
 
-def extra_entry(name: str, tensor: Tensor) -> Entry:
+def extra_entry(name: str, tensor: Tensor) -> TensorEntry:
     """Return the entry of a tensor that takes part in each step and is none of the model's."""
     return _entry(name, tensor, trained=True)
 
 
-def state_entry(name: str, tensor: Tensor) -> Entry:
+def state_entry(name: str, tensor: Tensor) -> TensorEntry:
     """Return the entry of a tensor of the optimizer's state, which is spread as plain bytes."""
     return _entry(name, tensor, trained=False)
 
@@ -191,17 +191,17 @@ def in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return copy.copy_(tensor)
 
 
-def names_of(entries: Iterable[Entry], limit: int = 3) -> str:
+def names_of(entries: Iterable[TensorEntry], limit: int = 3) -> str:
     """Return the first names of some entries for a message."""
     names = [repr(entry.name) for entry in entries]
     text = ", ".join(names[:limit])
     return f"{text} and {len(names) - limit} more" if len(names) > limit else text
 
 
-def _entry(name: str, tensor: Tensor, *, trained: bool) -> Entry:
+def _entry(name: str, tensor: Tensor, *, trained: bool) -> TensorEntry:
     stride = tensor.stride() if is_dense(tensor) else _row_major(tensor.shape)
     nbytes = tensor.numel() * tensor.element_size()
-    return Entry(
+    return TensorEntry(
         name=name,
         tensor=tensor,
         trained=trained,

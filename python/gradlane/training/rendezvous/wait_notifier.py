@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 
-class PauseObserver(Protocol):
+class WaitObserver(Protocol):
     """Whoever wants to know; called in the thread that waits."""
 
     def pause_begins(self) -> None:
@@ -20,18 +20,18 @@ class PauseObserver(Protocol):
         """It is over, or has failed."""
 
 
-class Pause:
+class WaitNotifier:
     """A context to wait in: `with PAUSE: channel.wait(...)`. Waits do not nest."""
 
     def __init__(self) -> None:
         """Start with nobody to tell."""
-        self._observers: tuple[PauseObserver, ...] = ()
+        self._observers: tuple[WaitObserver, ...] = ()
 
-    def observe(self, observer: PauseObserver) -> None:
+    def observe(self, observer: WaitObserver) -> None:
         """Tell an observer of all waits from now on."""
         self._observers = (*self._observers, observer)
 
-    def forget(self, observer: PauseObserver) -> None:
+    def forget(self, observer: WaitObserver) -> None:
         """Tell an observer no more; unknown ones do not matter."""
         self._observers = tuple(one for one in self._observers if one is not observer)
 
@@ -49,5 +49,5 @@ class Pause:
             observer.pause_ends()
 
 
-PAUSE = Pause()
+PAUSE = WaitNotifier()
 """Of this process: a session waits in whatever thread needs a result."""

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 
-class Endable(Protocol):
+class OpenSession(Protocol):
     """A session as this file sees it."""
 
     def abort(self, reason: str) -> None:
@@ -29,13 +29,13 @@ class Endable(Protocol):
         """Drop everything in a forked child."""
 
 
-_open: set[Endable] = set()
+_open: set[OpenSession] = set()
 """Sessions that are not closed. They stay alive, since the core's threads use their memory."""
 
 _installed = False
 
 
-def watch(session: Endable) -> None:
+def watch(session: OpenSession) -> None:
     """End a session properly when the program ends in whatever way."""
     global _installed
     _open.add(session)
@@ -49,7 +49,7 @@ def watch(session: Endable) -> None:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def unwatch(session: Endable) -> None:
+def unwatch(session: OpenSession) -> None:
     """Forget a session that has ended."""
     _open.discard(session)
 

@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.link_report import LinkReport
-from gradlane.training.connection import Surroundings
+from gradlane.training.connection import SessionContext
 from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import steps_per_parameter
-from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, Prepared
+from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.validation import check_arguments
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import SFB
 from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
-from gradlane.training.plans.in_force import PlanInForce
+from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import measure_links
-from gradlane.training.rendezvous.rendezvous import Meeting
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 if TYPE_CHECKING:
     from gradlane.training.arrays.exchange import ArrayExchange
@@ -38,17 +38,17 @@ OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 class SessionModels:
     """The models of a session."""
 
-    _around: Surroundings
-    _prepared: list[Prepared]
-    _plans: PlanInForce
+    _ctx: SessionContext
+    _prepared: list[PreparedModel]
+    _plans: ActivePlan
 
     def _check_open(self) -> None:
         raise NotImplementedError
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> RendezvousScope:
         raise NotImplementedError
 
-    def _parts(self) -> list[Prepared | ArrayExchange]:
+    def _parts(self) -> list[PreparedModel | ArrayExchange]:
         raise NotImplementedError
 
     def prepare(
@@ -112,7 +112,7 @@ class SessionModels:
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()
-        before: Prepared | None = None
+        before: PreparedModel | None = None
         unable: ValueError | GradlaneError | None = None
         sizes: dict[str, int] = {}
         try:
@@ -124,7 +124,7 @@ class SessionModels:
                     f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
                     '"auto", "poseidon" or None'
                 )
-            if plan is not None and self._around.options.is_asynchronous:
+            if plan is not None and self._ctx.options.is_asynchronous:
                 raise ValueError(
                     'plan= with strategy="asgd": plans choose among settings that give the same '
                     "results; asynchronous training is none of them"
@@ -135,7 +135,7 @@ class SessionModels:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
         agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
-        place = self._around.place
+        place = self._ctx.place
         if agreed.rule and place.serving:
             raise ValueError(
                 f"plan={agreed.rule!r} while {place.serving} ranks only serve: a session finds "
@@ -145,7 +145,7 @@ class SessionModels:
         schemes = {"poseidon": SFB} if agreed.rule == "poseidon" else {}
         if agreed.plan is not None:
             schemes = agreed.plan.schemes
-        check_schemes(self._around.options.stragglers, schemes)
+        check_schemes(self._ctx.options.stragglers, schemes)
         residuals = None
         if before is not None:
             try:
@@ -155,21 +155,21 @@ class SessionModels:
                 # The others are on their way to the next meeting, and would wait there.
                 self._meet().refuse(str(error))
                 raise
-        around = self._around
+        ctx = self._ctx
         if agreed.plan is not None:
-            options = agreed.plan.settings.applied_to(around.options)
-            around = replace(around, options=options, schemes=agreed.plan.schemes)
+            options = agreed.plan.settings.applied_to(ctx.options)
+            ctx = replace(ctx, options=options, schemes=agreed.plan.schemes)
             self._plans.plan = agreed.plan
         learns = agreed.rule != "" and place.world_size > 1
         links = self.probe(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
-        prepared = Prepared(around, self._meet, model, optimizer, deferred, buffers)
+        prepared = PreparedModel(ctx, self._meet, model, optimizer, deferred, buffers)
         if residuals is not None:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self._prepared.append(prepared)
         if links is not None:
             self._plans.learn(prepared, links, agreed.rule)
-        if defer is None and not deferred and self._around.options.update == "worker":
+        if defer is None and not deferred and self._ctx.options.update == "worker":
             warnings.warn(
                 f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
                 "so step() waits for all gradients; pass defer=True to prepare(), or give the "
@@ -220,14 +220,14 @@ class SessionModels:
         """
         self._check_open()
         return measure_links(
-            self._around,
+            self._ctx,
             self._meet(),
             window_s=window_s,
             directions=directions,
             on_phase=on_phase,
         )
 
-    def _prepared_before(self, model: nn.Module) -> Prepared | None:
+    def _prepared_before(self, model: nn.Module) -> PreparedModel | None:
         """Find a model that is to be prepared again; refuse what is in another one's hands."""
         again = next((one for one in self._prepared if one.model is model), None)
         for other in self._prepared:
@@ -240,7 +240,7 @@ class SessionModels:
             again.check_between_steps()
         return again
 
-    def _part_with(self, prepared: Prepared) -> None:
+    def _part_with(self, prepared: PreparedModel) -> None:
         self._plans.forget(prepared)
         prepared.close(CLOSE_TIMEOUT_S)
         self._prepared.remove(prepared)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from gradlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from gradlane.training.connection import Surroundings
-    from gradlane.training.model.prepared import Prepared
+    from gradlane.training.connection import SessionContext
+    from gradlane.training.model.prepared import PreparedModel
 
 BatchType = TypeVar("BatchType")
 
@@ -75,8 +75,8 @@ def at_pace(
 class SessionPace:
     """The part of `Session` that goes at the others' pace."""
 
-    _prepared: list[Prepared]
-    _around: Surroundings
+    _prepared: list[PreparedModel]
+    _ctx: SessionContext
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -104,6 +104,6 @@ class SessionPace:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        if not self._around.options.leaves_out or self._around.place.world_size == 1:
+        if not self._ctx.options.leaves_out or self._ctx.place.world_size == 1:
             return iter(batches)
         return at_pace(batches, lambda: self._prepared, on_pass)

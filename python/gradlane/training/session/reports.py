@@ -9,7 +9,7 @@ from gradlane.training.monitoring.tensorboard import ScalarWriter
 
 if TYPE_CHECKING:
     from gradlane.training.arrays.exchange import ArrayExchange
-    from gradlane.training.model.prepared import Prepared
+    from gradlane.training.model.prepared import PreparedModel
     from gradlane.training.monitoring.observer import Observer
 
 
@@ -18,7 +18,7 @@ class SessionReports:
 
     _observer: Observer
 
-    def _parts(self) -> list[Prepared | ArrayExchange]:
+    def _parts(self) -> list[PreparedModel | ArrayExchange]:
         raise NotImplementedError
 
     def _check_open(self) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gradlane.errors import UsageError
-from gradlane.training.connection import Surroundings, listen
+from gradlane.training.connection import SessionContext, listen
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.serving import Office, Served, Server
+from gradlane.training.rendezvous.serving import Served, Server, ServerRegistry
 
 _TOLD_EVERY_S = 0.5
 
@@ -18,7 +18,7 @@ _TOLD_EVERY_S = 0.5
 class SessionServing:
     """Calls for ranks that own slices and train nothing."""
 
-    _around: Surroundings
+    _ctx: SessionContext
     _store: BoundedStore
     _server: Server | None
     _ended: str | None
@@ -54,7 +54,7 @@ class SessionServing:
         """
         if self._server is None:
             raise UsageError(
-                f"rank {self._around.place.rank} trains: serve() is for ranks that only serve, "
+                f"rank {self._ctx.place.rank} trains: serve() is for ranks that only serve, "
                 "those from gradlane.init(workers=...) on"
             )
         server = self._server
@@ -73,39 +73,39 @@ class SessionServing:
 
     def _say(self, connected: Served) -> None:
         """Print what is served from now on."""
-        if not self._around.options.summary:
+        if not self._ctx.options.summary:
             return
-        place = self._around.place
+        place = self._ctx.place
         print(
             f"gradlane: rank {place.rank} serves {connected.owned_bytes / 1e6:.1f} of "
             f"{connected.total_bytes / 1e6:.1f} MB in {connected.tensors} tensors",
             file=sys.stderr,
         )
 
-    def _make_server(self, office: Office) -> Server:
-        around = self._around
+    def _make_server(self, office: ServerRegistry) -> Server:
+        ctx = self._ctx
         return Server(
-            around.core,
+            ctx.core,
             office,
             self._store,
-            around.secret,
-            lambda place: listen(replace(around, place=place)),
-            work_threads=around.options.work_threads,
-            io_threads=around.options.io_threads,
-            patience_s=around.options.progress_timeout_s,
+            ctx.secret,
+            lambda place: listen(replace(ctx, place=place)),
+            work_threads=ctx.options.work_threads,
+            io_threads=ctx.options.io_threads,
+            patience_s=ctx.options.progress_timeout_s,
         )
 
     def _check_trains(self) -> None:
         """Refuse what only ranks that train can do."""
         if self._server is not None:
             raise UsageError(
-                f"rank {self._around.place.rank} only serves: of {self._around.place.ranks} ranks "
-                f"the first {self._around.place.world_size} train; call session.serve()"
+                f"rank {self._ctx.place.rank} only serves: of {self._ctx.place.ranks} ranks "
+                f"the first {self._ctx.place.world_size} train; call session.serve()"
             )
 
     def _stop_serving(self, reason: str = "") -> None:
         """Tell the ranks that serve that there is no more to do; on one, give up what is open."""
-        if self._around.invitations is not None:
-            self._around.invitations.end(reason)
+        if self._ctx.invitations is not None:
+            self._ctx.invitations.end(reason)
         if self._server is not None:
-            self._server.abort(reason or f"rank {self._around.place.rank} closed its session")
+            self._server.abort(reason or f"rank {self._ctx.place.rank} closed its session")

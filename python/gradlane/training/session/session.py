@@ -29,26 +29,26 @@ from gradlane.errors import GradlaneError, SessionClosedError, UsageError
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.surface import SessionArrays
 from gradlane.training.checkpoints.manager import make_checkpoints
-from gradlane.training.connection import Surroundings
+from gradlane.training.connection import SessionContext
 from gradlane.training.core import CoreModule, translate_error
 from gradlane.training.model.join import Join
-from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, Prepared
+from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.options.options import Options
-from gradlane.training.plans.in_force import PlanInForce
+from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.deadlock import Standstill
-from gradlane.training.rendezvous.environment import Place
-from gradlane.training.rendezvous.incarnation import start_of
-from gradlane.training.rendezvous.rendezvous import Meeting, store_address
-from gradlane.training.rendezvous.serving import Invitations, Office
+from gradlane.training.rendezvous.deadlock import DeadlockDetector
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.incarnation import incarnation_of
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, store_address
+from gradlane.training.rendezvous.serving import JobAnnouncements, ServerRegistry
 from gradlane.training.session import lifecycle
 from gradlane.training.session.models import SessionModels
 from gradlane.training.session.pace import SessionPace
 from gradlane.training.session.reports import SessionReports
 from gradlane.training.session.serving import SessionServing
-from gradlane.training.session.staleness import Tally
+from gradlane.training.session.staleness import StalenessSums
 from gradlane.training.session.state import SessionState
 
 _channels: dict[tuple[str, int, int], int] = {}
@@ -64,13 +64,13 @@ class Session(
         self,
         core: CoreModule,
         options: Options,
-        place: Place,
+        place: RankInfo,
         store: BoundedStore,
         secret: str | None,
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store.store, os.environ)
-        office = Office(store, place, options.connect_timeout_s) if place.serving else None
+        office = ServerRegistry(store, place, options.connect_timeout_s) if place.serving else None
         self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
         self._checkpoints = make_checkpoints(
@@ -80,8 +80,8 @@ class Session(
             place,
             options.connect_timeout_s,
         )
-        self._standstill = Standstill(store, place)
-        self._around = Surroundings(
+        self._standstill = DeadlockDetector(store, place)
+        self._ctx = SessionContext(
             core,
             options,
             place,
@@ -92,26 +92,28 @@ class Session(
             self._observer,
             self._checkpoints,
             self._recorder,
-            invitations=Invitations(office) if office is not None and place.rank == 0 else None,
+            invitations=JobAnnouncements(office)
+            if office is not None and place.rank == 0
+            else None,
         )
         self._store = store
         self._server = self._make_server(office) if office is not None and place.serves else None
-        self._prepared: list[Prepared] = []
-        self._meetings: list[Meeting] = []
+        self._prepared: list[PreparedModel] = []
+        self._meetings: list[RendezvousScope] = []
         self._start_arrays()
-        self._plans = PlanInForce(options, self._meet, self._prepared, self.abort)
+        self._plans = ActivePlan(options, self._meet, self._prepared, self.abort)
         self._ended: str | None = None
         lifecycle.watch(self)
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._around.place.rank
+        return self._ctx.place.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that train: all, unless `workers` said otherwise."""
-        return self._around.place.world_size
+        return self._ctx.place.world_size
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -149,7 +151,7 @@ class Session(
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
-        if self._around.options.leaves_out:
+        if self._ctx.options.leaves_out:
             raise UsageError(
                 "session.join() where stragglers are left out: a rank without data would be one, "
                 'and the others would not wait for it; use stragglers="wait"'
@@ -180,10 +182,10 @@ class Session(
             For each rank whose gradients were applied here: `rank`, `pushes`, `mean`, `max` and
             `histogram` (pushes by staleness from 0 on; entry 64 counts that and all above).
         """
-        total: dict[int, Tally] = {}
+        total: dict[int, StalenessSums] = {}
         for prepared in self._prepared:
             for rank, reading in enumerate(prepared.staleness()):
-                total.setdefault(rank, Tally()).add(reading)
+                total.setdefault(rank, StalenessSums()).add(reading)
         return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -277,26 +279,26 @@ class Session(
         for part in self._parts():
             part.forget_in_child()
 
-    def _parts(self) -> list[Prepared | ArrayExchange]:
+    def _parts(self) -> list[PreparedModel | ArrayExchange]:
         """Return what has a channel of its own: models, and the arrays if there are some."""
         return [*self._prepared, *([self._exchange] if self._exchange is not None else [])]
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> RendezvousScope:
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
-        place, timeout_s = self._around.place, self._around.options.connect_timeout_s
+        place, timeout_s = self._ctx.place, self._ctx.options.connect_timeout_s
         key = (place.job, place.restart, place.rank)
-        start = start_of(self._store, place, timeout_s)
+        start = incarnation_of(self._store, place, timeout_s)
         if not self._meetings:
             self._standstill.belong_to(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        meeting = Meeting(self._store, place, number, timeout_s, start, self._look)
+        meeting = RendezvousScope(self._store, place, number, timeout_s, start, self._look)
         self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
         return meeting
 
     def _look(self) -> None:
         """Raise if a model or the arrays have lost a rank."""
-        core = self._around.core
+        core = self._ctx.core
         for part in self._parts():
             if not part.has_parted:
                 try:

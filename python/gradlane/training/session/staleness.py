@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Tally:
+class StalenessSums:
     """The staleness of one rank's gradients.
 
     Attributes:

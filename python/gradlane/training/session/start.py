@@ -14,7 +14,7 @@ from gradlane.training.monitoring.recorder import wanted_path
 from gradlane.training.node.rules import check_sums, with_local
 from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.training.options.options import FACTOR_SCHEMES, Options, strategy_of
-from gradlane.training.rendezvous.environment import find_place, is_wanted, warn_of_unknown
+from gradlane.training.rendezvous.environment import find_rank_info, is_wanted, warn_of_unknown
 from gradlane.training.rendezvous.rendezvous import answer_limit_s, bounded_store, open_store
 from gradlane.training.session.session import Session
 
@@ -186,7 +186,7 @@ def init(
     core = core if core is not None else load_core()
     if options.codec != RAW:
         check_codecs(options.codec)
-    place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
+    place = find_rank_info(os.environ, rank=rank, world_size=world_size, job=job)
     options.check_world(place.world_size)
     place = place.with_workers(options.workers)
     bounded = (
@@ -238,7 +238,7 @@ def init_serving(
     )
     warn_of_unknown(os.environ)
     core = load_core()
-    place = find_place(os.environ, rank=rank, world_size=world_size, job=job)
+    place = find_rank_info(os.environ, rank=rank, world_size=world_size, job=job)
     if place.rank == 0:
         raise ValueError(
             f"rank 0 of {place.world_size} trains, and ranks that serve come after all that train: "

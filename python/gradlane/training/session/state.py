@@ -9,7 +9,7 @@ from gradlane.errors import UsageError
 
 if TYPE_CHECKING:
     from gradlane.training.checkpoints.manager import Checkpoints
-    from gradlane.training.model.prepared import Prepared
+    from gradlane.training.model.prepared import PreparedModel
 
 _STATE_VERSION = 1
 
@@ -17,7 +17,7 @@ _STATE_VERSION = 1
 class SessionState:
     """The part of `Session` that state goes through."""
 
-    _prepared: list[Prepared]
+    _prepared: list[PreparedModel]
     _checkpoints: Checkpoints | None
 
     def _check_open(self) -> None:

@@ -188,7 +188,7 @@ def checkpoints(reentrant: bool) -> Step:
     return take_step
 
 
-class Apart(nn.Module):
+class AsyncContext(nn.Module):
     """Has parameters of all kinds, one for rank 0 alone and one for nobody."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Apart(nn.Module):
 
 
 def uses(*names: str) -> Step:
-    """A step whose loss is made of some parameters of `Apart`."""
+    """A step whose loss is made of some parameters of `AsyncContext`."""
 
     def take_step(session: Any, model: Any, optimizer: Any, step: int) -> None:
         total: Any = torch.zeros(())
@@ -340,18 +340,20 @@ CONSTRUCTS = [
         uneven,
         note="a rank without data counts as zeros, see [uneven-data.md](uneven-data.md)",
     ),
-    Construct(_TENSORS, "used by one rank only", equal(uses("scale", "sometimes"), Apart)),
-    Construct(_TENSORS, "used by no rank", equal(uses("scale"), Apart)),
+    Construct(_TENSORS, "used by one rank only", equal(uses("scale", "sometimes"), AsyncContext)),
+    Construct(_TENSORS, "used by no rank", equal(uses("scale"), AsyncContext)),
     Construct(
         _TENSORS,
         "embeddings with sparse gradients",
-        equal(uses("table"), Apart),
+        equal(uses("table"), AsyncContext),
         note="sent dense",
     ),
-    Construct(_TENSORS, "complex", equal(uses("turn"), Apart)),
-    Construct(_TENSORS, "float64", equal(uses("fine"), Apart)),
+    Construct(_TENSORS, "complex", equal(uses("turn"), AsyncContext)),
+    Construct(_TENSORS, "float64", equal(uses("fine"), AsyncContext)),
     Construct(
-        _TENSORS, "scalars; parameters of no elements", equal(uses("scale", "nothing"), Apart)
+        _TENSORS,
+        "scalars; parameters of no elements",
+        equal(uses("scale", "nothing"), AsyncContext),
     ),
-    Construct(_TENSORS, "parameters that share memory", equal(uses("left", "right"), Apart)),
+    Construct(_TENSORS, "parameters that share memory", equal(uses("left", "right"), AsyncContext)),
 ]
