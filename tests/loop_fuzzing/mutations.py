@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from gradlane.training import carrier
-from gradlane.training.model import hooks, steps, updates
+from gradlane.training.model import hooks, step_state, steps, updates
 from gradlane.training.model import lazy_list as waiting
 from gradlane.training.model import lazy_parameter_dict as guard
 from gradlane.training.modules import gradient_intake as gradients
@@ -174,7 +174,7 @@ def _later_parts_dropped() -> Iterator[None]:
 
     def drop(self: Any, index: int, parameter: Any) -> None:
         gradient = gradients.raw_grad(parameter)
-        key = (id(self), self.step + (self.phase is not steps.Phase.BACKWARD), index)
+        key = (id(self), self.step + (self.phase is not step_state.Phase.BACKWARD), index)
         if gradient is not None:
             gradients.set_raw_grad(parameter, first.setdefault(key, gradient.clone()).clone())
         take(self, index, parameter)

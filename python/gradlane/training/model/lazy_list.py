@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.training.model.steps import Phase, Steps
+from gradlane.training.model.step_state import Phase
+from gradlane.training.model.steps import Steps
 
 
 class LazyParameterList(list[Tensor]):

@@ -33,7 +33,8 @@ from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import LazyParameters
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
-from gradlane.training.model.steps import Phase, StepCallbacks, Steps
+from gradlane.training.model.step_state import Phase, StepCallbacks
+from gradlane.training.model.steps import Steps
 from gradlane.training.model.updates import DeferredUpdate
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum

@@ -32,8 +32,6 @@ from gradlane.training.model.updates import undisturbed
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
-__all__ = ["Phase", "StepCallbacks", "Steps"]
-
 
 class Steps(StepReads):
     """Drives one channel through the training steps of one model."""
