@@ -22,7 +22,7 @@ from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 
 SOURCES = Path(gradlane.__file__).parent
-_APART = ("lab", "accuracy", "reproduce", "report", "profiler", "planner", "whatif", "timeline")
+_APART = ("lab", "planning", "report", "formats")
 
 
 def train_with_a_stop(

@@ -92,7 +92,7 @@ def wait_until_all_are_connected(
         try:
             channel.is_ready(0, 0)
         except core.ChannelError as error:
-            raise meeting.give_up(f"{error.args[0]} (while the ranks connected)") from error
+            raise meeting.give_up_on_loss(f"{error.args[0]} (while the ranks connected)") from error
 
     try:
         meeting.wait_until_opened(look)

@@ -44,6 +44,8 @@ _PROBE_S = 0.5
 _REPORT_S = 2.0
 """How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
 to read it."""
+_CAUSE_S = 2 * _REPORT_S
+"""Seconds that a rank waits for the reason of a rank that it has lost while the ranks connect."""
 
 
 def open_store(
@@ -304,6 +306,23 @@ class RendezvousScope:
         if self._told is not None:
             return RendezvousError(self._told)
         word = json.dumps({"reason": reason, "missing": sorted(missing)})
+        return self._claim_reason(word)
+
+    def give_up_on_loss(self, reason: str) -> RendezvousError:
+        """Give up since a connected rank was lost: that rank may be about to tell its reason.
+
+        A rank that cannot connect to another drops its connections before it has found out whether
+        the rank or the link is to blame.
+
+        Args:
+            reason: the sentence, for a rank that says nothing itself.
+        """
+        if self._told is None:
+            with contextlib.suppress(StoreLostError):
+                self._store.wait_for({_REASON}, _CAUSE_S)
+        return self.give_up(reason)
+
+    def _claim_reason(self, word: str) -> RendezvousError:
         # A store that is gone cannot tell anybody anything.
         with contextlib.suppress(StoreLostError):
             word = self._store.claim(_REASON, word, limit_s=_REPORT_S)
