@@ -174,6 +174,7 @@ that has its own `step()` counts as another class.
 | option | what happens |
 | --- | --- |
 | `foreach`, `fused` | as in torch; one call steps all tensors whose gradients are there |
+| `foreach`: `SGD`, f16 and bf16 on the CPU | `step()` waits while only some have a momentum |
 | `maximize` | as in torch, on servers too |
 """
 

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gradlane.adapter.lazy_state import plain_state
 from gradlane.ranks.table import Entry, names_of
 
 
@@ -75,6 +76,34 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps per parameter by torch's own code alone."""
     return _steps_by(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+
+
+def step_of_class(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """Return the `step` of an optimizer's class, or None where the optimizer's own does more."""
+    step: Callable[[Optimizer], Any] = type(optimizer).step
+    is_bound = getattr(optimizer.step, "__func__", None) is step
+    return step if is_bound or is_known(optimizer) else None
+
+
+def mixes_first_steps(optimizer: Optimizer) -> bool:
+    """Return whether the bits of a step depend on which parameters are stepped together.
+
+    With `foreach=True`, SGD multiplies all momenta in one call only where every parameter with a
+    gradient has one, and on the CPU torch rounds the factor of that call to 16 bits first.
+    """
+    if not isinstance(optimizer, SGD):
+        return False
+    state = plain_state(optimizer)
+    for group in optimizer.param_groups:
+        if group["foreach"] and group["momentum"]:
+            are_new = {
+                state.get(one, {}).get("momentum_buffer") is None
+                for one in list.__iter__(group["params"])
+                if one.device.type == "cpu" and one.dtype in (torch.float16, torch.bfloat16)
+            }
+            if len(are_new) == 2:
+                return True
+    return False
 
 
 def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:

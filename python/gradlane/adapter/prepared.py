@@ -24,7 +24,7 @@ from gradlane.adapter.carrying import Carrying
 from gradlane.adapter.connecting import connect, schemes_of
 from gradlane.adapter.exchange import Exchange
 from gradlane.adapter.gathering import Gathering
-from gradlane.adapter.handover import hand_over, with_current_buffers
+from gradlane.adapter.handover import attributes_of, hand_over, with_current_buffers
 from gradlane.adapter.hooks import Installation
 from gradlane.adapter.lazy_parameters import LazyParameters
 from gradlane.adapter.residual_state import ResidualState
@@ -76,6 +76,7 @@ class Prepared:
         self._meet = meet
         self._meeting = meeting
         self._optimizer = optimizer
+        self._attributes = attributes_of(optimizer)
         self._defer = defer
         self._buffers = buffers
         self.model = model
@@ -269,7 +270,9 @@ class Prepared:
         self.steps.settle()
         try:
             entries = with_current_buffers(self._entries, self.model)
-            hand_over(self._around, self._meet(), entries, self._optimizer, source)
+            hand_over(
+                self._around, self._meet(), entries, self._optimizer, self._attributes, source
+            )
         except GradlaneError as error:
             self.abort(f"the state of rank {source} could not be handed over: {error}")
             raise
@@ -372,11 +375,15 @@ class Prepared:
         around, optimizer = self._around, self._optimizer
         observes = around.place.rank == 0 and around.place.ranks > 1
         step_whole = self.installation.step_whole
+        step_of_class = optimizers.step_of_class(optimizer)
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
+            if step_of_class is not None:
+                step_of_class = self._connected.recording.timed_update(step_of_class)
         update = DeferredUpdate(
             optimizer,
             step_whole,
+            step_of_class,
             [entry.tensor for entry in self._trained],
             self._index_of,
             is_known=optimizers.is_known(optimizer),
@@ -384,7 +391,10 @@ class Prepared:
         driver = Driver(
             update=update,
             defers=lambda: (
-                self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
+                self._defer
+                and update.in_parts
+                and not optimizers.has_step_hooks(optimizer)
+                and not optimizers.mixes_first_steps(optimizer)
             ),
             check_unchanged=self._check_unchanged,
             server_rows=self._server_rows if self._served is not None else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,46 @@ def uses(*names: str) -> Step:
     return take_step
 
 
+class Counting(torch.optim.SGD):
+    """Divides its rate by a count of its steps, which is in no state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+        self.counted: list[int] = []
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.counted.append(self.count)
+        self.total += 1
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        super().step(closure)
+
+
+def counts(defer: bool | None) -> None:
+    """What an optimizer counts in attributes is alike on all ranks after uneven data."""
+
+    def body(session: Any) -> tuple[list[Tensor], Any]:
+        model = seeded(Small)
+        optimizer = Counting(model.parameters())
+        session.prepare(model, optimizer, defer=defer)
+        with session.join():
+            for step in range(2 + 2 * session.rank):
+                loss(model, session, step).backward()
+                finish(optimizer)
+        loss(model, session, 5).backward()
+        finish(optimizer)
+        return snapshot(model), (optimizer.count, optimizer.counted, optimizer.total)
+
+    with warnings.catch_warnings():
+        # It is stepped whole, and says so.
+        warnings.simplefilter("ignore")
+        (first, counted), (second, other) = run_ranks(2, body)
+    assert same_bits(first, second)
+    assert counted == other == (5, [1, 2, 3, 4, 5], 5.0)
+
+
 def uneven(defer: bool | None) -> None:
     """Ranks with unlike numbers of batches end with the same parameters, and all end."""
 
@@ -339,6 +380,12 @@ CONSTRUCTS = [
         "uneven data in `session.join()`",
         uneven,
         note="a rank without data counts as zeros, see [uneven-data.md](uneven-data.md)",
+    ),
+    Construct(
+        _LOOPS,
+        "the same with an optimizer that counts in attributes of its own",
+        counts,
+        note="handed over, unless they hold parameters",
     ),
     Construct(_TENSORS, "used by one rank only", equal(uses("scale", "sometimes"), Apart)),
     Construct(_TENSORS, "used by no rank", equal(uses("scale"), Apart)),
