@@ -197,6 +197,17 @@ def test_only_torchs_own_wrappers_leave_a_step_torchs() -> None:
     assert not steps_per_parameter(optimizer)
 
 
+def test_a_class_does_not_speak_for_a_step_that_the_program_has_wrapped() -> None:
+    optimizer: Any = Says([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert steps_per_parameter(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert steps_per_parameter(optimizer)
+    wrapped_object(optimizer)
+    assert not steps_per_parameter(optimizer)
+    optimizer.steps_per_parameter = True
+    assert steps_per_parameter(optimizer)
+
+
 class Counting(torch.optim.Optimizer):
     """Says that it steps per parameter, and counts in its group, or in itself."""
 

@@ -65,11 +65,12 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known, or says, to step per parameter.
 
     Those of `torch.optim` are known. Any other class says so with an attribute
-    `steps_per_parameter = True`.
+    `steps_per_parameter = True`, but not of a `step` that the program has wrapped.
     """
     declared = getattr(optimizer, "steps_per_parameter", None)
     if declared is not None:
-        return bool(declared)
+        says_itself = "steps_per_parameter" in vars(optimizer)
+        return bool(declared) and (says_itself or step_of_class(optimizer) is not None)
     return is_known(optimizer)
 
 
@@ -80,9 +81,14 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def step_of_class(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """Return the `step` of an optimizer's class, or None where the optimizer's own does more."""
-    step: Callable[[Optimizer], Any] = type(optimizer).step
-    is_bound = getattr(optimizer.step, "__func__", None) is step
-    return step if is_bound or is_known(optimizer) else None
+    of_class: Callable[[Optimizer], Any] = type(optimizer).step
+    step: Callable[..., Any] | None = optimizer.step
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if step is of_class:
+            return of_class
+        step = _wrapped(step) if _is_written_by_torch(step) else None
+    return None
 
 
 def mixes_first_steps(optimizer: Optimizer) -> bool:
@@ -138,17 +144,30 @@ def _is_torchs(step: Callable[..., Any]) -> bool:
     """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
     while True:
         step = getattr(step, "__func__", step)
-        # Not `__module__`: `functools.wraps` copies that from what is wrapped.
-        module = str(getattr(step, "__globals__", {}).get("__name__", ""))
-        if module.partition(".")[0] not in ("torch", "gradlane"):
+        if not _is_written_by_torch(step):
             return False
-        wrapped = getattr(step, "__wrapped__", None)
-        if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
-            # Schedulers of torch 2.4 do not say what they wrap as others do.
-            wrapped = inspect.getclosurevars(step).nonlocals["func"]
+        wrapped = _wrapped(step)
         if wrapped is None:
-            return module.startswith("torch.optim.")
+            return _module(step).startswith("torch.optim.")
         step = wrapped
+
+
+def _is_written_by_torch(step: Callable[..., Any]) -> bool:
+    return _module(step).partition(".")[0] in ("torch", "gradlane")
+
+
+def _module(step: Callable[..., Any]) -> str:
+    # Not `__module__`: `functools.wraps` copies that from what is wrapped.
+    return str(getattr(step, "__globals__", {}).get("__name__", ""))
+
+
+def _wrapped(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what torch or gradlane has wrapped in a `step`, or None."""
+    wrapped: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
+    if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
+        # Schedulers of torch 2.4 do not say what they wrap as others do.
+        wrapped = inspect.getclosurevars(step).nonlocals["func"]
+    return wrapped
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
