@@ -72,6 +72,14 @@ def not_expanded() -> nn.Module:
     return model
 
 
+class Sliced(Model):
+    """A buffer whose elements do not lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(6)[::2])
+
+
 def scripted() -> nn.Module:
     """Batch norm that torch.jit has compiled."""
     model: Any = Model()
@@ -270,6 +278,10 @@ RIGHT: dict[str, tuple[Callable[[bool | None], None], str]] = {
     "`module._buffers[name] = ...` between steps, alike on all ranks": (alike(put), ""),
     "`del` and `register_buffer` with the same form, alike on all ranks": (alike(take_out), ""),
     "written between steps, alike on all ranks": (alike(write), ""),
+    "the same where its elements lie apart": (
+        alike(lambda model, rank: model.low.sub_(1.0), Sliced),
+        "",
+    ),
     "written between two forwards of a step": (
         keeps_own,
         "this rank's own until the step ends, then rank 0's, as what forwards write",
