@@ -541,9 +541,13 @@ class OddLoop:
                 if action.do in places and self.chance(0.35):
                     self.actions[place] = dataclasses.replace(action, thread=True)
         else:
+            norms = {block.norm for block in self.loop.models[model].blocks}
             for first, step in self.some_steps(model):
                 given = {"how": self.draw(oddities.ASIDES), "times": self.random.randint(1, 4)}
                 if self.loop.serves and given["how"] in ("optimizer", "state"):
+                    given["how"] = "state_dict"
+                if given["how"] == "deepcopy" and "old_weight_norm" in norms:
+                    # Torch copies no module whose weight a forward has computed.
                     given["how"] = "state_dict"
                 look = d.Action("look_aside", model, self.ranks(), given)
                 self.insert(self.draw((first, first, step, step + 1)), look)
