@@ -74,6 +74,8 @@ class Generator:
         # With other rules some buffers are averaged over the ranks that have data.
         self.may_join = buffers == "local"
         self.grown: set[int] = set()
+        self.frozen: set[int] = set()
+        self.prepared_frozen: set[int] = set()
         actions = self.actions(count)
         defer = None if self.chance(0.6) else self.chance(0.4)
         return d.Loop(
@@ -405,6 +407,8 @@ class Generator:
             grows = grows and number not in self.grown
             if grows:
                 self.grown.add(number)
+            if number in self.frozen:
+                self.prepared_frozen.add(number)
             # A step that the scaler skipped, or that another model's backward began, ends first.
             zero = d.Action("zero", number, None, {"whose": "optimizer"})
             choices += [zero, d.Action("prepare_again", number, None, {"grows": grows})]
@@ -451,7 +455,9 @@ class Generator:
         if any(one in always[:1] for one in tied) and "scale" not in self.models[number].extras:
             return []
         trained = self.chance(0.5)
-        if trained and blocks[block].frozen:
+        if not trained:
+            self.frozen.add(number)
+        elif blocks[block].frozen or number in self.prepared_frozen:
             self.strange.add("thawed")
         return [d.Action("freeze", number, None, {"block": block, "trained": trained})]
 

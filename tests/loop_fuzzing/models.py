@@ -186,10 +186,10 @@ EXTRAS = (
     "hooked",
 )
 
+EXPANDED = ("expanded", "expanded_frozen")
 ODD_BUFFERS = (
     "tally",
-    "expanded",
-    "expanded_frozen",
+    *EXPANDED,
     "resized",
     "replaced",
     "mapped",

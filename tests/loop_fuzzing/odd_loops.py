@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.loop_fuzzing import description as d
 from tests.loop_fuzzing import oddities
-from tests.loop_fuzzing.models import ODD_BUFFERS
+from tests.loop_fuzzing.models import EXPANDED, ODD_BUFFERS
 
 _BUFFERED = ("batch_norm",)
 _NORMS_WITH_BUFFERS = ("spectral_norm", "old_spectral_norm")
@@ -20,6 +20,8 @@ _STATELESS_AT_FIRST = ("Adagrad", "ASGD", "Rprop", "Adafactor", "RAdam", "NAdam"
 """Optimizers whose state cannot be thrown away in part in every torch."""
 _STEPS = ("step", "scaled_step", "step_other", "step_by_hand")
 _BACKWARDS = ("backward", "assign_gradients", "backward_twice")
+_LEARNED = tuple(one for one in ODD_BUFFERS if one not in ("tally", "inference", *EXPANDED))
+"""Buffers that forwards write."""
 
 
 class OddLoop:
@@ -50,17 +52,27 @@ class OddLoop:
                 FAMILIES[name](self)
             if before != (self.actions, self.loop):
                 wanted -= 1
-        if any(one.do == "hook" for one in self.actions):
-            # What a hook changes twice depends on whose gradient comes first, in torch, too.
-            self.actions = [
-                dataclasses.replace(one, do="backward") if one.do == "backward_twice" else one
-                for one in self.actions
-            ]
+        self.actions = [
+            dataclasses.replace(one, do="backward")
+            if one.do == "backward_twice" and self.is_raced(one.model)
+            else one
+            for one in self.actions
+        ]
         wraps = any(one.do == "wrap_step" for one in self.actions)
         if wraps or any(one.wrapped or one.derived for one in self.loop.optimizers):
             # With `defer=True` the program says itself that its step may be done in parts.
             self.loop = dataclasses.replace(self.loop, defer=False if self.loop.defer else None)
         return dataclasses.replace(self.loop, actions=tuple(self.actions))
+
+    def is_raced(self, model: int) -> bool:
+        """Whether two backwards at once give what depends on which is faster, in torch, too.
+
+        What a hook changes twice does, a sum of more than two gradients, and what forwards write
+        into buffers.
+        """
+        learns = set(self.loop.models[model].extras) & set(_LEARNED)
+        hooked = any(one.do == "hook" for one in self.actions)
+        return hooked or bool(learns) or self.forgets(model)
 
     def has_own_steps(self) -> bool:
         """Whether a wrapper made after `prepare` would see this rank's own gradients, or does."""
@@ -136,7 +148,7 @@ class OddLoop:
                 continue
             if action.do == "zero" or action.given.get("zero") or action.given.get("closure"):
                 stepped = False
-            elif action.do == "backward" and stepped:
+            elif action.do in _BACKWARDS and stepped:
                 return True
             elif action.do in ("step", "scaled_step"):
                 stepped = True
@@ -244,6 +256,15 @@ class OddLoop:
             since.append(action)
         return since
 
+    def is_seen(self, place: int, model: int) -> bool:
+        """Whether a forward, of another model's backward perhaps, has begun a model's step."""
+        for action in reversed(self.actions[:place]):
+            if model in action.given.get("through", ()):
+                return True
+            if action.model == model and action.do in (*_STEPS, "joined", "prepare_again"):
+                return False
+        return False
+
     def climbing(self) -> None:
         """Steps of SAM: own gradients inside no_sync(), and another backward from there."""
         model = self.model()
@@ -346,6 +367,10 @@ class OddLoop:
         model = self.model()
         for _, step in self.some_steps(model):
             place = step if self.chance(0.1) else step + 1
+            if place == step and self.loop.serves:
+                # The update on the servers has begun with the backward.
+                strange = tuple(sorted({*self.loop.strange, "server_reads"}))
+                self.loop = dataclasses.replace(self.loop, strange=strange)
             draw = self.random.random()
             via = self.draw(("kept", "kept", "kept_groups", *oddities.VIAS))
             if draw < 0.45:
@@ -401,6 +426,9 @@ class OddLoop:
         if self.is_sparse() or any(one.given.get("closure") for one in self.actions):
             return
         inside = self.draw(oddities.INSIDES)
+        if inside == "noise" and any(one.do == "joined" for one in self.actions):
+            # It is drawn by a count of the program's own, which differs after uneven data.
+            inside = "halve"
         if "complex" in self.loop.models[model].extras:
             inside = "halve"
         optimizer = self.loop.optimizers[model]
@@ -495,6 +523,9 @@ class OddLoop:
         if calls & {"checkpoint", "reentrant"}:
             # Torch recomputes with other tensors then, and says so.
             return
+        if any(one.do == "clip" and one.given["how"] == "value" for one in self.actions):
+            # Torch's own breaks off where there is no gradient at all.
+            return
         for first, _ in self.some_steps(model):
             given = {**self.actions[first].given, "toggled": self.draw(plain)}
             given.pop("inputs", None)
@@ -510,12 +541,20 @@ class OddLoop:
                 if action.do in places and self.chance(0.35):
                     self.actions[place] = dataclasses.replace(action, thread=True)
         else:
+            norms = {block.norm for block in self.loop.models[model].blocks}
             for first, step in self.some_steps(model):
                 given = {"how": self.draw(oddities.ASIDES), "times": self.random.randint(1, 4)}
                 if self.loop.serves and given["how"] in ("optimizer", "state"):
                     given["how"] = "state_dict"
+                if given["how"] == "deepcopy" and "old_weight_norm" in norms:
+                    # Torch copies no module whose weight a forward has computed.
+                    given["how"] = "state_dict"
                 look = d.Action("look_aside", model, self.ranks(), given)
                 self.insert(self.draw((first, first, step, step + 1)), look)
+            for place in reversed(range(len(self.actions))):
+                if self.actions[place].do == "prepare_again":
+                    # Torch breaks off where one thread lists parameters and another adds one.
+                    self.insert(place, d.Action("wait_aside", model))
         self.actions.append(d.Action("wait_aside", model))
 
     def two_threads(self) -> None:
@@ -552,6 +591,9 @@ class OddLoop:
         for first, step in self.some_steps(model):
             if self.accumulates(first, step) or self.actions[first].given.get("no_sync"):
                 continue
+            if self.is_seen(first, model):
+                # Between two forwards of a step each rank keeps its own, as the page says.
+                continue
             # Nothing counts writes past torch, which `docs/constructs.md` says.
             hows = [how for how in oddities.BUFFER_WRITES if how not in ("data", "numpy")]
             given = {"how": self.draw(hows), "value": 0.25}
@@ -565,7 +607,7 @@ class OddLoop:
         """Whether a loop does something that plain torch cannot do with such a buffer."""
         does = {one.do for one in self.actions} | {one.given.get("what") for one in self.actions}
         copies = {"load", "joined", "prepare_again", "write", "average", "deepcopy", "twin"}
-        frozen = ("expanded", "expanded_frozen", "inference")
+        frozen = (*EXPANDED, "inference")
         moves = ("resized", "growing", "overlapping")
         # Zeroing between forward and backward ends the step before after this one's forward.
         between = any(one.given.get("zero") for one in self.actions)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.loop_fuzzing.description import Action, Loop
-from tests.loop_fuzzing.oddities import named_tally
+from tests.loop_fuzzing.oddities import Counts, named_tally
 from tests.loop_fuzzing.program import Note, Program
 
 _GRADIENT_ACTIONS = (
@@ -268,7 +268,9 @@ def _give(tensor: Tensor, value: Tensor) -> None:
 
 
 def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
-    """Take another optimizer's state and hyper-parameters, without torch's change of dtypes."""
+    """Take another optimizer's state, settings and count, without torch's change of dtypes."""
+    if isinstance(mine, Counts) and isinstance(given, Counts):
+        mine.k = given.k
     for group, its in zip(mine.param_groups, given.param_groups, strict=True):
         for name, value in its.items():
             if name != "params":

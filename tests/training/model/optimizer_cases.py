@@ -167,13 +167,15 @@ MIDDLE = """
 Any other class steps whole: `step()` waits for all averaged gradients, and a warning says so. If
 its update of a parameter needs nothing of another parameter, give the class an attribute
 `steps_per_parameter = True`, or pass `defer=True` to `prepare()`. A subclass of one of torch's
-that has its own `step()` counts as another class.
+that has its own `step()` counts as another class. The attribute of a class does not speak for a
+`step` that the program has wrapped on the optimizer itself: that is stepped whole.
 
 ## Options
 
 | option | what happens |
 | --- | --- |
 | `foreach`, `fused` | as in torch; one call steps all tensors whose gradients are there |
+| `foreach`: `SGD`, f16 and bf16 on the CPU | `step()` waits while only some have a momentum |
 | `maximize` | as in torch, on servers too |
 """
 

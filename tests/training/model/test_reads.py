@@ -6,14 +6,16 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
+from gradlane.training.model import lazy_parameter_dict
 from gradlane.training.model.steps import Steps
 from tests.torch_versions import torch_release
 from tests.training.model.fake_core import FakeCore, World
@@ -480,8 +482,7 @@ def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> Non
 
 def test_modules_that_share_parameters_are_plain_again_after_close() -> None:
     model = two_layers()
-    hooks = nn.modules.module._global_parameter_registration_hooks
-    others = list(hooks)
+    others = set(lazy_parameter_dict._TRACKERS)
     followers: list[Any] = []
 
     def body(session: Any) -> None:
@@ -492,4 +493,15 @@ def test_modules_that_share_parameters_are_plain_again_after_close() -> None:
     run_ranks(1, body)
     assert type(followers[0]._parameters) is dict
     assert followers[0][0] is model[0].weight
-    assert list(hooks) == others
+    assert set(lazy_parameter_dict._TRACKERS) <= others
+
+
+def test_a_session_that_was_given_up_disturbs_no_registration() -> None:
+    """It may be collected while torch goes through its hooks on registration, in any thread."""
+    given_up = [lazy_parameter_dict.SharedParameterTracker(cast(Any, None), [])]
+    handle = register_module_parameter_registration_hook(lambda *_: given_up.clear())
+    try:
+        nn.Linear(1, 1)
+    finally:
+        handle.remove()
+    assert not given_up

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 import re
 import threading
@@ -14,6 +15,7 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -195,6 +197,17 @@ def test_only_torchs_own_wrappers_leave_a_step_torchs() -> None:
     assert not steps_per_parameter(optimizer)
 
 
+def test_a_class_does_not_speak_for_a_step_that_the_program_has_wrapped() -> None:
+    optimizer: Any = Says([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert steps_per_parameter(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert steps_per_parameter(optimizer)
+    wrapped_object(optimizer)
+    assert not steps_per_parameter(optimizer)
+    optimizer.steps_per_parameter = True
+    assert steps_per_parameter(optimizer)
+
+
 class Counting(torch.optim.Optimizer):
     """Says that it steps per parameter, and counts in its group, or in itself."""
 
@@ -243,6 +256,50 @@ def test_an_optimizer_that_counts_is_stepped_whole(within: str) -> None:
     assert any(re.match(r"step\(\) of Counting writes .*k", one) for one in told) is (
         within != "nothing"
     )
+
+
+class Says(torch.optim.SGD):
+    """Says that it steps per parameter."""
+
+    steps_per_parameter = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Says])
+def test_the_program_may_change_the_optimizer_while_an_update_is_done(kind: Any) -> None:
+    """As where one thread reads parameters, and so updates them, and another steps a scheduler."""
+    module = importlib.import_module("torch.optim.sgd")
+    update = module.sgd
+    changed: list[float] = []
+
+    def body(session: Any) -> None:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        optimizer = kind(model.parameters(), lr=0.5)
+        session.prepare(model, optimizer)
+
+        def meanwhile(*arguments: Any, **options: Any) -> None:
+            if stepped:
+                optimizer.param_groups[0]["lr"] *= 0.5
+                optimizer.register_state_dict_post_hook(lambda *_: None)
+                optimizer.register_step_post_hook(lambda *_: None)
+                changed.append(optimizer.param_groups[0]["lr"])
+            update(*arguments, **options)
+
+        stepped: list[int] = []
+        with patch.object(module, "sgd", meanwhile):
+            for step in range(2):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if step:
+                    stepped.append(step)
+                session.synchronize()
+        assert changed and optimizer.param_groups[0]["lr"] == changed[-1] < 0.5
+        assert len(optimizer._optimizer_step_post_hooks) == len(changed)
+
+    run_ranks(1, body)
 
 
 def test_another_optimizer_is_refused_where_it_steps() -> None:

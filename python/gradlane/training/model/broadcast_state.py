@@ -24,6 +24,7 @@ from gradlane.training.carrier import spread_from_host
 from gradlane.training.connection import SessionContext, open_channel, ranks_in_errors
 from gradlane.training.core import translate_error
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.updates import differing, own_values
 from gradlane.training.rendezvous.connecting import in_world_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
@@ -36,6 +37,7 @@ def broadcast_state(
     meeting: RendezvousScope,
     entries: Sequence[TensorEntry],
     optimizer: Optimizer,
+    attributes: dict[str, Any],
     source: int,
 ) -> None:
     """Give every rank one rank's tensors and its optimizer's state; a collective call.
@@ -45,6 +47,7 @@ def broadcast_state(
         meeting: where the ranks meet for this; for nothing else.
         entries: the model's tensor table.
         optimizer: of the model; its parameters are those of the table.
+        attributes: what `attributes_of` gave in `prepare`; those that changed are given, too.
         source: the rank whose values everyone gets.
 
     Raises:
@@ -55,7 +58,7 @@ def broadcast_state(
     # Also those without elements: nothing of them is sent, but they have state.
     groups = optimizer.param_groups
     parameters = [one for group in groups for one in list.__iter__(group["params"])]
-    told = _described(parameters, optimizer) if is_source else b""
+    told = _described(parameters, optimizer, attributes) if is_source else b""
     if is_source:
         meeting.put("state", told)
     # The source reads its own words, so that all fail alike.
@@ -107,8 +110,28 @@ def with_current_buffers(entries: Sequence[TensorEntry], model: nn.Module) -> li
     return found
 
 
-def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
-    """Pack what the state consists of; tensors by shape, everything else by value."""
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of what an optimizer keeps in attributes, such as a count of its steps.
+
+    Those that refer to parameters are left out: they are each rank's own.
+    """
+    return {
+        name: value
+        for name, value in own_values(optimizer).items()
+        if not _refers_to_tensors(vars(optimizer)[name])
+    }
+
+
+def _refers_to_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(one, Tensor) or _refers_to_tensors(one) for one in value)
+    return isinstance(value, (nn.Parameter, dict))
+
+
+def _described(
+    parameters: Sequence[Tensor], optimizer: Optimizer, attributes: dict[str, Any]
+) -> bytes:
+    """Pack what the state consists of; its tensors by shape, everything else by value."""
     rows: dict[int, dict[str, Any]] = {}
     states = plain_state(optimizer)
     for index, parameter in enumerate(parameters):
@@ -127,8 +150,12 @@ def _described(parameters: Sequence[Tensor], optimizer: Optimizer) -> bytes:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+    now = attributes_of(optimizer)
+    changed = {name: now[name] for name in differing(attributes, now)}
     try:
-        return pack({"state": rows, "others": others, "param_groups": groups})
+        return pack(
+            {"state": rows, "others": others, "param_groups": groups, "attributes": changed}
+        )
     except UnstorableError as error:
         return pack({"refused": f"in its optimizer, {error}"})
 
@@ -152,6 +179,7 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
     for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
         for key, value in hyperparameters.items():
             group[key] = value
+    vars(optimizer).update(told["attributes"])
 
 
 def _formed(own: Any, told: Any, parameter: Tensor) -> Any:

@@ -419,4 +419,4 @@ def _checksum(buffer: Tensor | None) -> int:
     """Return a checksum of a buffer's bytes, or 0 where a device would have to be waited for."""
     if buffer is None or buffer.device.type != "cpu":
         return 0
-    return zlib.crc32(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -110,23 +110,22 @@ class SharedParameterTracker:
         self._shared = {id(parameter) for parameter in parameters}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Sessions that were given up are not closed, and must not be kept alive by a global hook.
-        followers = weakref.WeakMethod(self._on_registration)
-
-        def on_registration(module: nn.Module, name: str, parameter: Parameter) -> None:
-            watch = followers()
-            if watch is not None:
-                watch(module, name, parameter)
-
-        self._handle = register_module_parameter_registration_hook(on_registration)
-        weakref.finalize(self, self._handle.remove)
+        _TRACKERS[id(self)] = weakref.ref(self)
+        weakref.finalize(self, _TRACKERS.pop, id(self), None)
+        _follow_all()
 
     def remove(self) -> None:
         """Stop watching, and make the modules plain ones again."""
-        self._handle.remove()
+        _TRACKERS.pop(id(self), None)
         for module in self._modules:
             remove_lazy_parameters(module)
 
-    def _on_registration(self, module: nn.Module, name: str, parameter: Parameter) -> None:
+    def on_registration(self, module: nn.Module, name: str, parameter: Parameter) -> None:
+        """Guard a module that was given one of the parameters.
+
+        Raises:
+            UsageError: its other parameters are of another prepared model.
+        """
         if id(parameter) not in self._shared:
             return
         guarded = module._parameters
@@ -138,6 +137,25 @@ class SharedParameterTracker:
                 f"parameter {name!r} of a {type(module).__name__} belongs to another prepared "
                 "model than the module's other parameters: keep them in modules of their own"
             )
+
+
+_TRACKERS: dict[int, weakref.ref[SharedParameterTracker]] = {}
+_follows_all = False
+
+
+def _follow_all() -> None:
+    """Have torch call the followers. Once: torch goes through its hooks in any thread."""
+    global _follows_all
+    if not _follows_all:
+        _follows_all = True
+        register_module_parameter_registration_hook(_on_registration)
+
+
+def _on_registration(module: nn.Module, name: str, parameter: Parameter) -> None:
+    for one in list(_TRACKERS.values()):
+        followers = one()
+        if followers is not None:
+            followers.on_registration(module, name, parameter)
 
 
 def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
@@ -66,17 +67,51 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known, or says, to step per parameter.
 
     Those of `torch.optim` are known. Any other class says so with an attribute
-    `steps_per_parameter = True`.
+    `steps_per_parameter = True`, but not of a `step` that the program has wrapped.
     """
     declared = getattr(optimizer, "steps_per_parameter", None)
     if declared is not None:
-        return bool(declared)
+        says_itself = "steps_per_parameter" in vars(optimizer)
+        return bool(declared) and (says_itself or step_of_class(optimizer) is not None)
     return is_known(optimizer)
 
 
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps per parameter by torch's own code alone."""
     return _steps_by(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+
+
+def step_of_class(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """Return the `step` of an optimizer's class, or None where the optimizer's own does more."""
+    of_class: Callable[[Optimizer], Any] = type(optimizer).step
+    step: Callable[..., Any] | None = optimizer.step
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if step is of_class:
+            return of_class
+        step = _wrapped(step) if _is_written_by_torch(step) else None
+    return None
+
+
+def mixes_first_steps(optimizer: Optimizer) -> bool:
+    """Return whether the bits of a step depend on which parameters are stepped together.
+
+    With `foreach=True`, SGD multiplies all momenta in one call only where every parameter with a
+    gradient has one, and on the CPU torch rounds the factor of that call to 16 bits first.
+    """
+    if not isinstance(optimizer, SGD):
+        return False
+    state = plain_state(optimizer)
+    for group in optimizer.param_groups:
+        if group["foreach"] and group["momentum"]:
+            are_new = {
+                state.get(one, {}).get("momentum_buffer") is None
+                for one in list.__iter__(group["params"])
+                if one.device.type == "cpu" and one.dtype in (torch.float16, torch.bfloat16)
+            }
+            if len(are_new) == 2:
+                return True
+    return False
 
 
 def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:
@@ -111,17 +146,30 @@ def _is_torchs(step: Callable[..., Any]) -> bool:
     """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
     while True:
         step = getattr(step, "__func__", step)
-        # Not `__module__`: `functools.wraps` copies that from what is wrapped.
-        module = str(getattr(step, "__globals__", {}).get("__name__", ""))
-        if module.partition(".")[0] not in ("torch", "gradlane"):
+        if not _is_written_by_torch(step):
             return False
-        wrapped = getattr(step, "__wrapped__", None)
-        if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
-            # Schedulers of torch 2.4 do not say what they wrap as others do.
-            wrapped = inspect.getclosurevars(step).nonlocals["func"]
+        wrapped = _wrapped(step)
         if wrapped is None:
-            return module.startswith("torch.optim.")
+            return _module(step).startswith("torch.optim.")
         step = wrapped
+
+
+def _is_written_by_torch(step: Callable[..., Any]) -> bool:
+    return _module(step).partition(".")[0] in ("torch", "gradlane")
+
+
+def _module(step: Callable[..., Any]) -> str:
+    # Not `__module__`: `functools.wraps` copies that from what is wrapped.
+    return str(getattr(step, "__globals__", {}).get("__name__", ""))
+
+
+def _wrapped(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what torch or gradlane has wrapped in a `step`, or None."""
+    wrapped: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
+    if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
+        # Schedulers of torch 2.4 do not say what they wrap as others do.
+        wrapped = inspect.getclosurevars(step).nonlocals["func"]
+    return wrapped
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])

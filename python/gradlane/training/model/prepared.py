@@ -23,7 +23,11 @@ from gradlane.training.core import translate_error
 from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
 from gradlane.training.model.barrier import Barrier
-from gradlane.training.model.broadcast_state import broadcast_state, with_current_buffers
+from gradlane.training.model.broadcast_state import (
+    attributes_of,
+    broadcast_state,
+    with_current_buffers,
+)
 from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.connecting import connect, schemes_of
 from gradlane.training.model.consistency_check import Hyperparameters, compare_endings, tell_ending
@@ -77,6 +81,7 @@ class PreparedModel:
         self._meet = meet
         self._meeting = meeting
         self._optimizer = optimizer
+        self._attributes = attributes_of(optimizer)
         self._defer = defer
         self._buffers = buffers
         self.model = model
@@ -270,7 +275,9 @@ class PreparedModel:
         self.steps.settle()
         try:
             entries = with_current_buffers(self._entries, self.model)
-            broadcast_state(self._ctx, self._meet(), entries, self._optimizer, source)
+            broadcast_state(
+                self._ctx, self._meet(), entries, self._optimizer, self._attributes, source
+            )
         except GradlaneError as error:
             self.abort(f"the state of rank {source} could not be handed over: {error}")
             raise
@@ -373,11 +380,15 @@ class PreparedModel:
         ctx, optimizer = self._ctx, self._optimizer
         observes = ctx.place.rank == 0 and ctx.place.ranks > 1
         step_whole = self.hook_manager.step_whole
+        step_of_class = optimizers.step_of_class(optimizer)
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
+            if step_of_class is not None:
+                step_of_class = self._connected.recording.timed_update(step_of_class)
         update = DeferredUpdate(
             optimizer,
             step_whole,
+            step_of_class,
             [entry.tensor for entry in self._trained],
             self._index_of,
             is_known=optimizers.is_known(optimizer),
@@ -385,7 +396,10 @@ class PreparedModel:
         driver = StepCallbacks(
             update=update,
             defers=lambda: (
-                self._defer and update.in_parts and not optimizers.has_step_hooks(optimizer)
+                self._defer
+                and update.in_parts
+                and not optimizers.has_step_hooks(optimizer)
+                and not optimizers.mixes_first_steps(optimizer)
             ),
             check_unchanged=self._check_unchanged,
             server_rows=self._server_rows if self._served is not None else None,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class DeferredUpdate:
         self,
         optimizer: Optimizer,
         step: Callable[[], Any],
+        step_of_class: Callable[[Optimizer], Any] | None,
         parameters: Sequence[Tensor],
         index_of: dict[int, int],
         *,
@@ -40,6 +41,7 @@ class DeferredUpdate:
         Args:
             optimizer: the user's.
             step: its own `step`, as it was before it was replaced.
+            step_of_class: its class's, if that is the same; else None.
             parameters: trained parameters by tensor number.
             index_of: their numbers, by `id`.
             is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
@@ -53,6 +55,7 @@ class DeferredUpdate:
         """What the program is to be warned of after this step."""
         self._optimizer = optimizer
         self._step = step
+        self._step_of_class = step_of_class
         self._parameters = parameters
         self._index_of = index_of
         self._groups: list[dict[str, Any]] = []
@@ -133,7 +136,7 @@ class DeferredUpdate:
         before = None if self._judged else _settings(self._optimizer)
         self._step_with(self._optimizer.param_groups)
         if before is not None:
-            written = _differing(before, _settings(self._optimizer))
+            written = differing(before, _settings(self._optimizer))
             self.in_parts, self._judged = not written, True
             if written:
                 self.notice = (
@@ -151,6 +154,38 @@ class DeferredUpdate:
             self._step()
         finally:
             optimizer.param_groups, optimizer.state = own_groups, own_state
+
+    def _step_apart(self, groups: list[dict[str, Any]]) -> None:
+        """Step some groups on a twin: other threads may read and write the optimizer meanwhile.
+
+        Hooks that were registered after the recorded step are left out: they see the next ones.
+        """
+        own = vars(self._optimizer)
+        given = {
+            "param_groups": groups,
+            "state": self._state,
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        if self._step_of_class is None:
+            # A step of the instance's own may go to the optimizer itself.
+            kept = {name: own[name] for name in given}
+            own.update(given)
+            try:
+                self._step()
+            finally:
+                own.update(kept)
+            return
+        before = {**own, **given}
+        twin = object.__new__(type(self._optimizer))
+        vars(twin).update(before)
+        vars(twin).pop("step", None)
+        try:
+            self._step_of_class(twin)
+        finally:
+            for name, value in vars(twin).items():
+                if name not in given and before.get(name) is not value:
+                    own[name] = value
 
     def apply(self, arrived: Iterable[tuple[int, Tensor]]) -> None:
         """Step the parameters whose averaged gradients are given, in one call of the optimizer.
@@ -188,10 +223,9 @@ class DeferredUpdate:
         try:
             with undisturbed():
                 before = None if self._is_known else _settings(self._optimizer, groups)
-                with _without_step_hooks(self._optimizer):
-                    self._step_with(groups)
+                self._step_apart(groups)
                 if before is not None:
-                    written = _differing(before, _settings(self._optimizer, groups))
+                    written = differing(before, _settings(self._optimizer, groups))
                     if written:
                         raise RuntimeError(
                             f"{_writes(self._optimizer, written)}; pass defer=False to prepare()"
@@ -236,26 +270,18 @@ def undisturbed() -> ExitStack:
     return stack
 
 
-@contextmanager
-def _without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Leave out hooks that were registered after the recorded step: they see the next ones."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    if any(own):
-        optimizer._optimizer_step_pre_hooks = OrderedDict()
-        optimizer._optimizer_step_post_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
+def own_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of the plain values and tensors in attributes of an optimizer."""
+    return {
+        name: _kept(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "param_groups"
+    }
 
 
 def _settings(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """Return what a step of an optimizer that treats each parameter by itself does not write."""
-    found = {
-        f"self.{name}": _kept(value)
-        for name, value in vars(optimizer).items()
-        if isinstance(value, (int, float, str, tuple, list, Tensor)) and name != "param_groups"
-    }
+    found = {f"self.{name}": value for name, value in own_values(optimizer).items()}
     for number, group in enumerate(optimizer.param_groups if groups is None else groups):
         for key, value in group.items():
             if key != "params":
@@ -263,7 +289,8 @@ def _settings(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) 
     return found
 
 
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names whose values are new or others."""
     return [name for name in after if name not in before or not _equal(before[name], after[name])]
 
 

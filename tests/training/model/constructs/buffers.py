@@ -72,6 +72,14 @@ def not_expanded() -> nn.Module:
     return model
 
 
+class Sliced(Model):
+    """A buffer whose elements do not lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(6)[::2])
+
+
 def scripted() -> nn.Module:
     """Batch norm that torch.jit has compiled."""
     model: Any = Model()
@@ -145,6 +153,27 @@ def refused(
         raise first
 
     return check
+
+
+def keeps_own(defer: bool | None) -> None:
+    """Check that a rank's write between two forwards is its own until the step ends."""
+
+    def body(session: Any) -> list[Tensor]:
+        model = models[session.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer, defer=defer)
+        with session.no_sync():
+            model(values_of(session.rank, 0)).square().mean().backward()
+        model.scale.fill_(2.0 + session.rank)
+        output = model(values_of(session.rank, 1))
+        output.square().mean().backward()
+        own = model.scale.clone()
+        optimizer.step()
+        return [own, model.scale.clone()]
+
+    models: Any = built(Model)
+    first, second = run_ranks(2, body)
+    assert first == [2.0, 2.0] and second == [3.0, 2.0]
 
 
 def put(model: Any, rank: int) -> None:
@@ -249,6 +278,14 @@ RIGHT: dict[str, tuple[Callable[[bool | None], None], str]] = {
     "`module._buffers[name] = ...` between steps, alike on all ranks": (alike(put), ""),
     "`del` and `register_buffer` with the same form, alike on all ranks": (alike(take_out), ""),
     "written between steps, alike on all ranks": (alike(write), ""),
+    "the same where its elements lie apart": (
+        alike(lambda model, rank: model.low.sub_(1.0), Sliced),
+        "",
+    ),
+    "written between two forwards of a step": (
+        keeps_own,
+        "this rank's own until the step ends, then rank 0's, as what forwards write",
+    ),
 }
 REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
     "written between steps on rank 0 alone": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -188,7 +189,7 @@ def checkpoints(reentrant: bool) -> Step:
     return take_step
 
 
-class AsyncContext(nn.Module):
+class Separate(nn.Module):
     """Has parameters of all kinds, one for rank 0 alone and one for nobody."""
 
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ class AsyncContext(nn.Module):
 
 
 def uses(*names: str) -> Step:
-    """A step whose loss is made of some parameters of `AsyncContext`."""
+    """A step whose loss is made of some parameters of `Separate`."""
 
     def take_step(session: Any, model: Any, optimizer: Any, step: int) -> None:
         total: Any = torch.zeros(())
@@ -221,6 +222,46 @@ def uses(*names: str) -> Step:
         finish(optimizer)
 
     return take_step
+
+
+class Counting(torch.optim.SGD):
+    """Divides its rate by a count of its steps, which is in no state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+        self.counted: list[int] = []
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.counted.append(self.count)
+        self.total += 1
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        super().step(closure)
+
+
+def counts(defer: bool | None) -> None:
+    """What an optimizer counts in attributes is alike on all ranks after uneven data."""
+
+    def body(session: Any) -> tuple[list[Tensor], Any]:
+        model = seeded(Small)
+        optimizer = Counting(model.parameters())
+        session.prepare(model, optimizer, defer=defer)
+        with session.join():
+            for step in range(2 + 2 * session.rank):
+                loss(model, session, step).backward()
+                finish(optimizer)
+        loss(model, session, 5).backward()
+        finish(optimizer)
+        return snapshot(model), (optimizer.count, optimizer.counted, optimizer.total)
+
+    with warnings.catch_warnings():
+        # It is stepped whole, and says so.
+        warnings.simplefilter("ignore")
+        (first, counted), (second, other) = run_ranks(2, body)
+    assert same_bits(first, second)
+    assert counted == other == (5, [1, 2, 3, 4, 5], 5.0)
 
 
 def uneven(defer: bool | None) -> None:
@@ -340,20 +381,26 @@ CONSTRUCTS = [
         uneven,
         note="a rank without data counts as zeros, see [uneven-data.md](uneven-data.md)",
     ),
-    Construct(_TENSORS, "used by one rank only", equal(uses("scale", "sometimes"), AsyncContext)),
-    Construct(_TENSORS, "used by no rank", equal(uses("scale"), AsyncContext)),
+    Construct(
+        _LOOPS,
+        "the same with an optimizer that counts in attributes of its own",
+        counts,
+        note="handed over, unless they hold parameters",
+    ),
+    Construct(_TENSORS, "used by one rank only", equal(uses("scale", "sometimes"), Separate)),
+    Construct(_TENSORS, "used by no rank", equal(uses("scale"), Separate)),
     Construct(
         _TENSORS,
         "embeddings with sparse gradients",
-        equal(uses("table"), AsyncContext),
+        equal(uses("table"), Separate),
         note="sent dense",
     ),
-    Construct(_TENSORS, "complex", equal(uses("turn"), AsyncContext)),
-    Construct(_TENSORS, "float64", equal(uses("fine"), AsyncContext)),
+    Construct(_TENSORS, "complex", equal(uses("turn"), Separate)),
+    Construct(_TENSORS, "float64", equal(uses("fine"), Separate)),
     Construct(
         _TENSORS,
         "scalars; parameters of no elements",
-        equal(uses("scale", "nothing"), AsyncContext),
+        equal(uses("scale", "nothing"), Separate),
     ),
-    Construct(_TENSORS, "parameters that share memory", equal(uses("left", "right"), AsyncContext)),
+    Construct(_TENSORS, "parameters that share memory", equal(uses("left", "right"), Separate)),
 ]
