@@ -224,7 +224,7 @@ class BufferPack:
         if module in self._unexamined:
             self._unexamined.discard(module)
             for number, slot in self._slots_of[module]:
-                if slot.is_changed():
+                if self._has_new_bytes(number, slot):
                     self._changed[number] = _checksum(slot.held())
 
     def changes(self) -> int:
@@ -234,7 +234,7 @@ class BufferPack:
         that nobody saw, as in compiled code, may have been what has changed them.
         """
         for module in self._unexamined:
-            if any(slot.is_changed() for _, slot in self._slots_of[module]):
+            if any(self._has_new_bytes(*numbered) for numbered in self._slots_of[module]):
                 return UNKNOWN
         if not self._changed:
             return UNCHANGED
@@ -242,6 +242,18 @@ class BufferPack:
         bits = CHANGE_BITS - _VALUE_BITS
         checksum = zlib.crc32(repr(sorted(self._changed.items())).encode())
         return (min(first, (1 << bits) - 1) << _VALUE_BITS) | (checksum & ((1 << _VALUE_BITS) - 1))
+
+    def _has_new_bytes(self, number: int, slot: _Slot) -> bool:
+        """Return whether a buffer was written since the last step with other bytes than it had.
+
+        On an accelerator every write counts: comparing would wait for the device.
+        """
+        if not slot.is_changed():
+            return False
+        buffer = slot.held()
+        if buffer is None or buffer.device.type != "cpu" or self._device.type != "cpu":
+            return True
+        return _checksum(buffer) != _checksum(self._views[number])
 
     def first_changed(self, changes: int) -> str:
         """Return the name of the first buffer that a number of `changes` speaks of."""
