@@ -109,7 +109,10 @@ def train(
     plain = build()
     wrapped = nn.parallel.DistributedDataParallel(build())
     ours = build()
-    session = gradlane.init(store=store, rank=rank, world_size=ranks, advertise="127.0.0.1")
+    session = gradlane.init(
+        rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=ranks),
+        network=gradlane.Network(advertise="127.0.0.1"),
+    )
     optimizer = optimizer_of(ours)
     session.prepare(ours, optimizer, buffers=buffers)
     ways = {

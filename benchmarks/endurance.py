@@ -39,6 +39,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane
+from gradlane.training.options.options import keywords_of
 
 SAMPLES = 40
 MEASURES = (
@@ -275,18 +276,22 @@ def _opened(
     options = dict(how.options)
     if how.checkpoint_every:
         options.update(
-            checkpoint=Path(folder) / job, checkpoint_every=how.checkpoint_every, checkpoint_keep=2
+            checkpoint_folder=Path(folder) / job,
+            checkpoint_every=how.checkpoint_every,
+            checkpoint_keep=2,
         )
     with gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        advertise="127.0.0.1",
-        slice_elems=500,
-        prometheus_port=0,
-        summary=False,
-        **options,
+        **keywords_of(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            advertise="127.0.0.1",
+            slice_elems=500,
+            prometheus=0,
+            summary=False,
+            **options,
+        )
     ) as session:
         session.prepare(model, optimizer)
         yield session, model, optimizer

@@ -83,16 +83,11 @@ def train_rank(
     torch.manual_seed(0)
     model = data.make_model()
     session = gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=ranks,
-        job="resume",
-        advertise="127.0.0.1",
         update="server",
-        summary=False,
-        checkpoint=checkpoint,
-        checkpoint_every=every,
-        checkpoint_keep=2,
+        rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=ranks, job="resume"),
+        network=gradlane.Network(advertise="127.0.0.1"),
+        checkpoints=gradlane.Checkpoints(folder=checkpoint, every=every, keep=2),
+        monitoring=gradlane.Monitoring(summary=False),
     )
     with session, (folder / f"losses-{rank}").open("w", encoding="utf-8") as lines:
         model, optimizer = session.prepare(model, data.make_optimizer(model))

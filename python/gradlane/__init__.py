@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from gradlane.planning.profiler.measure import profile
     from gradlane.planning.profiler.operations import synthetic_profile
     from gradlane.planning.profiler.recorder import Recorder
+    from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
+    from gradlane.training.options.options import LocalSums, Strategy
+    from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
     from gradlane.training.session.session import Session
     from gradlane.training.session.start import init
@@ -39,8 +42,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ArrayRefusedError",
     "CheckpointError",
+    "Checkpoints",
     "Coordinator",
     "GradlaneError",
+    "LocalSums",
+    "Monitoring",
+    "Network",
     "PeerLostError",
     "Plan",
     "PlanError",
@@ -49,10 +56,13 @@ __all__ = [
     "ProgressTimeoutError",
     "RanksDifferError",
     "Recorder",
+    "Rendezvous",
     "RendezvousError",
     "Session",
     "SessionClosedError",
     "SessionFailedError",
+    "Stragglers",
+    "Strategy",
     "UnevenDataError",
     "UsageError",
     "__version__",
@@ -63,13 +73,20 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Checkpoints": "training.options.groups",
     "Coordinator": "planning.planner.coordinator",
+    "LocalSums": "training.options.options",
+    "Monitoring": "training.options.groups",
+    "Network": "training.options.groups",
     "Plan": "training.plans.plan",
     "PlanError": "training.plans.plan",
     "Profile": "formats.profile",
     "ProfileError": "formats.profile",
     "Recorder": "planning.profiler.recorder",
+    "Rendezvous": "training.options.groups",
     "Session": "training.session.session",
+    "Stragglers": "training.options.stragglers",
+    "Strategy": "training.options.options",
     "init": "training.session.start",
     "profile": "planning.profiler.measure",
     "read_plan": "training.plans.plan",

@@ -159,7 +159,7 @@ class _Run:
         job = {
             "folder": str(self._folder),
             "scenario": None if scenario is None else scenario.to_json(),
-            "options": {**self._training.options, **options, "checkpoint": str(checkpoint)}
+            "options": {**self._training.options, **options, "checkpoint_folder": str(checkpoint)}
             | {"checkpoint_every": CHECKPOINT_EVERY},
             "close_timeout_s": CLOSE_TIMEOUT_S if scenario is not None else _PATIENT_S,
             "last_step": last_step,

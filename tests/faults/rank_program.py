@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.training.options.options import keywords_of
 from tests.faults.isolation import isolate
 from tests.faults.trigger import Trigger
 
@@ -87,7 +88,7 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     trigger = Trigger(Path(job["folder"]), job, rank)
     reach_in_core(trigger)
     trigger.reach("start")
-    session = gradlane.init(**job["options"], advertise=os.environ["ADVERTISE"])
+    session = gradlane.init(**keywords_of(**job["options"], advertise=os.environ["ADVERTISE"]))
     if job["scenario"] is not None and job["scenario"]["call"] % 2:
         # Half of the time the program stands between its two calls, half of it in the engine's.
         trigger.reach("rendezvous")

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
+from gradlane.training.options.options import keywords_of
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.oddities import aside
 from tests.loop_fuzzing.program import Note, Program
@@ -169,13 +170,15 @@ def _run(loop: Loop, rank: int, grown: threading.Barrier, **where: Any) -> Outco
         program = RankProgram(loop, rank, values_of=rank)
         program.grown = grown
         with gradlane.init(
-            rank=rank,
-            world_size=loop.ranks,
-            advertise="127.0.0.1",
-            connect_timeout_s=20.0,
-            progress_timeout_s=20.0,
-            **where,
-            **loop.options,
+            **keywords_of(
+                rank=rank,
+                world_size=loop.ranks,
+                advertise="127.0.0.1",
+                connect_timeout_s=20.0,
+                progress_timeout_s=20.0,
+                **where,
+                **loop.options,
+            )
         ) as program.session:
             for number in range(len(program.models)):
                 program.connect(number)

@@ -20,10 +20,13 @@ from gradlane.cli.options import (
     RunsBudgetS,
     read_rows,
     require_writable,
+    session_option,
     write_json,
 )
 from gradlane.cli.presets import add_presets
 from gradlane.formats.signals import end_in_order
+from gradlane.training.options.groups import Network
+from gradlane.training.options.options import Strategy
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
 
 if TYPE_CHECKING:
@@ -70,9 +73,7 @@ def lab_run(
     repeat: Annotated[int, typer.Option(help="Run all strategies this often.")] = 1,
     steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 8,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
-    slice_elems: Annotated[
-        int | None, typer.Option(help="Elements a slice at most; each strategy's own if absent.")
-    ] = None,
+    slice_elems: Annotated[int | None, session_option(Strategy, "slice_elems")] = None,
     codec: Annotated[
         str,
         typer.Option(
@@ -180,9 +181,7 @@ def lab_transport(
     repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
     steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
     trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
-    io_threads: Annotated[
-        int, typer.Option(help="Threads of a rank that drive sockets; at most one a peer.")
-    ] = 1,
+    io_threads: Annotated[int, session_option(Network, "io_threads")] = Network.io_threads,
     json_path: JsonPath = None,
 ) -> None:
     """Measure goodput, processor time and urgency of exchanges without any compute."""

@@ -34,9 +34,10 @@ def run_probe(
         ValueError: there is only one rank, or an option makes no sense.
         RendezvousError: two ranks cannot reach each other.
     """
-    with gradlane.init(
+    network = gradlane.Network(
         interface=interface, advertise=advertise, connect_timeout_s=connect_timeout_s
-    ) as session:
+    )
+    with gradlane.init(network=network) as session:
         if session.world_size == 1:
             raise ValueError(
                 "one rank has no links: start one process on each node, for example "

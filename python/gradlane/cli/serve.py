@@ -9,38 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlane.cli.options import JsonPath, require_writable, write_json
+from gradlane.cli.options import (
+    JsonPath,
+    given_options,
+    require_writable,
+    session_option,
+    write_json,
+)
+from gradlane.training.options.groups import Network, Rendezvous
+from gradlane.training.options.option_fields import read_ports
 
 if TYPE_CHECKING:
     from gradlane.training.rendezvous.serving import Served
 
 
 def serve(
-    rank: Annotated[
-        int | None, typer.Option(help="This rank, after all that train; else the launcher's.")
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(help="Ranks that train and ranks that serve; else the launcher's."),
-    ] = None,
-    job: Annotated[str | None, typer.Option(help="Name of the job; else the launcher's.")] = None,
-    interface: Annotated[
-        str | None,
-        typer.Option(help="Network interface; else the one that leads to the store."),
-    ] = None,
-    advertise: Annotated[
-        str | None, typer.Option(help="Address that other ranks reach this one at.")
-    ] = None,
-    ports: Annotated[
-        str | None, typer.Option(help="Lowest and highest port to listen on, such as 4000-4010.")
-    ] = None,
-    work_threads: Annotated[int, typer.Option(help="Threads that add gradients up.")] = 1,
-    io_threads: Annotated[
-        int, typer.Option(help="Threads that drive the sockets, each those of some ranks.")
-    ] = 1,
-    connect_timeout_s: Annotated[
-        float, typer.Option(help="Seconds to wait for the ranks that train to begin.")
-    ] = 300.0,
+    rank: Annotated[int | None, session_option(Rendezvous, "rank")] = None,
+    world_size: Annotated[int | None, session_option(Rendezvous, "world_size")] = None,
+    job: Annotated[str | None, session_option(Rendezvous, "job")] = None,
+    interface: Annotated[str | None, session_option(Network, "interface")] = None,
+    advertise: Annotated[str | None, session_option(Network, "advertise")] = None,
+    ports: Annotated[str | None, session_option(Network, "ports")] = None,
+    work_threads: Annotated[int | None, session_option(Network, "work_threads")] = None,
+    io_threads: Annotated[int | None, session_option(Network, "io_threads")] = None,
+    connect_timeout_s: Annotated[float | None, session_option(Network, "connect_timeout_s")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Own slices and add gradients up for ranks that train; needs neither model nor script.
@@ -56,15 +48,16 @@ def serve(
 
     require_writable(json_path)
     session = init_serving(
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        interface=interface,
-        advertise=advertise,
-        ports=None if ports is None else parse_ports(ports),
-        work_threads=work_threads,
-        io_threads=io_threads,
-        connect_timeout_s=connect_timeout_s,
+        rendezvous=given_options(Rendezvous, rank=rank, world_size=world_size, job=job),
+        network=given_options(
+            Network,
+            interface=interface,
+            advertise=advertise,
+            ports=None if ports is None else read_ports(ports),
+            work_threads=work_threads,
+            io_threads=io_threads,
+            connect_timeout_s=connect_timeout_s,
+        ),
     )
     console = Console(stderr=True)
     start_s = time.monotonic()
@@ -95,15 +88,3 @@ def progress_text(served: list[Served]) -> str:
         f"{sum(one.rx_bytes for one in served) / 1e6:.1f} MB in, "
         f"{sum(one.tx_bytes for one in served) / 1e6:.1f} MB out"
     )
-
-
-def parse_ports(text: str) -> tuple[int, int]:
-    """Read a range of ports.
-
-    Raises:
-        ValueError: it is none.
-    """
-    low, _, high = text.partition("-")
-    if not (low.isdecimal() and (high or low).isdecimal()):
-        raise ValueError(f"ports is {text!r}; use one, or the lowest and the highest: 4000-4010")
-    return int(low), int(high or low)

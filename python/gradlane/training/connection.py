@@ -20,7 +20,6 @@ from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.opening import open_node_channel
 from gradlane.training.node.rules import OFF
 from gradlane.training.options.options import FACTOR_SCHEMES, Options
-from gradlane.training.options.stragglers import parse_stragglers
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
@@ -108,7 +107,7 @@ def open_channel(
         except ctx.core.ChannelError as error:
             raise translate_error(ctx.core, error, "waiting for other ranks") from error
 
-    meeting.connected(ctx.options.progress_timeout_s, look)
+    meeting.connected(ctx.options.network.progress_timeout_s, look)
     return channel
 
 
@@ -141,7 +140,7 @@ def _open(
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
     secret = meeting.secret(ctx.secret)
-    if options.local != OFF and place.world_size > 1:
+    if options.local.mode != OFF and place.world_size > 1:
         layout = agree_on_layout(options, meeting, os.environ)
         if layout is not None:
             between = functools.partial(_connect, ctx, meeting, secret, update)
@@ -180,14 +179,14 @@ def _connect(
     further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
     if place.serving:
         further["workers"] = len(ranks)
-    rule = parse_stragglers(options.stragglers)
+    rule = options.stragglers.parsed
     if rule is not None and place.world_size > 1:
-        further["stragglers_json"] = rule.core_rule(options.ahead_steps)
+        further["stragglers_json"] = rule.core_rule(options.stragglers.ahead_steps)
     plan = ctx.core.plan_json(
         json.dumps(rows),
-        options.strategy,
-        options.slice_elems,
-        options.seed,
+        options.strategy.name,
+        options.strategy.slice_elems,
+        options.strategy.seed,
         update,
         len(everyone),
         **further,
@@ -198,9 +197,9 @@ def _connect(
                 channel=meeting.channel,
                 ranks=everyone,
                 rows=rows,
-                strategy=options.strategy,
-                slice_elems=options.slice_elems,
-                seed=options.seed,
+                strategy=options.strategy.name,
+                slice_elems=options.strategy.slice_elems,
+                seed=options.strategy.seed,
                 update=update,
                 settings=settings,
             )
@@ -218,20 +217,20 @@ def _channel_options(
         "world_size": world_size,
         "job": job,
         "generation": generation,
-        "seed": options.seed,
-        "frame_bytes": options.frame_bytes,
-        "credit_bytes": options.frame_bytes,
-        "low_water_bytes": options.low_water_bytes,
-        "send_buffer_bytes": options.send_buffer_bytes,
-        "pacing": options.pacing,
+        "seed": options.strategy.seed,
+        "frame_bytes": options.network.frame_bytes,
+        "credit_bytes": options.network.frame_bytes,
+        "low_water_bytes": options.network.low_water_bytes,
+        "send_buffer_bytes": options.network.send_buffer_bytes,
+        "pacing": options.network.pacing,
         "receive_buffer_bytes": 0,
-        "work_depth": max(2, 2 * options.work_threads),
-        "work_threads": options.work_threads,
-        "io_threads": options.io_threads,
-        "silence_timeout_s": options.silence_timeout_s,
-        "progress_timeout_s": options.progress_timeout_s,
-        "connect_timeout_s": options.connect_timeout_s,
-        "trace": options.trace or ctx.recorder is not None,
+        "work_depth": max(2, 2 * options.network.work_threads),
+        "work_threads": options.network.work_threads,
+        "io_threads": options.network.io_threads,
+        "silence_timeout_s": options.network.silence_timeout_s,
+        "progress_timeout_s": options.network.progress_timeout_s,
+        "connect_timeout_s": options.network.connect_timeout_s,
+        "trace": options.monitoring.frame_trace or ctx.recorder is not None,
     }
 
 
@@ -276,8 +275,8 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
         RendezvousError: none is found.
     """
     options = ctx.options
-    advertised = options.advertise
-    interface = options.interface or os.environ.get("GRADLANE_INTERFACE")
+    advertised = options.network.advertise
+    interface = options.network.interface
     try:
         if interface:
             return [addresses.interface_address(interface)], advertised
@@ -291,13 +290,13 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
     except OSError as error:
         raise RendezvousError(
             f"rank {ctx.place.rank} finds no address to listen on ({error}): give "
-            "interface= or advertise="
+            "Network(interface=...) or advertise="
         ) from error
 
 
 def listen(ctx: SessionContext) -> tuple[Listener, str]:
     """Bind a socket; returns it and the address that others reach it at."""
-    low, high = ctx.options.ports or (0, 0)
+    low, high = ctx.options.network.ports or (0, 0)
     hosts, advertised = listening_hosts(ctx)
     for host in hosts:
         try:

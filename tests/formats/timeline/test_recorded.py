@@ -59,7 +59,7 @@ def train(session: gradlane.Session) -> int:
 def recorded(folder: Path, world_size: int = 2, **options: Any) -> list[Timeline]:
     path = folder / f"{uuid.uuid4().hex}.json"
     core: Any = load_core()
-    sent = run_ranks(world_size, train, core=core, trace_path=path, slice_elems=1000, **options)
+    sent = run_ranks(world_size, train, core=core, trace=path, slice_elems=1000, **options)
     timelines = [read_chrome(rank_path(path, rank)) for rank in range(world_size)]
     for timeline, tx_bytes in zip(timelines, sent, strict=True):
         left = sum(
@@ -165,7 +165,7 @@ def test_a_failed_run_leaves_its_timeline(tmp_path: Path) -> None:
 
     core: Any = load_core()
     path = tmp_path / "trace.json"
-    options: dict[str, Any] = {"trace_path": path, "expect_errors": True, "connect_timeout_s": 2.0}
+    options: dict[str, Any] = {"trace": path, "expect_errors": True, "connect_timeout_s": 2.0}
     results = run_ranks(2, breaks, core=core, **options)
     assert isinstance(results[1], ArithmeticError)
     for rank in range(2):
@@ -174,7 +174,10 @@ def test_a_failed_run_leaves_its_timeline(tmp_path: Path) -> None:
 
 def test_a_path_without_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="folder does not exist"):
-        gradlane.init(rank=0, world_size=1, trace_path=tmp_path / "none" / "trace.json")
+        gradlane.init(
+            rendezvous=gradlane.Rendezvous(rank=0, world_size=1),
+            monitoring=gradlane.Monitoring(trace=tmp_path / "none" / "trace.json"),
+        )
 
 
 # ---- joining

@@ -151,7 +151,7 @@ def _train(
         own_buffers = [buffer.sum().item() for buffer in model.buffers()]
         state = optimizer.state_dict()["state"]
         found = session.plan
-        (prepared,) = session._prepared
+        (prepared,) = session._models.prepared
         schemes = prepared.schemes
         values = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     return {
@@ -167,7 +167,7 @@ def _train(
 
 def _settings_in_force(session: Any) -> dict[str, Any]:
     """What the connection was opened with."""
-    (prepared,) = session._prepared
+    (prepared,) = session._models.prepared
     return Settings.of(prepared._ctx.options).to_json()
 
 

@@ -44,7 +44,7 @@ def train_by_plan(
     store: Store, rank: int, world_size: int, job: str, plan: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Train with a plan; returns digests, and kinds of frames that were sent, by tensor's name."""
-    with open_session(store, rank, world_size, job, trace=True) as session:
+    with open_session(store, rank, world_size, job, frame_trace=True) as session:
         model = MODELS["cnn"]()
         optimizer = optimizer_of("sgd", model)
         given = parse_plan(json.dumps(plan), "the plan") if plan else None
@@ -162,7 +162,7 @@ def test_schemes_that_do_not_go_with_a_strategy(strategy: str, scheme: str, mess
 
 def test_servers_with_optimizers_and_rings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="use update='worker'"):
-        Options(strategy="ring", update="server")
+        Options.of(strategy="ring", update="server")
 
 
 @needs_core

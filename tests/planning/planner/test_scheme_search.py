@@ -21,7 +21,7 @@ from gradlane.planning.simulation.profiles import (
     synthetic_profile,
     write_profile,
 )
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.command_line import run
@@ -185,8 +185,8 @@ def test_poseidons_plan_is_simulated() -> None:
 
 
 def test_sessions_say_whether_bits_may_change() -> None:
-    assert Options().exact_order
-    assert Options(exact_order=False).agreed()["exact_order"] is False
+    assert Options().strategy.exact_order
+    assert Options.of(**keywords_of(exact_order=False)).agreed()["exact_order"] is False
 
 
 def test_the_command_asks_for_leave(

@@ -17,7 +17,7 @@ from gradlane.planning.planner.search import SLICES, Choice, Tried, search
 from gradlane.planning.planner.simulations import predict_step_s, simulated_frames
 from gradlane.planning.simulation.profiles import write_profile
 from gradlane.training.options.frames import frame_count
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.planning.simulation.small import SMALL
 
@@ -200,9 +200,9 @@ def test_settings_that_make_no_sense_are_refused(change: dict[str, object], mess
 
 
 def test_settings_are_those_of_a_session() -> None:
-    options = Options(strategy="wfbp", slice_elems=1000, frame_bytes=4096, seed=7)
+    options = Options.of(**keywords_of(strategy="wfbp", slice_elems=1000, frame_bytes=4096, seed=7))
     settings = Settings.of(options)
-    assert settings.applied_to(Options(seed=7)) == options
+    assert settings.applied_to(Options.of(**keywords_of(seed=7))) == options
     # One's own slice size is the same setting whether it is written or not.
     assert Settings(slice_elems=50_000) == Settings()
     assert Settings(strategy="kvstore", slice_elems=9) == Settings(strategy="kvstore")

@@ -151,7 +151,7 @@ def test_a_plan_declines_to_encode_where_the_network_is_not_the_limit() -> None:
     asked = Settings(codec="qsgd:bits=8")
     plan = Coordinator(SMALL, FAST, base=asked).plan()
     assert plan.settings.codec == "raw"
-    assert plan.settings.applied_to(Options(codec="qsgd:bits=8")).codec == "raw"
+    assert plan.settings.applied_to(Options.of(codec="qsgd:bits=8")).codec == "raw"
     choice = next(one for one in plan.choices if one["setting"] == "codec")
     assert choice["reason"].startswith("declined: communication is not the limit")
     assert {tensor.codec for tensor in plan.tensors} == {"raw"}
@@ -160,7 +160,7 @@ def test_a_plan_declines_to_encode_where_the_network_is_not_the_limit() -> None:
 def test_without_a_codec_plans_are_what_they_were() -> None:
     plan = Coordinator(SMALL, FAST).plan()
     assert plan.settings.codec is None and "codec" not in plan.settings.to_json()
-    assert plan.settings.applied_to(Options(codec="f16")).codec == "f16"
+    assert plan.settings.applied_to(Options.of(codec="f16")).codec == "f16"
     assert Settings.of(Options(codec=(("a*", "f16"), ("*", "raw")))).codec == "a*=f16;*=raw"
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import gradlane
 from gradlane.training.arrays.memory import HostArray
+from gradlane.training.options.options import keywords_of
 
 
 def says_whether_writable(exporter: Any) -> bool:
@@ -31,7 +32,14 @@ def opened(store: Any, rank: int, world_size: int, job: str, **options: Any) -> 
     """Open a session on a rank of the pool."""
     settings: dict[str, Any] = {"connect_timeout_s": 30.0, "silence_timeout_s": 20.0, **options}
     return gradlane.init(
-        store=store, rank=rank, world_size=world_size, job=job, advertise="127.0.0.1", **settings
+        **keywords_of(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            advertise="127.0.0.1",
+            **settings,
+        )
     )
 
 

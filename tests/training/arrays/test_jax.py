@@ -81,7 +81,7 @@ def test_means_arrive_in_the_order_of_the_forward_pass() -> None:
         mean = adapter.MeanOverRanks(session, params, order=order, prefix="model.")
         mean.push(params)
         assert [number for number, _ in mean.arriving()] == order
-        first = session._exchange
+        first = session._arrays.exchange
         assert first is not None
         assert first.slots[0].name.startswith("model.layer2.")
         return order

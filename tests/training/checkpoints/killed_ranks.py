@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 import gradlane
 from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import read_shard
+from gradlane.training.options.options import keywords_of
 from tests.training.checkpoints.training import train
 
 
@@ -67,16 +68,18 @@ def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict
         torch.set_num_threads(1)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         session = gradlane.init(
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            job="killed",
-            advertise="127.0.0.1",
-            summary=False,
-            checkpoint=folder,
-            checkpoint_every=3,
-            checkpoint_keep=2,
-            **options,
+            **keywords_of(
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                job="killed",
+                advertise="127.0.0.1",
+                summary=False,
+                checkpoint_folder=folder,
+                checkpoint_every=3,
+                checkpoint_keep=2,
+                **options,
+            )
         )
 
         def note(step: int) -> None:

@@ -45,7 +45,7 @@ def run(
         core=core,
         summary=False,
         slice_elems=700,
-        checkpoint=folder,
+        checkpoint_folder=folder,
         **{"checkpoint_every": 3, **options},
     )
 
@@ -133,7 +133,7 @@ def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
         2,
         lambda session: train(session, LAST),
         core=core,
-        checkpoint=tmp_path,
+        checkpoint_folder=tmp_path,
         expect_errors=True,
     )
     for error in errors:
@@ -143,7 +143,7 @@ def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
 
 def test_restore_needs_a_folder_a_model_and_the_right_moment(tmp_path: Path) -> None:
     def without(session: gradlane.Session) -> None:
-        with pytest.raises(UsageError, match="checkpoint="):
+        with pytest.raises(UsageError, match="checkpoints="):
             session.restore()
 
     def early(session: gradlane.Session) -> None:
@@ -158,7 +158,7 @@ def test_restore_needs_a_folder_a_model_and_the_right_moment(tmp_path: Path) -> 
 
     core: Any = load_core()
     run_ranks(1, without, core=core, summary=False)
-    run_ranks(1, early, core=core, summary=False, checkpoint=tmp_path)
+    run_ranks(1, early, core=core, summary=False, checkpoint_folder=tmp_path)
 
 
 # ---- values that come back, and values that are refused
@@ -211,7 +211,7 @@ def go_on(
         return begun, seen
 
     core: Any = load_core()
-    settings = {"checkpoint": folder, "checkpoint_every": 3, "summary": False, **options}
+    settings = {"checkpoint_folder": folder, "checkpoint_every": 3, "summary": False, **options}
     return run_ranks(2, body, core=core, expect_errors=expect_errors, **settings)
 
 
@@ -323,7 +323,7 @@ def test_a_value_that_appears_later_is_refused_with_its_path_on_every_rank(tmp_p
 
     core: Any = load_core()
     errors = run_ranks(
-        2, body, core=core, checkpoint=tmp_path, checkpoint_every=3, expect_errors=True
+        2, body, core=core, checkpoint_folder=tmp_path, checkpoint_every=3, expect_errors=True
     )
     assert any(isinstance(error, CheckpointError) for error in errors)
     for error in errors:
@@ -410,7 +410,7 @@ def test_a_run_that_catches_a_damaged_checkpoint_and_starts_anew_is_refused(tmp_
         prepared.step()
 
     core: Any = load_core()
-    errors = run_ranks(2, body, core=core, checkpoint=tmp_path, expect_errors=True)
+    errors = run_ranks(2, body, core=core, checkpoint_folder=tmp_path, expect_errors=True)
     assert all("2 checkpoints of another run" in str(error) for error in errors), errors
     assert names(tmp_path) == before
 
@@ -466,7 +466,7 @@ def test_a_start_that_was_replaced_says_so_and_its_checkpoints_do_not_count(tmp_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         core: Any = load_core()
-        run_ranks(2, body, core=core, checkpoint=tmp_path, checkpoint_every=3, summary=False)
+        run_ranks(2, body, core=core, checkpoint_folder=tmp_path, checkpoint_every=3, summary=False)
     texts = [str(one.message) for one in caught]
     assert any(
         "step 6 is not complete" in text and "a later start of a training, incarnation 2" in text

@@ -455,7 +455,7 @@ def hostile(store: Store, rank: int, world_size: int, job: str, scheme: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer)
     if rank == 1:
-        lane = session._prepared[0].steps.exchange._lane
+        lane = session._models.prepared[0].steps.exchange._lane
         give = lane.give
 
         def give_noise(index: int, step: int) -> None:

@@ -72,7 +72,7 @@ def test_training_goes_on_while_a_disk_is_full_and_checkpoints_with_it_once_ther
         warnings.simplefilter("always")
         core: Any = load_core()
         results = run_ranks(
-            2, body, core=core, summary=False, checkpoint=small_disk, checkpoint_every=3
+            2, body, core=core, summary=False, checkpoint_folder=small_disk, checkpoint_every=3
         )
     assert [len(losses) for _, losses in results] == [10, 10]
     texts = [str(one.message) for one in caught]

@@ -33,13 +33,9 @@ def train_with_a_stop(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     me = os.getpid()
     with gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        silence_timeout_s=silence_s,
-        progress_timeout_s=silence_s,
-        summary=False,
+        rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
+        network=gradlane.Network(silence_timeout_s=silence_s, progress_timeout_s=silence_s),
+        monitoring=gradlane.Monitoring(summary=False),
     ) as session:
         session.prepare(model, optimizer)
         stopper = subprocess.Popen(

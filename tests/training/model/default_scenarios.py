@@ -126,7 +126,11 @@ def checkpointed(
     store: Store, rank: int, world_size: int, job: str, *, are_set: bool, folder: str
 ) -> str:
     """Train with checkpoints, and restore one into another model."""
-    options: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": 2, "update": "server"}
+    options: dict[str, Any] = {
+        "checkpoint_folder": folder,
+        "checkpoint_every": 2,
+        "update": "server",
+    }
     first, second = Model(), Model()
     others = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (first, second)]
     with defaults(are_set):

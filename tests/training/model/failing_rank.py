@@ -27,7 +27,11 @@ def main(ending: str) -> None:
     torch.set_num_threads(1)
     address = os.environ.get("ADVERTISE", "127.0.0.1")
     limit_s = float(os.environ.get("CONNECT_TIMEOUT_S", "60"))
-    session = gradlane.init(silence_timeout_s=3.0, connect_timeout_s=limit_s, advertise=address)
+    session = gradlane.init(
+        network=gradlane.Network(
+            silence_timeout_s=3.0, connect_timeout_s=limit_s, advertise=address
+        )
+    )
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     session.prepare(model, optimizer)

@@ -32,7 +32,9 @@ def main(folder: str) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ.get("RANK", "0")))
-    with gradlane.init(silence_timeout_s=20.0, connect_timeout_s=60.0) as session:
+    with gradlane.init(
+        network=gradlane.Network(silence_timeout_s=20.0, connect_timeout_s=60.0)
+    ) as session:
         model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         session.prepare(model, optimizer)

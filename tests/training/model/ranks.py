@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-import gradlane
+from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.session.start import open_session
 from tests.training.model.fake_core import FakeCore
 
 
@@ -43,14 +44,18 @@ def run_ranks(
         torch.set_num_threads(1)
         settings: dict[str, Any] = {"connect_timeout_s": 20.0, **options}
         try:
-            with gradlane.init(
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                job=job,
-                advertise="127.0.0.1",
-                core=shared,
-                **settings,
+            with open_session(
+                shared,
+                Options.of(
+                    **keywords_of(
+                        store=store,
+                        rank=rank,
+                        world_size=world_size,
+                        job=job,
+                        advertise="127.0.0.1",
+                        **settings,
+                    )
+                ),
             ) as session:
                 results[rank] = body(session)
         except BaseException as error:

@@ -23,7 +23,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    with gradlane.init(advertise="127.0.0.1", silence_timeout_s=5.0) as session:
+    with gradlane.init(
+        network=gradlane.Network(advertise="127.0.0.1", silence_timeout_s=5.0)
+    ) as session:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session.prepare(model, optimizer)

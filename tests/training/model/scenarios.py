@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradlane
 from gradlane.lab.workloads import REAL_NAMES, build
+from gradlane.training.options.options import keywords_of
 from tests.training.model.loops import LOOPS
 from tests.training.model.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 
@@ -113,7 +114,14 @@ def open_session(store: Store, rank: int, world_size: int, job: str, **options: 
     """Open a session over loopback."""
     settings = {"connect_timeout_s": 60.0, **options}
     return gradlane.init(
-        store=store, rank=rank, world_size=world_size, job=job, advertise="127.0.0.1", **settings
+        **keywords_of(
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            advertise="127.0.0.1",
+            **settings,
+        )
     )
 
 
@@ -398,7 +406,9 @@ def default_store(store: Store, rank: int, world_size: int, job: str) -> str:
     """Open a session without a store while torch.distributed is initialized."""
     dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     try:
-        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+        with gradlane.init(
+            rendezvous=gradlane.Rendezvous(rank=rank, world_size=world_size, job=job)
+        ) as session:
             model = seeded(SmallCnn)
             optimizer = optimizer_of("sgd", model)
             session.prepare(model, optimizer)
@@ -411,7 +421,7 @@ def default_store(store: Store, rank: int, world_size: int, job: str) -> str:
 
 def two_models_and_trace(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
     """Train two models in one session with a trace; the bias of the last layer is needed first."""
-    with open_session(store, rank, world_size, job, trace=True, check_every=2) as session:
+    with open_session(store, rank, world_size, job, frame_trace=True, check_every=2) as session:
         models = [seeded(SmallCnn), seeded(Attention)]
         optimizers = [optimizer_of("sgd", model) for model in models]
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -457,7 +467,9 @@ def synchronized_batch_norm(store: Store, rank: int, world_size: int, job: str) 
     """What torch says to SyncBatchNorm on the CPU; its process group lives beside the session."""
     dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     try:
-        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+        with gradlane.init(
+            rendezvous=gradlane.Rendezvous(rank=rank, world_size=world_size, job=job)
+        ) as session:
             convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
             model: Any = convert(seeded(SmallCnn))
             optimizer = optimizer_of("sgd", model)
@@ -478,7 +490,9 @@ def synchronized_batch_norm_on_cuda(store: Store, rank: int, world_size: int, jo
     """
     dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     try:
-        with gradlane.init(rank=rank, world_size=world_size, job=job) as session:
+        with gradlane.init(
+            rendezvous=gradlane.Rendezvous(rank=rank, world_size=world_size, job=job)
+        ) as session:
             convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
             model: Any = convert(seeded(SmallCnn)).cuda()
             optimizer = optimizer_of("sgd", model)

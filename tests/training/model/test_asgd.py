@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.training.core import load_core
+from gradlane.training.options.options import keywords_of
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
@@ -227,7 +228,7 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
 )
 def test_options_that_do_not_go_with_it_are_refused(options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        gradlane.init(rank=0, world_size=1, **options)
+        gradlane.init(**keywords_of(rank=0, world_size=1, **options))
 
 
 def test_calls_that_do_not_go_with_it_are_refused() -> None:

@@ -224,7 +224,7 @@ def test_expanded_tensors_do_not_go_into_checkpoints(tmp_path: Path) -> None:
             session.prepare(model, sgd(model))
         return str(caught.value)
 
-    (said,) = run_ranks(1, body, checkpoint=tmp_path)
+    (said,) = run_ranks(1, body, checkpoint_folder=tmp_path)
     assert "'places' would be in checkpoints" in said
 
 

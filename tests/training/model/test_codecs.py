@@ -20,6 +20,8 @@ from gradlane.training.options.codec_choice import (
     choose_codecs,
     codec_rules,
 )
+from gradlane.training.options.options import Options
+from gradlane.training.session.start import open_session
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
 
@@ -303,8 +305,10 @@ def test_other_settings_keep_all_residuals() -> None:
         model, optimizer = start(session)
         train(session, range(1, 4), model, optimizer)
         (before,) = session.state_dict()["models"]
-        options = replace(session._ctx.options, slice_elems=512, strategy="slicing")
-        session._prepared[0] = session._prepared[0].reconnected(options, 30.0)
+        options = replace(
+            session._ctx.options, strategy=gradlane.Strategy("slicing", slice_elems=512)
+        )
+        session._models.prepared[0] = session._models.prepared[0].reconnected(options, 30.0)
         (after,) = session.state_dict()["models"]
         for kind in ("worker_residual", "owner_residual"):
             for name, value in before[kind].items():
@@ -364,15 +368,15 @@ def test_ranks_with_other_codecs_are_told_so() -> None:
 
     def one(rank: int) -> None:
         try:
-            with gradlane.init(
-                store=store,
-                rank=rank,
-                world_size=2,
-                job="codecs",
-                core=core,
-                advertise="127.0.0.1",
-                connect_timeout_s=20.0,
-                codec=["bf16", "f16"][rank],
+            with open_session(
+                core,
+                Options.of(
+                    codec=["bf16", "f16"][rank],
+                    rendezvous=gradlane.Rendezvous(
+                        store=store, rank=rank, world_size=2, job="codecs"
+                    ),
+                    network=gradlane.Network(advertise="127.0.0.1", connect_timeout_s=20.0),
+                ),
             ) as session:
                 body(session)
         except gradlane.GradlaneError as error:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.options.options import keywords_of
 from tests.built import needs_core
 from tests.training.model.models import Attention, Awkward, seeded
 from tests.training.model.pool import FirstRanks, RankPool
@@ -394,11 +395,14 @@ def test_processes_go_over_between_workers_and_servers(
 )
 def test_the_core_refuses_rows_that_make_no_sense(rows: str, words: str) -> None:
     with gradlane.init(
-        store=HashStore(), update="server", rank=0, world_size=1, job=f"rows-{words}"
+        update="server",
+        rendezvous=gradlane.Rendezvous(
+            store=HashStore(), rank=0, world_size=1, job=f"rows-{words}"
+        ),
     ) as session:
         model = nn.Linear(3, 2)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        channel = session._prepared[0].channel
+        channel = session._models.prepared[0].channel
         with pytest.raises(ValueError, match=words):
             channel.set_optimizer(1, rows)
         values = torch.zeros(3)
@@ -453,7 +457,9 @@ def test_the_servers_follow_torchs_formula_to_the_last_bit(
     options = {"decoupled_weight_decay": kind == "AdamW", **optimizer.param_groups[0]}
     gradients = [batch((1003,), 0, step) * 10.0**-step for step in range(5)]
     settings: dict[str, Any] = {"rank": 0, "world_size": 1, "job": f"exact-{kind}-{betas}"}
-    with gradlane.init(store=HashStore(), update="server", slice_elems=100, **settings) as session:
+    with gradlane.init(
+        **keywords_of(store=HashStore(), update="server", slice_elems=100, **settings)
+    ) as session:
         session.prepare(model, optimizer)
         for gradient in gradients:
             (model.held * gradient).sum().backward()  # type: ignore[no-untyped-call]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.session.start import open_session
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.ranks import run_ranks
 
@@ -350,4 +352,4 @@ def test_options_are_checked() -> None:
     ]:
         settings: dict[str, Any] = options  # type: ignore[assignment]
         with pytest.raises(ValueError, match=words):
-            gradlane.init(core=core, **settings)
+            open_session(core, Options.of(**keywords_of(**settings)))

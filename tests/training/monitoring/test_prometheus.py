@@ -14,10 +14,12 @@ from gradlane.training.monitoring.metrics import Metrics, metrics_of
 from gradlane.training.monitoring.prometheus import (
     CONTENT_TYPE,
     exposition,
-    parse_address,
     serve,
     wanted_address,
 )
+from gradlane.training.options.endpoint import parse_address
+from gradlane.training.options.groups import Monitoring
+from gradlane.training.options.option_fields import with_environment
 from tests.training.monitoring.test_metrics import NO_STEPS, reading, wait
 
 SAMPLE = re.compile(
@@ -104,7 +106,9 @@ def test_counters_of_petabytes_are_numbers_still() -> None:
 
 
 def test_a_port_that_is_taken_is_named(endpoint: Endpoint) -> None:
-    with pytest.raises(ValueError, match=rf"127\.0\.0\.1', port {endpoint.port}.*prometheus_port"):
+    with pytest.raises(
+        ValueError, match=rf"127\.0\.0\.1', port {endpoint.port}.*Monitoring\(prometheus="
+    ):
         serve("127.0.0.1", endpoint.port, Complete.metrics)
 
 
@@ -112,7 +116,7 @@ def test_a_port_that_is_taken_is_named(endpoint: Endpoint) -> None:
     ("host", "port"), [("127.0.0.1", 65536), ("no.such.host.invalid", 0), ("a" * 70, 0), ("\0", 0)]
 )
 def test_an_address_that_cannot_be_had_is_named(host: str, port: int) -> None:
-    with pytest.raises(ValueError, match=rf"port {port} .*prometheus_port"):
+    with pytest.raises(ValueError, match=rf"port {port} .*Monitoring\(prometheus="):
         serve(host, port, Complete.metrics)
 
 
@@ -136,7 +140,9 @@ def test_an_address_that_cannot_be_had_is_named(host: str, port: int) -> None:
 def test_ranks_of_a_node_take_ports_from_the_one_given_on(
     port: int | str | None, environment: dict[str, str], expected: tuple[str, int] | None
 ) -> None:
-    assert wanted_address(port, environment) == expected
+    given = Monitoring() if port is None else Monitoring(prometheus=port)
+    wanted = with_environment(given, environment).prometheus
+    assert wanted_address(wanted, environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,18 +154,18 @@ def test_ranks_of_a_node_take_ports_from_the_one_given_on(
 )
 def test_other_addresses_are_refused(text: str) -> None:
     """`:9400` is every address to some and this machine to others, so it is neither."""
-    with pytest.raises(ValueError, match=r"prometheus_port is .*PORT.*HOST:PORT.*\[IPv6\]:PORT"):
-        parse_address(text, "prometheus_port")
+    with pytest.raises(ValueError, match=r"prometheus is .*PORT.*HOST:PORT.*\[IPv6\]:PORT"):
+        parse_address(text, "prometheus")
 
 
 def test_an_address_that_is_refused_is_named_without_its_control_characters() -> None:
     with pytest.raises(ValueError, match=r"^GRADLANE_PROMETHEUS is \\x1b\[2J; it") as caught:
-        wanted_address(None, {"GRADLANE_PROMETHEUS": "\x1b[2J"})
+        with_environment(Monitoring(), {"GRADLANE_PROMETHEUS": "\x1b[2J"})
     assert str(caught.value).isprintable()
 
 
 def test_a_port_is_one_of_this_machine_unless_said_otherwise() -> None:
-    """What `prometheus_port=0` opens is loopback's, and `0.0.0.0` has to be written down."""
+    """What `prometheus=0` opens is loopback's, and `0.0.0.0` has to be written down."""
     wanted = wanted_address(0, {})
     assert wanted is not None
     one = serve(*wanted, Complete.metrics)

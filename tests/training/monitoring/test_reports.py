@@ -12,8 +12,10 @@ from gradlane.training.monitoring.metrics import Metrics, StepTimes, metrics_of
 from gradlane.training.monitoring.observer import ModelWatch
 from gradlane.training.monitoring.summary import late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog
+from gradlane.training.options.groups import Monitoring
+from gradlane.training.options.option_fields import with_environment
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.environment import RankInfo, is_wanted
+from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.monitoring.test_metrics import late, reading, wait
 
@@ -41,7 +43,7 @@ def words(*last: int) -> list[dict[str, Any]]:
 def test_the_line_names_layer_and_rank() -> None:
     line = summary_line(metrics(), late_ranks(words(10, 80)))
     assert line == (
-        "gradlane: 5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
+        "5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
         "(50 ms a step), most of it for 'a' (100%, longest in step 3); rank 1 came last for 80% of "
         "the slices, by 4 ms on average"
     )
@@ -101,7 +103,8 @@ def test_owners_are_added_up() -> None:
 def test_the_line_can_be_silenced(
     option: bool | None, environment: dict[str, str], expected: bool
 ) -> None:
-    assert is_wanted(option, environment, "GRADLANE_SUMMARY") is expected
+    given = Monitoring() if option is None else Monitoring(summary=option)
+    assert with_environment(given, environment).summary is expected
 
 
 class Writer:

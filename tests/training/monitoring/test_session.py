@@ -176,16 +176,15 @@ def test_preparing_again_loses_no_counts() -> None:
         assert after["gathered_slices"] == 2 * before["gathered_slices"]
 
 
-def test_the_line_comes_once_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_comes_once_from_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     core: Any = load_core()
     run_ranks(2, lambda session: train(session, seeded(Model)), core=core)
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if one]
-    assert (
-        line.startswith(f"gradlane: {STEPS} steps, ") and "slices" in line
-    ) or "stands out" in line
+    (line,) = caplog.messages
+    caplog.clear()
+    assert (line.startswith(f"{STEPS} steps, ") and "slices" in line) or "stands out" in line
     run_ranks(2, lambda session: train(session, seeded(Model), steps=0), core=core)
     run_ranks(2, lambda session: train(session, seeded(Model)), core=core, summary=False)
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
 
 
 def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None:
@@ -199,7 +198,7 @@ def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
-    for rank, page in enumerate(run(2, body, prometheus_port=0)):
+    for rank, page in enumerate(run(2, body, prometheus=0)):
         _, values = parsed(page)
         own = ("rank", str(rank))
         assert values[("gradlane_steps_total", frozenset({own}))] == STEPS
@@ -259,4 +258,4 @@ def test_forked_children_report_nothing() -> None:
         train(session, seeded(Model))
         return os.waitstatus_to_exitcode(status)
 
-    assert run(1, body, prometheus_port=0) == [0]
+    assert run(1, body, prometheus=0) == [0]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.planning.planner import learning
+from gradlane.training.options.options import keywords_of
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 
@@ -60,12 +61,14 @@ def opened(
     }
     with launched(rank, local_size):
         session = gradlane.init(
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            job=job,
-            advertise="127.0.0.1",
-            **settings,
+            **keywords_of(
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                job=job,
+                advertise="127.0.0.1",
+                **settings,
+            )
         )
         with session:
             yield session
@@ -225,14 +228,10 @@ def another_block(store: Any, rank: int, world_size: int, job: str, local: str) 
     os.environ.update(LOCAL_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
     try:
         session = gradlane.init(
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            job=job,
-            advertise="127.0.0.1",
             local=local,
-            summary=False,
-            connect_timeout_s=30.0,
+            rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
+            network=gradlane.Network(advertise="127.0.0.1", connect_timeout_s=30.0),
+            monitoring=gradlane.Monitoring(summary=False),
         )
         model = nn.Linear(3, 3)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

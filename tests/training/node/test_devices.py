@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from gradlane.training.node.devices import ON_HOST, Sums, agree_on_sums, why_not, why_not_unasked
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.rules import check_sums
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.rendezvous.stores import bounded
@@ -66,16 +66,16 @@ def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
 
 def test_ranks_hear_of_each_other_only_where_it_matters() -> None:
     gradients = [torch.zeros(2)]
-    assert agreed(Options(local="leader"), gradients) is ON_HOST
-    assert agreed(Options(local="leader", local_sums="collective"), []) is ON_HOST
-    asked = Options(local="leader", local_sums="collective")
+    assert agreed(Options.of(local="leader"), gradients) is ON_HOST
+    assert agreed(Options.of(**keywords_of(local="leader", local_sums="collective")), []) is ON_HOST
+    asked = Options.of(**keywords_of(local="leader", local_sums="collective"))
     assert agreed(asked, gradients) == Sums("gloo", "asked for")
-    unasked = agreed(Options(local="leader", local_sums="auto"), gradients)
+    unasked = agreed(Options.of(**keywords_of(local="leader", local_sums="auto")), gradients)
     assert unasked == Sums("", "the gradients are in the host's memory already")
 
 
 def test_collectives_need_ranks_that_add_up() -> None:
-    check_sums(Options(local="auto", local_sums="collective"))
-    check_sums(Options(local_sums="auto"))
+    check_sums(Options.of(**keywords_of(local="auto", local_sums="collective")))
+    check_sums(Options.of(**keywords_of(local_sums="auto")))
     with pytest.raises(ValueError, match='local_sums="collective" with local="off"'):
-        check_sums(Options(local_sums="collective"))
+        check_sums(Options.of(**keywords_of(local_sums="collective")))

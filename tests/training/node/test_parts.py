@@ -84,7 +84,7 @@ def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> lis
     for rank, (local_rank, size) in enumerate(words):
         environment = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
         try:
-            found.append(agree_on_layout(Options(local=local), meetings[rank], environment))
+            found.append(agree_on_layout(Options.of(local=local), meetings[rank], environment))
         except RanksDifferError as error:
             found.append(str(error))
     return found

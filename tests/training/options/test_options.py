@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,11 @@ from gradlane.training.options.option_fields import (
     check_options,
     on_command_line,
     option,
+    option_rules,
 )
-from gradlane.training.options.options import Options
-
-GIVEN_OTHERWISE = {"factors": "scheme", "prometheus": "prometheus_port"}
-IN_ANOTHER_FORM = {"codec", "factors", "pacing", "prometheus", "summary"}
+from gradlane.training.options.options import GROUPS, Options, keywords_of
+from gradlane.training.options.reference import options_page
+from tests.paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,105 @@ class Some:
 
 def test_init_takes_every_option_with_its_default() -> None:
     parameters = inspect.signature(gradlane.init).parameters
+    assert list(parameters) == [one.name for one in fields(Options)]
+    assert len(parameters) <= 14
     for one in fields(Options):
-        given = parameters[GIVEN_OTHERWISE.get(one.name, one.name)]
-        if one.name not in IN_ANOTHER_FORM:
-            assert given.default == one.default, one.name
+        given = parameters[one.name].default
+        assert Options.of(**{one.name: given}) == Options(), one.name
+
+
+def test_every_option_is_explained_and_has_a_name_of_its_own() -> None:
+    named: list[str] = []
+    kinds: list[Any] = [Options, *GROUPS.values()]
+    for kind in kinds:
+        assert set(option_rules(kind)) == {one.name for one in fields(kind)}
+        assert all(rules.doc.endswith(".") for rules in option_rules(kind).values())
+        named += [rules.name for rules in option_rules(kind).values()]
+    # The keyword of an object is also the name of its first option.
+    assert len(named) - len(set(named)) == len({"strategy", "local", "stragglers"})
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    assert page == options_page(), "run python -m gradlane.training.options.reference"
+
+
+def test_options_by_their_own_names_stand_in_their_objects() -> None:
+    keywords = keywords_of(strategy="ring", slice_elems=9, io_threads=2, codec="bf16")
+    assert keywords == {
+        "strategy": gradlane.Strategy("ring", slice_elems=9),
+        "network": gradlane.Network(io_threads=2),
+        "codec": "bf16",
+    }
+    whole = {"strategy": gradlane.Strategy("wfbp")}
+    assert keywords_of(**whole) == whole
+    with pytest.raises(TypeError, match="frames"):
+        gradlane.init(**keywords_of(frames=3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"network": "eth0"}, "network is 'eth0'; give a gradlane.Network"),
+        ({"strategy": 3}, "strategy is 3; give a text or a gradlane.Strategy"),
+        ({"checkpoints": "/tmp"}, "give a gradlane.Checkpoints"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        gradlane.init(**given)
+
+
+def test_variables_give_what_the_program_does_not() -> None:
+    environment = {
+        "GRADLANE_IO_THREADS": "3",
+        "GRADLANE_FRAME_BYTES": "4096",
+        "GRADLANE_PORTS": "4000-4010",
+        "GRADLANE_PACING": "off",
+        "GRADLANE_CHECKPOINT_EVERY": "7",
+        "GRADLANE_CHECKPOINT_FOLDER": "",
+        "GRADLANE_JOB": "night",
+        "GRADLANE_STORE": "none",
+    }
+    # The default, but given.
+    network = gradlane.Network(io_threads=1)
+    options = Options.of(network=network, environment=environment)
+    assert options.network == gradlane.Network(
+        io_threads=1, frame_bytes=4096, ports=(4000, 4010), pacing=False
+    )
+    assert options.checkpoints == gradlane.Checkpoints(every=7)
+    assert options.rendezvous == gradlane.Rendezvous(job="night")
+    assert Options.of(network=network).network == network
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("GRADLANE_IO_THREADS", "many", "GRADLANE_IO_THREADS is 'many'; it must be a whole number"),
+        ("GRADLANE_IO_THREADS", "65", "GRADLANE_IO_THREADS is 65; it must be 1 to 64"),
+        ("GRADLANE_PORTS", "x", "GRADLANE_PORTS is 'x'; use one, or the lowest and the highest"),
+        ("GRADLANE_PORTS", "9-3", "GRADLANE_PORTS is (9, 3); it must be (low, high)"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused_by_name(
+    variable: str, text: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options.of(environment={variable: text})
+
+
+def test_a_secret_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    network = gradlane.Network(secret_file=path)
+    with pytest.raises(ValueError, match=r"secret_file is .*No such file"):
+        network.read_secret()
+    path.write_text(" s3cret\n")
+    assert network.read_secret() == "s3cret"
+    assert gradlane.Network(secret="own", secret_file=path).read_secret() == "own"
+    assert "own" not in repr(gradlane.Network(secret="own"))
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        network.read_secret()
 
 
 def test_init_explains_every_argument_once_and_in_order() -> None:

@@ -20,10 +20,12 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.errors import PeerLostError, RendezvousError
+from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
+from gradlane.training.session.start import open_session
 from tests.paths import PACKAGE, ROOT
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.nursery import SOURCES, ForkServer
@@ -37,7 +39,7 @@ MAKERS = {
     "training/rendezvous/bounded_store.py",
     "training/rendezvous/rendezvous.py",
     # What a user's program hands over.
-    "training/session/start.py",
+    "training/options/groups.py",
     # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
     "training/node/group.py",
     "lab/runs/trial.py",
@@ -107,7 +109,13 @@ def test_a_listener_that_is_no_store_is_named_in_time(
         monkeypatch.setenv("MASTER_PORT", str(port))
         begun_s = time.monotonic()
         with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, which rank 0 keeps") as told:
-            gradlane.init(rank=1, world_size=2, connect_timeout_s=1.0, core=FakeCore())
+            open_session(
+                FakeCore(),
+                Options.of(
+                    rendezvous=gradlane.Rendezvous(rank=1, world_size=2),
+                    network=gradlane.Network(connect_timeout_s=1.0),
+                ),
+            )
         assert "does not answer as a store does" in str(told.value)
         assert time.monotonic() - begun_s < PATIENCE_S
 

@@ -38,7 +38,7 @@ def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
     def body(session: Any) -> None:
         if session.rank == 2:
             if comes_to_the_start:
-                session._meet()
+                session._scopes.open()
             return
         prepare(session)
 
@@ -51,7 +51,7 @@ def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
 def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
     def body(session: Any) -> None:
         if session.rank == 2:
-            session._meet()
+            session._scopes.open()
             raise KeyError("no such file")
         prepare(session)
 
@@ -82,7 +82,7 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
         optimizer.step()
         session.synchronize()
 
-    first, second = run_ranks(2, body, expect_errors=True, checkpoint=tmp_path)
+    first, second = run_ranks(2, body, expect_errors=True, checkpoint_folder=tmp_path)
     assert isinstance(second, StoreLostError)
     assert "rank 1 gave up: StoreLostError" in str(first) and "store does not answer" in str(first)
 

@@ -14,18 +14,20 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.errors import PeerLostError, ProgressTimeoutError, RendezvousError
+from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import (
     RankInfo,
     find_rank_info,
     find_store_address,
     first_slurm_node,
-    is_wanted,
     warn_of_unknown,
 )
 from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, first_difference
 from gradlane.training.rendezvous.tensor_table import build_table
+from gradlane.training.session.start import open_session
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import Awkward
 from tests.training.model.ranks import run_ranks
@@ -83,7 +85,7 @@ def test_misspelt_variables_are_named_with_the_one_that_was_meant() -> None:
 @pytest.mark.parametrize("text", ["flase", "2", "none"])
 def test_neither_yes_nor_no_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"GRADLANE_PACING is '{text}'; it must be 1 or 0"):
-        is_wanted(None, {"GRADLANE_PACING": text}, "GRADLANE_PACING")
+        with_environment(gradlane.Network(), {"GRADLANE_PACING": text})
 
 
 def test_a_meeting_leaves_nothing_in_the_store() -> None:
@@ -304,19 +306,28 @@ def test_sessions_one_after_another_do_not_meet() -> None:
     store = HashStore()
     core = FakeCore()
     for _ in range(2):
-        with gradlane.init(store=store, rank=0, world_size=1, job="same", core=core) as session:
+        with open_session(
+            core,
+            Options.of(
+                rendezvous=gradlane.Rendezvous(store=store, rank=0, world_size=1, job="same")
+            ),
+        ) as session:
             model = nn.Linear(2, 2)
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert len(core.worlds) == 2
 
 
 def test_a_closed_session_says_so() -> None:
-    session = gradlane.init(rank=0, world_size=1, core=FakeCore())
+    session = open_session(
+        FakeCore(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
+    )
     session.close()
     session.close()
     with pytest.raises(gradlane.SessionClosedError, match="was closed"):
         session.synchronize()
-    session = gradlane.init(rank=0, world_size=1, core=FakeCore())
+    session = open_session(
+        FakeCore(), Options.of(rendezvous=gradlane.Rendezvous(rank=0, world_size=1))
+    )
     session.abort("no reason")
     with pytest.raises(gradlane.SessionClosedError, match="given up: no reason"):
         session.prepare(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
@@ -380,7 +391,13 @@ def test_a_port_range_and_a_busy_port() -> None:
 
         Listener: Any = refuse
 
-    session = gradlane.init(rank=0, world_size=1, core=Busy(), ports=(5000, 5001))
+    session = open_session(
+        Busy(),
+        Options.of(
+            rendezvous=gradlane.Rendezvous(rank=0, world_size=1),
+            network=gradlane.Network(ports=(5000, 5001)),
+        ),
+    )
     model = nn.Linear(2, 2)
     with pytest.raises(gradlane.RendezvousError, match=r"ports 5000-5001.*already in use"):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -18,7 +18,10 @@ def main(steps: int) -> None:
     """Train so many steps, or serve those who do."""
     torch.set_num_threads(1)
     session = gradlane.init(
-        workers=2, silence_timeout_s=3.0, connect_timeout_s=60.0, advertise="127.0.0.1"
+        workers=2,
+        network=gradlane.Network(
+            silence_timeout_s=3.0, connect_timeout_s=60.0, advertise="127.0.0.1"
+        ),
     )
     if session.serves:
         session.serve()

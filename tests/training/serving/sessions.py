@@ -15,19 +15,22 @@ import torch
 from torch import nn
 
 import gradlane
+from gradlane.training.options.options import keywords_of
 from tests.training.model import scenarios
 
 
 def _init(store: Any, rank: int, job: str, workers: int, servers: int, **options: Any) -> Any:
     given = {"connect_timeout_s": 60.0, "summary": False, **options}
     return gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=workers + servers,
-        workers=workers if servers else None,
-        job=job,
-        advertise="127.0.0.1",
-        **given,
+        **keywords_of(
+            store=store,
+            rank=rank,
+            world_size=workers + servers,
+            workers=workers if servers else None,
+            job=job,
+            advertise="127.0.0.1",
+            **given,
+        )
     )
 
 
@@ -130,14 +133,12 @@ def disagree(store: Any, process: int, processes: int, job: str) -> str:
     workers = 1 if process == 2 else 2
     try:
         with gradlane.init(
-            store=store,
-            rank=process,
-            world_size=processes,
             workers=workers,
-            job=job,
-            advertise="127.0.0.1",
-            connect_timeout_s=30.0,
-            summary=False,
+            rendezvous=gradlane.Rendezvous(
+                store=store, rank=process, world_size=processes, job=job
+            ),
+            network=gradlane.Network(advertise="127.0.0.1", connect_timeout_s=30.0),
+            monitoring=gradlane.Monitoring(summary=False),
         ) as session:
             if session.serves:
                 session.serve()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import gradlane
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from tests.built import needs_core
 from tests.training.model.nursery import ForkServer, free_port
@@ -77,7 +77,7 @@ def test_checkpoints_are_of_the_ranks_that_train(pool: RankPool, tmp_path: Path)
     for servers in (0, 1):
         folder = tmp_path / str(servers)
         folder.mkdir()
-        trained(pool, 2, servers, [{"checkpoint": str(folder), "checkpoint_every": 2}])
+        trained(pool, 2, servers, [{"checkpoint_folder": str(folder), "checkpoint_every": 2}])
     files = [
         sorted(path.name[:19] for path in (tmp_path / name).rglob("rank-*")) for name in ("0", "1")
     ]
@@ -193,8 +193,8 @@ def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
 )
 def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Options(**{"workers": 4, **options}).check_world(6)
-    Options(workers=6, update="server").check_world(6)
+        Options.of(**keywords_of(**{"workers": 4, **options})).check_world(6)
+    Options.of(workers=6, update="server").check_world(6)
 
 
 def test_a_rank_that_serves_trains_nothing_and_the_others_serve_nothing() -> None:
@@ -205,8 +205,8 @@ def test_a_rank_that_serves_trains_nothing_and_the_others_serve_nothing() -> Non
     store = HashStore()
     model = nn.Linear(2, 2)
     with pytest.raises(gradlane.UsageError, match=r"rank 1 only serves.*session.serve\(\)"):
-        gradlane.init(store=store, rank=1, world_size=2, workers=1).prepare(
-            model, SGD(model.parameters(), lr=0.1)
-        )
+        gradlane.init(
+            workers=1, rendezvous=gradlane.Rendezvous(store=store, rank=1, world_size=2)
+        ).prepare(model, SGD(model.parameters(), lr=0.1))
     with pytest.raises(gradlane.UsageError, match="rank 0 trains"):
-        gradlane.init(store=store, rank=0, world_size=1).serve()
+        gradlane.init(rendezvous=gradlane.Rendezvous(store=store, rank=0, world_size=1)).serve()

@@ -55,18 +55,14 @@ def follow(
     optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
     given: dict[int, float] = {}
     session = gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        stragglers=stragglers,
-        late=late,
+        strategy=gradlane.Strategy(slice_elems=100),
+        stragglers=gradlane.Stragglers(rule=stragglers, late=late),
         servers=world_size - 1,
-        slice_elems=100,
-        summary=False,
+        rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
+        monitoring=gradlane.Monitoring(summary=False),
     )
     model, optimizer = session.prepare(model, optimizer)
-    channel = session._prepared[0].channel
+    channel = session._models.prepared[0].channel
     passed: list[int] = []
     mine = range(1, steps + 1)
     batches = session.keep_pace(mine, lambda: passed.append(0)) if paced else iter(mine)
@@ -117,15 +113,11 @@ def learn(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.8)
     draws = torch.Generator().manual_seed(rank)
     session = gradlane.init(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        stragglers=stragglers,
-        late=late,
         codec=codec,
+        stragglers=gradlane.Stragglers(rule=stragglers, late=late),
         servers=world_size - 1,
-        summary=False,
+        rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
+        monitoring=gradlane.Monitoring(summary=False),
     )
     model, optimizer = session.prepare(model, optimizer)
     losses = []

@@ -23,7 +23,7 @@ from gradlane.training.model.step_state import Phase
 from gradlane.training.model.steps import Steps
 from gradlane.training.monitoring.metrics import StepTimes, metrics_of
 from gradlane.training.monitoring.summary import summary_line
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.options.stragglers import StragglerRule, check_schemes, parse_stragglers
 from gradlane.training.session.pace import at_pace
 
@@ -57,7 +57,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason(
     others: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        Options(**{"stragglers": "backup=1", **others})
+        Options.of(**keywords_of(**{"stragglers": "backup=1", **others}))
 
 
 def test_plans_have_to_leave_gradients_on_servers() -> None:
@@ -68,16 +68,16 @@ def test_plans_have_to_leave_gradients_on_servers() -> None:
 
 
 def test_numbers_of_ranks_are_checked() -> None:
-    Options(stragglers="backup=1", servers=2).check_world(2)
-    Options(stragglers="backup=1").check_world(1)
+    Options.of(stragglers="backup=1", servers=2).check_world(2)
+    Options.of(stragglers="backup=1").check_world(1)
     with pytest.raises(ValueError, match="at least one has to contribute"):
-        Options(stragglers="backup=2").check_world(2)
+        Options.of(stragglers="backup=2").check_world(2)
     with pytest.raises(ValueError, match="there are 2 ranks"):
-        Options(servers=3).check_world(2)
+        Options.of(servers=3).check_world(2)
     with pytest.raises(ValueError, match="servers is 0; it must be 1 or more"):
-        Options(servers=0)
+        Options.of(servers=0)
     with pytest.raises(ValueError, match="nobody is late"):
-        Options(late="carry")
+        Options.of(**keywords_of(late="carry"))
 
 
 def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:

@@ -83,7 +83,7 @@ def run(folder: Path, world_size: int, last: int, **options: Any) -> list[dict[s
         "codec": {"*": "onebit"},
         "servers": 1,
         "slice_elems": 500,
-        "checkpoint": folder,
+        "checkpoint_folder": folder,
         "checkpoint_every": 5,
         "summary": False,
         **options,
@@ -188,7 +188,7 @@ def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
     core: Any = load_core()
 
     def statistics_of(session: gradlane.Session) -> Tensor:
-        buffers = dict(session._prepared[0].model.named_buffers())
+        buffers = dict(session._models.prepared[0].model.named_buffers())
         return torch.cat([buffers["norm.running_mean"], buffers["norm.running_var"]])
 
     def seen(session: gradlane.Session) -> Tensor:
@@ -197,7 +197,7 @@ def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {
         "stragglers": "backup=1",
-        "checkpoint": tmp_path,
+        "checkpoint_folder": tmp_path,
         "checkpoint_every": 3,
     }
     own = run_ranks(2, seen, core=core, summary=False, **options)

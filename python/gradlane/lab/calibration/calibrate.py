@@ -26,15 +26,15 @@ from gradlane.lab.cluster.awake import kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measured_cost
+from gradlane.training.options.groups import Network
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import Options
 
 FORMAT = "gradlane-costs"
 VERSION = 1
 WORKERS = 4
 TENSORS = 10
 SMALL_FRAME_BYTES = 8_192
-LARGE_FRAME_BYTES = Options.frame_bytes
+LARGE_FRAME_BYTES = Network.frame_bytes
 SMALL_SLICE_ELEMS = 20_000
 LARGE_SLICE_ELEMS = 500_000
 LATENCY_ELEMS = 10_000
@@ -272,7 +272,7 @@ class _Calibration:
             addresses=self._cluster.addresses,
             store_port=self._next_port(),
             tensor_elems=list(tensor_elems),
-            settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "trace": trace},
+            settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "frame_trace": trace},
         )
 
     def _load(self, frame_bytes: int, slice_elems: int) -> Load:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlane.lab.runs.strategy import Strategy
-from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -199,25 +198,23 @@ class Gradlane:
         self._plan = "auto" if strategy.is_planned else place.plan
         own = strategy.is_planned or strategy.sends_factors
         self._session: Any = gradlane.init(
-            store=prefixed(place, store),
-            rank=place.rank,
-            world_size=place.world_size + place.serving,
-            workers=place.world_size if place.serving else None,
-            strategy=Options.strategy if own else strategy.setting,
-            scheme=strategy.scheme,
-            slice_elems=place.slice_elems,
+            strategy=gradlane.Strategy(
+                gradlane.Strategy.name if own else strategy.setting,
+                scheme=strategy.scheme,
+                slice_elems=place.slice_elems,
+                exact_order=not strategy.any_rounding,
+            ),
             codec=place.codec,
-            local=strategy.local,
-            local_sums=strategy.local_sums,
-            exact_order=not strategy.any_rounding,
             update="server" if strategy.is_asynchronous else "worker",
-            stragglers=strategy.stragglers,
-            late=strategy.late,
+            local=gradlane.LocalSums(strategy.local, where=strategy.local_sums),
+            stragglers=gradlane.Stragglers(strategy.stragglers, late=strategy.late),
             servers=place.servers,
-            interface=None,
-            advertise=place.address,
-            job=place.job,
-            trace_path=place.trace_path,
+            workers=place.world_size if place.serving else None,
+            rendezvous=gradlane.Rendezvous(
+                prefixed(place, store), place.rank, place.world_size + place.serving, place.job
+            ),
+            network=gradlane.Network(advertise=place.address),
+            monitoring=gradlane.Monitoring(trace=place.trace_path),
         )
 
     def attach(

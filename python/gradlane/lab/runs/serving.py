@@ -33,13 +33,12 @@ def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
         job=request.job,
     )
     session = gradlane.init(
-        store=prefixed(place, store),
-        rank=rank,
-        world_size=workers + request.serving,
         workers=workers,
-        advertise=place.address,
-        job=place.job,
-        summary=False,
+        rendezvous=gradlane.Rendezvous(
+            prefixed(place, store), rank, workers + request.serving, place.job
+        ),
+        network=gradlane.Network(advertise=place.address),
+        monitoring=gradlane.Monitoring(summary=False),
     )
     served = session.serve()
     del store

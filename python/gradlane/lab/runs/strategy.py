@@ -14,10 +14,12 @@ from gradlane.training.options.options import (
     FACTOR_SCHEMES,
     RING,
     STRATEGIES,
+    LocalSums,
     Options,
     own_slice_elems,
 )
-from gradlane.training.options.stragglers import WAIT, parse_stragglers
+from gradlane.training.options.options import Strategy as SessionStrategy
+from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
 from gradlane.training.plans.settings import LEARNING_STEPS
 
 AUTO = "auto"
@@ -61,10 +63,10 @@ class Strategy:
     bucket_mb: float = 0.0
     hook: str = ""
     local: str = "off"
-    local_sums: str = Options.local_sums
+    local_sums: str = LocalSums.where
     any_rounding: bool = False
     stragglers: str = WAIT
-    late: str = Options.late
+    late: str = Stragglers.late
 
     def with_stragglers(self, rule: str) -> Strategy:
         """Return the same strategy with a rule for ranks that are late.
@@ -78,12 +80,12 @@ class Strategy:
         """
         stragglers, colon, late = rule.partition(":")
         if not colon:
-            late = Options.late
+            late = Stragglers.late
         if parse_stragglers(stragglers) is None and not colon:
             return self
         if self.setting not in STRATEGIES:
             raise ValueError(f"{self.text}/{rule}: only gradlane's strategies leave ranks out")
-        Options(strategy=self.setting, stragglers=stragglers, late=late)
+        Options.of(strategy=self.setting, stragglers=Stragglers(stragglers, late))
         return replace(self, text=f"{self.text}/{rule}", stragglers=stragglers, late=late)
 
     @property
@@ -98,7 +100,7 @@ class Strategy:
             wanted: what was asked for, or None for the strategy's own.
             encoded: whether gradients travel in a codec.
         """
-        own = own_slice_elems(Options.strategy if self.sends_factors else self.setting, encoded)
+        own = own_slice_elems(SessionStrategy.name if self.sends_factors else self.setting, encoded)
         return own if own is None or wanted is None else wanted
 
     @property
@@ -182,9 +184,9 @@ def parse_strategy(text: str) -> Strategy:
         return Strategy(
             text=text.strip(),
             family="gradlane",
-            setting=Options.strategy,
+            setting=SessionStrategy.name,
             local=NODE_STRATEGIES[name],
-            local_sums=argument or Options.local_sums,
+            local_sums=argument or LocalSums.where,
         )
     if name == AUTO and argument == ANY_ROUNDING:
         return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)

@@ -26,7 +26,7 @@ from gradlane.lab.runs.evidence import measures_machine
 from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 
 GOODPUT_SHARE_TARGET = 0.97
 CPU_RATIO_TARGET = 1.25
@@ -70,7 +70,7 @@ class TransportOptions:
         warmup: steps before them.
         urgent_trials: urgent slices each rank hands over, in each of the two ways.
         urgent_megabytes: the less urgent tensor that saturates the ports meanwhile.
-        settings: further options of `gradlane.init`.
+        settings: further options by name.
     """
 
     workers: int = option(4, least=2, most=NODES_MAX)
@@ -95,7 +95,7 @@ class TransportOptions:
     @property
     def effective_settings(self) -> dict[str, Any]:
         """The session's options that matter on the wire, defaults included."""
-        chosen = asdict(Options(**(self.settings or {})))
+        chosen = asdict(Options.of(**keywords_of(**(self.settings or {}))).network)
         return {name: chosen[name] for name in _SETTINGS}
 
     @property
@@ -291,7 +291,9 @@ class _Measurement:
         options = self._options
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
         tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
-        self._open("gradlane", tensor_elems, settings={**(options.settings or {}), "trace": True})
+        self._open(
+            "gradlane", tensor_elems, settings={**(options.settings or {}), "frame_trace": True}
+        )
         sent_bytes = port_bytes(large_elems * _FLOAT_BYTES, workers=options.workers)
         busy_s = 8 * sent_bytes / (options.rate_bps * _PAYLOAD_SHARE)
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)

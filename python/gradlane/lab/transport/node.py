@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import gradlane
 from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
 from gradlane.lab.cluster.namespaces import INTERFACE
@@ -32,6 +31,8 @@ from gradlane.lab.cluster.processors import IDLE, SOFTIRQ, STOLEN, WAITING, mach
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule, ListenerType, PlanBuilder, PulseType
+from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.session.start import open_session
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -266,21 +267,20 @@ class GradlaneExchange(Exchange):
         """Connect to all ranks with gradlane; other arguments as for `Exchange`.
 
         Args:
-            settings: further options of `gradlane.init`.
+            settings: further options by name.
         """
         super().__init__(rank, addresses=addresses, tensor_elems=tensor_elems, **named)
         self.gradients = list(torch.split(self._storage, tensor_elems))
         core = _KeepingCore(core_module.load_core())
-        self.session = gradlane.init(
+        given = keywords_of(
             store=self._store,
             rank=rank,
             world_size=self.world_size,
-            strategy="p3",
-            advertise=addresses[rank],
             job=self._job,
-            core=core,
+            advertise=addresses[rank],
             **settings,
         )
+        self.session = open_session(core, Options.of(**given, environment=os.environ))
         model = _model(tensor_elems)
         self.session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         assert core.channel is not None

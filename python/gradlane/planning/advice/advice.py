@@ -285,7 +285,7 @@ def _text(
         ]
         if bottleneck == "host":
             sentences.append(
-                "Where a rank has processors to spare, gradlane.init(io_threads=2) drives its "
+                "Where a rank has processors to spare, Network(io_threads=2) drives its "
                 "sockets from two threads; what is simulated has one."
             )
         if enough:

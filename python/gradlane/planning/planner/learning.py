@@ -27,7 +27,7 @@ from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.model.steps import Steps
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import LocalSums, Options
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -153,7 +153,7 @@ class PlanLearning:
                 update=self._options.update,
                 servers=self._options.servers,
                 ranks_per_node=each,
-                stragglers=self._options.stragglers,
+                stragglers=self._options.stragglers.rule,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
@@ -164,7 +164,7 @@ class PlanLearning:
                     base=base,
                     source="probed",
                     rule=self._rule,
-                    any_rounding=not self._options.exact_order,
+                    any_rounding=not self._options.strategy.exact_order,
                 )
                 return self._as_given(book.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
@@ -180,7 +180,7 @@ class PlanLearning:
             self._links.rate_bps,
             update=self._options.update,
             servers=self._options.servers,
-            stragglers=self._options.stragglers,
+            stragglers=self._options.stragglers.rule,
         )
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
@@ -197,7 +197,7 @@ class PlanLearning:
 
     def _as_given(self, plan: Plan) -> Plan:
         """Leave factors that the session asked for, where what is found may change no bit."""
-        if not (self._options.factors and self._options.exact_order):
+        if not (self._options.strategy.factors and self._options.strategy.exact_order):
             return plan
         given = self._learner.schemes
         reason = "as the session says: what adds up in another order is another result"
@@ -214,8 +214,8 @@ def _ranks_per_node(options: Options, meeting: RendezvousScope) -> int:
     One where nodes differ, there is one alone, or the options do not go with sums on nodes: each
     rank is planned for as if it had a port of its own there.
     """
-    wanted = with_local(replace(options, local=AUTO))
-    layout = agree_on_layout(wanted, meeting, os.environ) if wanted.local == AUTO else None
+    wanted = with_local(replace(options, local=LocalSums(AUTO)))
+    layout = agree_on_layout(wanted, meeting, os.environ) if wanted.local.mode == AUTO else None
     return 1 if layout is None else layout.local_size
 
 

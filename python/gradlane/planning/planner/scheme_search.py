@@ -34,7 +34,7 @@ _NO_LONGER = 0.001
 
 OTHER_ORDER = (
     "it adds up in another order, with other roundings; allow that with `gradlane plan "
-    "--any-rounding`, or `gradlane.init(exact_order=False)`"
+    "--any-rounding`, or `Strategy(exact_order=False)`"
 )
 
 

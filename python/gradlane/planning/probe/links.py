@@ -56,9 +56,11 @@ def probe(
     hosts, advertised = listening_hosts(ctx)
     secret = meeting.secret(ctx.secret)
     try:
-        node = Node(place.rank, hosts, ctx.options.ports, secret, window_s)
+        node = Node(place.rank, hosts, ctx.options.network.ports, secret, window_s)
     except OSError as error:
-        raise RendezvousError(f"rank {place.rank} {error}: give interface= or ports=") from error
+        raise RendezvousError(
+            f"rank {place.rank} {error}: give Network(interface=...) or ports="
+        ) from error
     with node:
         peers = meeting.exchange_addresses(advertised or node.host, node.port)
         phases = _Phases(meeting, node, peers, on_phase)
@@ -148,8 +150,8 @@ class _Phases:
         verdict = meeting.get(f"go/{number}", 0).decode()
         if verdict != "ok":
             raise RendezvousError(
-                f"{verdict}; check the firewall between the ranks, or give interface= or "
-                "advertise= (GRADLANE_INTERFACE)"
+                f"{verdict}; check the firewall between the ranks, or give "
+                "Network(interface=...) or advertise=, or GRADLANE_INTERFACE"
             )
         return result
 

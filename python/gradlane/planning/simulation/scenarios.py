@@ -26,7 +26,6 @@ from gradlane.training.options import options
 from gradlane.training.options.codec_choice import RAW, codec_rules
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
-    LATE,
     WAIT,
     check_stragglers,
     parse_stragglers,
@@ -110,7 +109,7 @@ class Cluster:
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
     named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
-    return options.Options.strategy if named else strategy
+    return options.Strategy.name if named else strategy
 
 
 def local_sums(cluster: Cluster) -> str:
@@ -277,7 +276,7 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
         "update": scenario["update"],
         "factors": options.SFB if factors else "",
     }
-    check_stragglers(cluster.stragglers, LATE[0], own)
+    check_stragglers(cluster.stragglers, own)
     rule = parse_stragglers(cluster.stragglers)
     if rule is not None:
         scenario["stragglers"] = json.loads(rule.core_rule(AHEAD_STEPS))

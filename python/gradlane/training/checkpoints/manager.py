@@ -107,7 +107,7 @@ class Checkpoints:
         if self._prepared is not None:
             if self._prepared.model is not prepared.model:
                 raise UsageError(
-                    "checkpoint= is for sessions with one model: prepare one module that holds "
+                    "checkpoints= is for sessions with one model: prepare one module that holds "
                     "all, such as nn.ModuleDict, or save the models yourself"
                 )
             self._before += self._prepared.steps.step
@@ -135,7 +135,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the folder {self._root} has {len(self._others)} checkpoints of another run, the "
                 f"last one {self._others[-1]}, and this training does not go on from them: call "
-                "session.restore() after prepare() to go on, or give checkpoint= another folder, "
+                "session.restore() after prepare() to go on, or give checkpoints= another folder, "
                 "or move them away"
             )
         assert self._prepared is not None

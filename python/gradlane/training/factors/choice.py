@@ -102,9 +102,9 @@ def choose_factored(
     """
     given = {index: schemes.get(entry.name, "") for index, entry in enumerate(trained)}
     wanted = {index: scheme for index, scheme in given.items() if scheme in FACTOR_SCHEMES}
-    if not wanted and not (options.factors and not schemes):
+    if not wanted and not (options.strategy.factors and not schemes):
         return {}
-    why = factors_refusal(options.strategy, options.update)
+    why = factors_refusal(options.strategy.name, options.update)
     if why:
         index, scheme = next(iter(wanted.items()))
         raise ValueError(
@@ -113,7 +113,7 @@ def choose_factored(
     layers = layers_by_weight(model)
     chosen = {}
     for index in wanted or range(len(trained)):
-        entry, scheme = trained[index], wanted.get(index, options.factors)
+        entry, scheme = trained[index], wanted.get(index, options.strategy.factors)
         own = layers.get(id(entry.tensor), [])
         problem = "" if own else "no nn.Linear or nn.Embedding with torch's own forward uses it"
         if own and block_bytes(entry.nbytes) > _BLOCK_MOST_BYTES:

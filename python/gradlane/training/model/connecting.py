@@ -79,7 +79,7 @@ def connect(
     serves = ctx.options.update == "server"
     # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
     # votes and buffers of ranks that are left out of a step would be missing.
-    alone = serves or ctx.options.leaves_out
+    alone = serves or ctx.options.stragglers.leaves_out
     extras, members = build_step_layout(
         model, terms.entries, terms.factored, ctx.place, buffers, alone=alone
     )
@@ -118,7 +118,7 @@ def connect(
 
 def schemes_of(ctx: SessionContext, terms: ModelSpec) -> dict[str, str]:
     """Return how each trained tensor is aggregated, by name."""
-    usual = RING if ctx.options.strategy == RING else "ps"
+    usual = RING if ctx.options.strategy.name == RING else "ps"
     found = {}
     for index, entry in enumerate(terms.trained):
         given = ctx.schemes.get(entry.name, usual)

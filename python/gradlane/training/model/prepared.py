@@ -107,7 +107,7 @@ class PreparedModel:
         self._watch = ctx.observer.watch(model, self.channel, self.steps)
         self._gathering: Barrier | None = None
         if ctx.options.is_asynchronous:
-            limit_s = ctx.options.progress_timeout_s
+            limit_s = ctx.options.network.progress_timeout_s
             self._gathering = Barrier(self.channel, meeting, limit_s)
         else:
             # Where nobody waits for other ranks' gradients, there is no circle to be found.
@@ -123,7 +123,7 @@ class PreparedModel:
             spend_step=self.steps.spend_step,
             translating=self._translating,
             settle_carried=self.steps.exchange.settle_carried,
-            leaves_out=ctx.options.leaves_out,
+            leaves_out=ctx.options.stragglers.leaves_out,
         )
         if self._gathering is not None:
             # From now on this rank updates what it owns, also before its own first step.
@@ -131,7 +131,7 @@ class PreparedModel:
 
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        meeting.connected(ctx.options.progress_timeout_s, self._look)
+        meeting.connected(ctx.options.network.progress_timeout_s, self._look)
         if ctx.checkpoints is not None:
             try:
                 ctx.checkpoints.follow(self, meeting)
@@ -422,7 +422,7 @@ class PreparedModel:
                 functools.partial(ctx.deadlocks.waiting, self._meeting.name),
                 ctx.place.rank,
                 LateGradientBuffer()
-                if ctx.options.late == "carry" and ctx.place.world_size > 1
+                if ctx.options.stragglers.late == "carry" and ctx.place.world_size > 1
                 else None,
             ),
             driver,

@@ -92,12 +92,12 @@ def verify_model_across_ranks(
         check_model(model)
         entries = build_table(model)
         _check_memory(entries)
-        if ctx.options.checkpoint is not None:
+        if ctx.options.checkpoints.folder is not None:
             _check_loadable(model, entries)
         check_optimizer(optimizer, entries)
         trained = [entry for entry in entries if entry.trained]
         factored = choose_factored(model, trained, ctx.schemes, ctx.options)
-        ranks = ring_ranks(ctx.options.strategy, ctx.place.world_size)
+        ranks = ring_ranks(ctx.options.strategy.name, ctx.place.world_size)
         coded = [entry.coded() for entry in trained]
         codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
         check_momentum(optimizer, _momentum_codecs(trained, codecs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from gradlane.errors import RendezvousError, SessionClosedError
 from gradlane.formats.untrusted import escaped
 from gradlane.training.core import Channel
+from gradlane.training.log import log
 from gradlane.training.monitoring.endpoint import Endpoint
 from gradlane.training.monitoring.metrics import (
     Metrics,
@@ -26,7 +27,7 @@ from gradlane.training.monitoring.metrics import (
     metrics_of,
 )
 from gradlane.training.monitoring.pace import Pace
-from gradlane.training.monitoring.prometheus import serve
+from gradlane.training.monitoring.prometheus import serve, wanted_address
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
 from gradlane.training.options.options import Options
@@ -196,7 +197,7 @@ class Observer:
             # The end may come in a signal handler, in the middle of another print.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 line = summary_line(metrics, self._late_ranks(metrics))
-                print(escaped(line), file=sys.stderr, flush=True)
+                log.info("%s", escaped(line))
 
     def forget_in_child(self) -> None:
         """Report nothing in a forked child."""
@@ -235,9 +236,10 @@ def make_observer(options: Options, place: RankInfo) -> Observer:
     """Return the observer of a session, answering Prometheus where that is asked for.
 
     Raises:
-        ValueError: the address of `options.prometheus` cannot be listened on.
+        ValueError: the address of `options.monitoring.prometheus` cannot be listened on.
     """
-    observer = Observer(place, says_summary=options.summary)
-    if options.prometheus is not None:
-        observer.serve(*options.prometheus)
+    observer = Observer(place, says_summary=options.monitoring.summary)
+    address = wanted_address(options.monitoring.prometheus, os.environ)
+    if address is not None:
+        observer.serve(*address)
     return observer

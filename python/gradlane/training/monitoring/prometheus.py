@@ -6,20 +6,16 @@ The text format 0.0.4 is a page of rules that have not changed in years; so this
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.formats.untrusted import escaped
 from gradlane.training.monitoring.endpoint import Endpoint
 from gradlane.training.monitoring.metrics import Metrics, waited_s
+from gradlane.training.options.endpoint import LOOPBACK, parse_address
 from gradlane.training.rendezvous.environment import find_local_rank
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LOOPBACK = "127.0.0.1"
-_VARIABLE = "GRADLANE_PROMETHEUS"
-_ADDRESS = re.compile(r"(?:(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -137,53 +133,29 @@ def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
     except (OSError, OverflowError, ValueError) as error:
         raise ValueError(
             f"the Prometheus endpoint cannot listen on {host!r}, port {port} ({error}): give "
-            "another prometheus_port; ranks of one node take the ports from it on, by their "
-            "local rank"
+            "another Monitoring(prometheus=...); ranks of one node take the ports from it on, by "
+            "their local rank"
         ) from error
 
 
 def wanted_address(
-    port: int | str | None, environment: Mapping[str, str]
+    prometheus: int | str | None, environment: Mapping[str, str]
 ) -> tuple[str, int] | None:
-    """Return where this rank is to answer: as the program says, else as `GRADLANE_PROMETHEUS` does.
+    """Return the address at which this rank answers; None for no endpoint.
 
     Ranks of one node take one port each, by their local rank.
 
     Args:
-        port: the program's, as a number or as the variable has it; or None.
-        environment: the variables.
-
-    Returns:
-        Host and port, or None for no endpoint.
+        prometheus: the option `Monitoring.prometheus`.
+        environment: the launcher's variables.
 
     Raises:
-        ValueError: what is given is neither a port nor `HOST:PORT`.
+        ValueError: the option is neither a port nor `HOST:PORT`.
     """
-    if isinstance(port, int):
-        host, first = LOOPBACK, port
-    elif port is not None:
-        host, first = parse_address(port, "prometheus_port")
-    elif text := environment.get(_VARIABLE):
-        host, first = parse_address(text, _VARIABLE)
-    else:
+    if prometheus is None:
         return None
+    if isinstance(prometheus, int):
+        host, first = LOOPBACK, prometheus
+    else:
+        host, first = parse_address(prometheus, "prometheus")
     return host, first + find_local_rank(environment) if first else 0
-
-
-def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Read `PORT`, which is one of the loopback interface, `HOST:PORT` or `[IPv6]:PORT`.
-
-    Args:
-        text: what was given.
-        name: of the option or variable, for the message.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    match = _ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError(
-            f"{name} is {escaped(text)}; it must be PORT (for callers on this machine), HOST:PORT "
-            "or [IPv6]:PORT; 0.0.0.0:PORT and [::]:PORT are all addresses of this machine"
-        )
-    return match["ipv6"] or match["host"] or LOOPBACK, int(match["port"])

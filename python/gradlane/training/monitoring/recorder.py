@@ -1,13 +1,12 @@
 """Listens to a real run, and writes its timeline at the end: one file a rank.
 
-Nothing of this exists unless it was asked for (`gradlane.init(trace_path=...)`, `GRADLANE_TRACE`);
+Nothing of this exists unless it was asked for (`Monitoring(trace=...)`, `GRADLANE_TRACE`);
 then memory is bounded: the last spans are kept, and the file says how many were not.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import time
 import warnings
 from collections import deque
@@ -73,24 +72,18 @@ class Recorder:
             )
 
 
-def wanted_path(path: str | Path | None) -> Path | None:
-    """Return the file that a program asks for, or `GRADLANE_TRACE`; None for no timeline."""
-    text = path if path is not None else os.environ.get("GRADLANE_TRACE")
-    return Path(text) if text else None
-
-
 def make_recorder(options: Options, place: RankInfo) -> Recorder | None:
     """Return the recorder of a session that is to be recorded."""
-    if options.trace_path is None:
+    if options.monitoring.trace is None:
         return None
     facts = {
-        "strategy": options.strategy,
+        "strategy": options.strategy.name,
         "workers": place.world_size,
         "job": place.job,
-        "slice_elems": options.slice_elems,
+        "slice_elems": options.strategy.slice_elems,
         "update": options.update,
     }
-    return Recorder(options.trace_path, place.rank, facts)
+    return Recorder(Path(options.monitoring.trace), place.rank, facts)
 
 
 class Recording:

@@ -64,7 +64,7 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     steps = metrics["steps"]
     share = min(1.0, steps["wait_share"])
     parts = [
-        f"gradlane: {metrics['step']} steps, {_duration(steps['median_s'])} each (median)",
+        f"{metrics['step']} steps, {_duration(steps['median_s'])} each (median)",
         f"{share:.0%} of the time waiting for other ranks "
         f"({_duration(steps['wait_median_s'])} a step)" + _for_layer(metrics),
     ]

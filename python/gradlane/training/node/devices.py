@@ -56,7 +56,7 @@ def agree_on_sums(
     Raises:
         ValueError: collectives were asked for and cannot be; the same text on every rank.
     """
-    if options.local_sums == HOST or layout.local_size == 1 or not gradients:
+    if options.local.where == HOST or layout.local_size == 1 or not gradients:
         return ON_HOST
     place = meeting.place
     meeting.put(f"local/device/{place.rank}", json.dumps(_word(gradients)))
@@ -64,11 +64,11 @@ def agree_on_sums(
         json.loads(meeting.get(f"local/device/{rank}", rank)) for rank in range(place.world_size)
     ]
     why = why_not(words, layout.local_size)
-    if options.local_sums == AUTO:
-        why = why or why_not_unasked(words, layout.local_size, options.exact_order)
+    if options.local.where == AUTO:
+        why = why or why_not_unasked(words, layout.local_size, options.strategy.exact_order)
         return Sums("", why) if why else Sums(_backend(words), "all gradients are on devices")
     if why:
-        raise ValueError(f'local_sums={options.local_sums!r}: {why}; use local_sums="host"')
+        raise ValueError(f'local_sums={options.local.where!r}: {why}; use local_sums="host"')
     return Sums(_backend(words), "asked for")
 
 

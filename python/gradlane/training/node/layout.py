@@ -64,14 +64,14 @@ def agree_on_layout(
     words = [json.loads(meeting.get(f"local/{rank}", rank)) for rank in range(place.world_size)]
     why = _why_not_blocks(words)
     size = words[0][1]
-    if options.local == AUTO and (why or size == 1 or size == place.world_size):
+    if options.local.mode == AUTO and (why or size == 1 or size == place.world_size):
         return None
     if why:
         raise RanksDifferError(
-            f"local={options.local!r}: {why}. Start as many ranks on every node, numbered node by "
-            'node, as torchrun --nproc-per-node does, or use local="off"'
+            f"local={options.local.mode!r}: {why}. Start as many ranks on every node, numbered "
+            'node by node, as torchrun --nproc-per-node does, or use local="off"'
         )
-    carriers = size if options.local == SHARED else 1
+    carriers = size if options.local.mode == SHARED else 1
     return Layout(place.world_size // size, size, place.rank // size, place.rank % size, carriers)
 
 

@@ -59,9 +59,9 @@ def open_node_channel(
         layout,
         meeting,
         memory_bytes(parts),
-        options.connect_timeout_s,
+        options.network.connect_timeout_s,
         core,
-        options.silence_timeout_s / SIGNS_PER_TIMEOUT,
+        options.network.silence_timeout_s / SIGNS_PER_TIMEOUT,
     )
     lane = between = None
     try:
@@ -84,8 +84,8 @@ def open_node_channel(
         parts,
         between,
         source_rank=first,
-        progress_timeout_s=options.progress_timeout_s,
-        silence_timeout_s=options.silence_timeout_s,
+        progress_timeout_s=options.network.progress_timeout_s,
+        silence_timeout_s=options.network.silence_timeout_s,
         lane=lane,
         sums=sums,
     )
@@ -99,7 +99,7 @@ def _open_lane(
     gradients: Sequence[Tensor],
     backend: str,
 ) -> CollectiveQueue:
-    layout, timeout_s = link.layout, options.connect_timeout_s
+    layout, timeout_s = link.layout, options.network.connect_timeout_s
 
     def open_group() -> NodeGroup:
         return NodeGroup(backend, meet_on_node(layout, meeting, timeout_s), layout)

@@ -19,7 +19,7 @@ def check_sums(options: Options) -> None:
     Raises:
         ValueError: collectives were asked for, and every rank talks to the network by itself.
     """
-    if options.local_sums == COLLECTIVE and options.local == OFF:
+    if options.local.where == COLLECTIVE and options.local.mode == OFF:
         raise ValueError(
             'local_sums="collective" with local="off": the ranks of a node add nothing up; use '
             'local="leader", "shared" or "auto"'
@@ -33,27 +33,29 @@ def with_local(options: Options) -> Options:
         ValueError: sums on nodes were asked for and do not go with another option.
     """
     why = _refusal(options)
-    if not why or options.local == OFF:
+    if not why or options.local.mode == OFF:
         return options
-    if options.local == AUTO:
-        return replace(options, local=OFF)
-    raise ValueError(f'local={options.local!r} with {why}; use local="off"')
+    if options.local.mode == AUTO:
+        return replace(options, local=replace(options.local, mode=OFF))
+    raise ValueError(f'local={options.local.mode!r} with {why}; use local="off"')
 
 
 def _refusal(options: Options) -> str:
     """Say which option does not go with sums on nodes; empty if all do."""
     if options.update == "server":
         return 'update="server": owners update from what single ranks send'
-    if options.stragglers != Options.stragglers:
-        return f"stragglers={options.stragglers!r}: a node's mean has no rank that could be late"
+    if options.stragglers.leaves_out:
+        rule = options.stragglers.rule
+        return f"stragglers={rule!r}: a node's mean has no rank that could be late"
     if options.servers is not None:
         return f"servers={options.servers}: single ranks of a node are no servers"
     if options.workers is not None:
         return f"workers={options.workers}: a node's ranks add up as ranks that train"
-    if options.factors:
-        return f'scheme="{options.factors}": factors are each rank\'s own and are not added up'
-    if options.strategy in ("kvstore", "deferred-pull"):
-        return f"strategy {options.strategy!r}: each rank pulls from servers by itself there"
-    if options.local in (SHARED, AUTO) and options.codec != RAW:
+    if options.strategy.factors:
+        scheme = options.strategy.factors
+        return f'scheme="{scheme}": factors are each rank\'s own and are not added up'
+    if options.strategy.name in ("kvstore", "deferred-pull"):
+        return f"strategy {options.strategy.name!r}: each rank pulls from servers by itself there"
+    if options.local.mode in (SHARED, AUTO) and options.codec != RAW:
         return f"codec {options.codec!r}: shares of tensors are not encoded"
     return ""

@@ -1,35 +1,112 @@
-"""Options as fields of frozen dataclasses: default, range and who must agree, in one place each."""
+"""Options as fields of frozen dataclasses: default, range, unit, meaning, agreement, in one place.
+
+`gradlane.init` and its objects, the command line, the agreement between ranks, the environment
+variables and `docs/options.md` are made from these fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import Field, field, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 _RULES = "option"
+_PREFIX = "GRADLANE_"
+_YES, _NO = ("1", "yes", "on", "true"), ("", "0", "no", "off", "false")
 
 
-def option(
-    default: Any,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    known: Sequence[str] = (),
-    agreed: bool = False,
-) -> Any:
-    """Return the field of an option; None as a value is always in range.
+@dataclass(frozen=True)
+class OptionRules:
+    """The rules of an option.
 
-    Args:
-        default: its value where none is given.
+    Attributes:
+        doc: its meaning, in a sentence.
+        name: the name in errors, between ranks and in the environment; unique in a session.
+        unit: of its value, empty for names and numbers without one.
         least: the smallest value, itself allowed.
         most: the largest value, itself allowed.
         above: the value must be larger than this.
         known: the only values.
         agreed: whether all ranks must give the same value.
+        read: turns the text of an environment variable into a value.
+        in_environment: whether a variable can give the option.
     """
-    rules = {"least": least, "most": most, "above": above, "known": known, "agreed": agreed}
-    return field(default=default, metadata={_RULES: rules})
+
+    doc: str
+    name: str
+    unit: str
+    least: float | None
+    most: float | None
+    above: float | None
+    known: Sequence[str]
+    agreed: bool
+    read: Callable[[str], Any]
+    in_environment: bool
+
+    @property
+    def variable(self) -> str:
+        """The environment variable of the option."""
+        return _PREFIX + self.name.upper()
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words; empty where every value is."""
+        unit = f" {self.unit}" if self.unit else ""
+        if self.known:
+            return ", ".join(self.known)
+        if self.above is not None:
+            return f"above {self.above:g}{unit}"
+        if self.most is not None:
+            return f"{self.least:g} to {self.most:g}{unit}"
+        return f"{self.least:g} or more{unit}" if self.least is not None else self.unit
+
+
+def option(
+    default: Any,
+    doc: str = "",
+    *,
+    name: str = "",
+    unit: str = "",
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    known: Sequence[str] = (),
+    agreed: bool = False,
+    read: Callable[[str], Any] | None = None,
+    in_environment: bool = True,
+    shown: bool = True,
+) -> Any:
+    """Return the field of an option; None as a value is always in range.
+
+    Args:
+        default: its value where none is given.
+        doc: as in `OptionRules`.
+        name: as in `OptionRules`; empty: the field's own.
+        unit: as in `OptionRules`.
+        least: as in `OptionRules`.
+        most: as in `OptionRules`.
+        above: as in `OptionRules`.
+        known: as in `OptionRules`.
+        agreed: as in `OptionRules`.
+        read: as in `OptionRules`; None: as the type of the default is read.
+        in_environment: as in `OptionRules`.
+        shown: whether `repr` shows the value; False for secrets.
+    """
+    read = read or _READERS.get(type(default), str)
+    rules = OptionRules(
+        doc, name, unit, least, most, above, tuple(known), agreed, read, in_environment
+    )
+    return field(default=default, repr=shown, metadata={_RULES: rules})
+
+
+def option_rules(options: Any) -> dict[str, OptionRules]:
+    """Return the rules of a dataclass's options by the names of their fields."""
+    found = {}
+    for one in fields(options):
+        rules: OptionRules | None = one.metadata.get(_RULES)
+        if rules is not None:
+            found[one.name] = replace(rules, name=rules.name or one.name)
+    return found
 
 
 def check_options(options: Any, named: Callable[[str], str] = str) -> None:
@@ -37,37 +114,157 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
 
     Args:
         options: a dataclass.
-        named: turns a field's name into the one that the user knows.
+        named: turns an option's name into the one that the user knows.
 
     Raises:
         ValueError: an option is out of its range; the message names it.
     """
-    for one in fields(options):
-        value, rules = getattr(options, one.name), one.metadata.get(_RULES)
-        if value is None or rules is None:
+    for field_name, rules in option_rules(options).items():
+        value, name = getattr(options, field_name), named(rules.name)
+        if value is None:
             continue
-        if rules["known"] and value not in rules["known"]:
-            raise ValueError(
-                f"unknown {named(one.name)} {value!r}; known are {', '.join(rules['known'])}"
-            )
-        least, most, above = rules["least"], rules["most"], rules["above"]
+        if rules.known and value not in rules.known:
+            raise ValueError(f"unknown {name} {value!r}; known are {', '.join(rules.known)}")
+        least, most, above = rules.least, rules.most, rules.above
         if above is not None and not value > above:
-            raise ValueError(f"{named(one.name)} is {value}; it must be above {above}")
+            raise ValueError(f"{name} is {value}; it must be above {above}")
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             limits = f"{least} or more" if most is None else f"{least} to {most}"
-            raise ValueError(f"{named(one.name)} is {value}; it must be {limits}")
+            raise ValueError(f"{name} is {value}; it must be {limits}")
 
 
 def agreed_options(options: Any) -> dict[str, Any]:
-    """Return the options that must be the same on every rank, by name."""
-    return {one.name: getattr(options, one.name) for one in fields(options) if _is_agreed(one)}
+    """Return the options that must be the same on every rank, by name, groups included."""
+    agreed: dict[str, Any] = {}
+    for one in fields(options):
+        value, rules = getattr(options, one.name), one.metadata.get(_RULES)
+        if isinstance(value, OptionGroup):
+            agreed.update(agreed_options(value))
+        elif rules is not None and rules.agreed:
+            agreed[rules.name or one.name] = value
+    return agreed
 
 
 def on_command_line(name: str) -> str:
-    """Return the name that a field has as an option of a command."""
+    """Return the name that an option has on a command line."""
     return name.replace("_", "-")
 
 
-def _is_agreed(one: Field[Any]) -> bool:
-    rules = one.metadata.get(_RULES)
-    return rules is not None and rules["agreed"]
+class OptionGroup:
+    """The base of frozen dataclasses of options that belong together.
+
+    A group knows the options that the program has given: only the others are read from the
+    environment.
+    """
+
+    _given: frozenset[str]
+
+    def __new__(cls, *positional: Any, **named: Any) -> Any:
+        """Remember which options are given."""
+        made = super().__new__(cls)
+        order = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        object.__setattr__(made, "_given", frozenset([*order[: len(positional)], *named]))
+        return made
+
+    def __post_init__(self) -> None:
+        """Check every option by itself.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        check_options(self)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{one.name}={getattr(self, one.name)!r}" if one.repr else f"{one.name}=..."
+            for one in fields(self)  # type: ignore[arg-type]
+            if getattr(self, one.name) != one.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+GroupType = TypeVar("GroupType", bound=OptionGroup)
+
+
+def with_environment(group: GroupType, environment: Mapping[str, str]) -> GroupType:
+    """Return a group with the options that the program has not given read from variables.
+
+    An empty variable says no to an option that is on or off, and nothing to any other one.
+
+    Raises:
+        ValueError: a variable cannot be read, or is out of range; the message names it.
+    """
+    for field_name, rules in option_rules(group).items():
+        text = environment.get(rules.variable)
+        is_flag = rules.read is read_flag
+        if field_name in group._given or not rules.in_environment or text is None:
+            continue
+        if text or is_flag:
+            try:
+                value = rules.read(text)
+                group = _replaced(group, field_name, value)
+            except ValueError as error:
+                reason = str(error)
+                if reason.startswith(f"{rules.name} is "):
+                    raise ValueError(rules.variable + reason.removeprefix(rules.name)) from None
+                raise ValueError(f"{rules.variable} is {text!r}; {reason}") from None
+    return group
+
+
+def variables_of(group: type[OptionGroup]) -> Iterator[str]:
+    """Yield the environment variables of a group's options."""
+    for rules in option_rules(group).values():
+        if rules.in_environment:
+            yield rules.variable
+
+
+def read_flag(text: str) -> bool:
+    """Read whether an option is on.
+
+    Raises:
+        ValueError: the text says neither.
+    """
+    if text.lower() in (*_YES, *_NO):
+        return text.lower() in _YES
+    raise ValueError("it must be 1 or 0")
+
+
+def read_int(text: str) -> int:
+    """Read a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("it must be a whole number") from None
+
+
+def _read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("it must be a number") from None
+
+
+def read_ports(text: str) -> tuple[int, int]:
+    """Read a range of ports, such as `4000-4010`, or a single one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and (high or low).isdecimal()):
+        raise ValueError(f"ports is {text!r}; use one, or the lowest and the highest: 4000-4010")
+    return int(low), int(high or low)
+
+
+def _replaced(group: GroupType, field_name: str, value: Any) -> GroupType:
+    given = group._given
+    changed = replace(group, **{field_name: value})  # type: ignore[type-var]
+    object.__setattr__(changed, "_given", given)
+    return changed
+
+
+_READERS: dict[type, Callable[[str], Any]] = {
+    bool: read_flag,
+    int: read_int,
+    float: _read_float,
+}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from gradlane.training.options.codec_choice import RAW, CodecRules
-from gradlane.training.options.option_fields import agreed_options, check_options, option
-from gradlane.training.options.stragglers import (
-    AHEAD_STEPS,
-    LATE,
-    WAIT,
-    check_stragglers,
-    parse_stragglers,
+from gradlane.training.options.codec_choice import RAW, CodecArgument, CodecRules, codec_rules
+from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
+from gradlane.training.options.option_fields import (
+    OptionGroup,
+    agreed_options,
+    check_options,
+    option,
+    option_rules,
+    with_environment,
 )
+from gradlane.training.options.stragglers import Stragglers, check_stragglers
 
 ASGD = "asgd"
 """The strategy in which nobody waits for anybody else's gradients."""
@@ -35,6 +39,7 @@ are never larger."""
 RING_ENCODED_SLICE_ELEMS = 65_536
 """The same for encoded slices: a hop costs a host as much for few bytes as for many."""
 UPDATES = ("worker", "server")
+"""The default first."""
 LOCALS = ("off", "leader", "shared", "auto")
 """Whether the ranks of a node add up before the network, and how many of them then send."""
 LOCAL_SUMS = ("host", "collective", "auto")
@@ -53,150 +58,6 @@ PLAN_RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": (SFB, "ps
 """Schemes that a plan's rule chooses among: what changes no bit, and algorithm 1 of Poseidon (Zhang
 et al. 2017). No rule chooses `adam`, which is there to compare with, nor `ring`, which moves as
 much as servers do and adds up in another order."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `gradlane.init` was given; there stands what each option means, here what it may be.
-
-    Some are kept in another form than they are given in: `codec`, `factors` (given as `scheme`),
-    `prometheus` (as a port), paths.
-    """
-
-    strategy: str = option("p3", known=STRATEGIES, agreed=True)
-    slice_elems: int | None = option(None, least=1, agreed=True)
-    seed: int = option(0, least=0, agreed=True)
-    codec: CodecRules = option(RAW, agreed=True)
-    factors: str = option("", agreed=True)
-    exact_order: bool = option(True, agreed=True)
-    update: str = option("worker", known=UPDATES, agreed=True)
-    local: str = option("off", known=LOCALS, agreed=True)
-    local_sums: str = option("host", known=LOCAL_SUMS, agreed=True)
-    stragglers: str = option(WAIT, agreed=True)
-    late: str = option(LATE[0], known=LATE, agreed=True)
-    ahead_steps: int = option(AHEAD_STEPS, least=1, agreed=True)
-    servers: int | None = option(None, least=1, agreed=True)
-    workers: int | None = option(None, least=1, agreed=True)
-    interface: str | None = None
-    advertise: str | None = None
-    ports: tuple[int, int] | None = None
-    silence_timeout_s: float = option(30.0, above=0)
-    progress_timeout_s: float = option(1800.0, above=0)
-    connect_timeout_s: float = option(300.0, above=0)
-    frame_bytes: int = option(65_096, least=1, agreed=True)
-    low_water_bytes: int = option(65_536, least=1)
-    send_buffer_bytes: int = option(0, least=0)
-    pacing: bool = True
-    work_threads: int = option(1, least=0)
-    io_threads: int = option(1, least=1, most=64)
-    check_every: int | None = option(None, least=0, agreed=True)
-    trace: bool = False
-    trace_path: Path | None = None
-    prometheus: tuple[str, int] | None = None
-    checkpoint: Path | None = None
-    checkpoint_every: int = option(1000, least=1)
-    checkpoint_keep: int = option(3, least=1)
-    summary: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every option, and what goes with what.
-
-        Raises:
-            ValueError: an option is out of its range, or does not go with another one; the message
-                names it.
-        """
-        check_options(self)
-        if self.strategy == RING:
-            self._check_ring()
-        if self.strategy == ASGD:
-            self._check_asgd()
-        if self.factors:
-            _one_of("scheme", self.factors, FACTOR_SCHEMES)
-            why = factors_refusal(self.strategy, self.update)
-            if why:
-                raise ValueError(f"scheme is {self.factors!r}, but {why}")
-        names = ("strategy", "factors", "update")
-        others = {name: getattr(self, name) for name in names}
-        check_stragglers(self.stragglers, self.late, others)
-        if self.servers is not None and self.strategy == RING:
-            raise ValueError(
-                f"servers is {self.servers} with strategy 'ring', which has no servers"
-            )
-        if self.trace_path is not None and not self.trace_path.absolute().parent.is_dir():
-            raise ValueError(f"trace_path is {self.trace_path}, whose folder does not exist")
-        if self.prometheus is not None and not 0 <= self.prometheus[1] <= 65535:
-            raise ValueError(f"prometheus_port is {self.prometheus[1]}; it must be 0 to 65535")
-        if self.ports is not None:
-            low, high = self.ports
-            if not 1 <= low <= high <= 65535:
-                raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
-
-    def _check_ring(self) -> None:
-        why = ring_refusal(self.strategy, self.update)
-        if why:
-            raise ValueError(f"strategy is 'ring', but {why}")
-
-    def _check_asgd(self) -> None:
-        if self.update != "server":
-            raise ValueError(
-                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
-                'where the parameters are kept for all ranks, so it asks for update="server"; '
-                "otherwise every rank would train a model of its own"
-            )
-        if self.codec != RAW:
-            raise ValueError(
-                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
-                "encoded; use another strategy, or no codec"
-            )
-        if self.check_every:
-            raise ValueError(
-                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
-                "differ while they train, so there is nothing to compare; use 0"
-            )
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether ranks train without waiting for each other."""
-        return self.strategy == ASGD
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether steps go on without ranks that are late."""
-        return self.stragglers != WAIT
-
-    def check_world(self, world_size: int) -> None:
-        """Check the options that depend on the number of ranks.
-
-        Raises:
-            ValueError: one does not go with it.
-        """
-        if self.servers is not None and self.servers > world_size:
-            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
-        if self.workers is not None and self.workers != world_size:
-            self._check_serving(self.workers, world_size)
-        rule = parse_stragglers(self.stragglers)
-        if rule is not None and rule.backup >= world_size > 1:
-            raise ValueError(
-                f"stragglers is {self.stragglers!r} with {world_size} ranks: at least one has to "
-                "contribute to each step"
-            )
-
-    def _check_serving(self, workers: int, world_size: int) -> None:
-        """Check what goes with ranks that only serve."""
-        if workers > world_size:
-            raise ValueError(f"workers is {workers}, but there are {world_size} ranks")
-        why = serving_refusal(self)
-        if why:
-            raise ValueError(
-                f"workers is {workers} of {world_size} ranks, so that the others only serve, but "
-                f"{why}"
-            )
-
-    def agreed(self) -> dict[str, object]:
-        """Return the options that must be the same on every rank."""
-        # To take a checkpoint is a collective call.
-        every = self.checkpoint_every if self.checkpoint else 0
-        return {**agreed_options(self), "checkpoint_every": every}
 
 
 def own_slice_elems(strategy: str, encoded: bool) -> int | None:
@@ -233,14 +94,14 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
         return strategy
     if (scheme == RING) == (strategy == RING):
         return strategy
-    if scheme == RING and strategy == Options.strategy:
+    if scheme == RING and strategy == STRATEGIES[0]:
         return RING
     if strategy == RING:
         raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
-    why = ring_refusal(strategy, Options.update)
+    why = ring_refusal(strategy, UPDATES[0])
     raise ValueError(
         f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
-        f"{Options.strategy!r}"
+        f"{STRATEGIES[0]!r}"
     )
 
 
@@ -264,34 +125,6 @@ def factors_refusal(strategy: str, update: str) -> str:
     return _serverless_refusal(strategy, update, "factors are not added up there")
 
 
-def serving_refusal(options: Options) -> str:
-    """Say why ranks that only serve do not go with other options; empty if they do."""
-    if options.servers is not None:
-        return (
-            f"servers is {options.servers}, which makes ranks servers that train: leave it out, "
-            "the ranks that do not train are the servers"
-        )
-    if options.strategy == RING:
-        return "strategy is 'ring', which has no servers: use p3"
-    if options.strategy == ASGD:
-        return (
-            "strategy is 'asgd', which keeps the optimizer's settings and state where the "
-            "training program runs: use servers= among the ranks that train"
-        )
-    if options.update == "server":
-        return (
-            "update is 'server': the optimizer's settings and state come from the owner's own "
-            "program, which these ranks do not run: use update='worker', or servers= among the "
-            "ranks that train"
-        )
-    if options.stragglers != WAIT:
-        return (
-            f"stragglers is {options.stragglers!r}: owners apart do not hear who is left out; use "
-            "stragglers='wait', or servers= among the ranks that train"
-        )
-    return ""
-
-
 def _serverless_refusal(strategy: str, update: str, why: str) -> str:
     if update == "server":
         return (
@@ -306,3 +139,366 @@ def _serverless_refusal(strategy: str, update: str, why: str) -> str:
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
+
+
+@dataclass(frozen=True, repr=False)
+class Strategy(OptionGroup):
+    """How gradients are cut, ordered and added up."""
+
+    name: str = option(
+        STRATEGIES[0],
+        "`p3`, `slicing`, `wfbp`, `kvstore` and `deferred-pull` give the same results; `ring` "
+        "gives them at two ranks and other roundings at more (`docs/ring.md`); `asgd` is "
+        "asynchronous: each rank's gradients are applied alone, and no rank waits for another "
+        "(`docs/asynchronous.md`).",
+        name="strategy",
+        known=STRATEGIES,
+        agreed=True,
+    )
+    scheme: str | None = option(
+        None,
+        "`ps`: gradients are added up on servers; `ring`: round a ring, which makes `p3` the "
+        "strategy `ring`; `sfb`: weights of linear layers and embeddings travel as factors, from "
+        "every rank to every other; `adam`: as factors to one rank, which sends the mean to all "
+        "(`docs/factors.md`); the strategy's own if absent.",
+        known=SCHEMES,
+        agreed=True,
+    )
+    slice_elems: int | None = option(
+        None,
+        "Elements in a slice at most; the strategy's own if absent.",
+        unit="elements",
+        least=1,
+        agreed=True,
+    )
+    seed: int = option(
+        0,
+        "Places whole tensors where a strategy draws their server, and decides how codecs round.",
+        least=0,
+        agreed=True,
+    )
+    exact_order: bool = option(
+        True,
+        "A plan that is found keeps to sums in rank order and changes no bit. False: it may choose "
+        "a ring or factors, and `local_sums` of `auto` collectives, whose results differ in the "
+        "last bits (`docs/planning.md`).",
+        agreed=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option, and write a scheme that is a strategy as one.
+
+        Raises:
+            ValueError: an option is out of its range, or does not go with another one.
+        """
+        super().__post_init__()
+        object.__setattr__(self, "name", strategy_of(self.name, self.scheme))
+        object.__setattr__(self, "scheme", self.factors or None)
+
+    @property
+    def factors(self) -> str:
+        """The scheme in which ranks send factors of gradients; empty where they do not."""
+        return self.scheme if self.scheme in FACTOR_SCHEMES else ""
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSums(OptionGroup):
+    """Whether and where the ranks of a node add up before the network."""
+
+    mode: str = option(
+        "off",
+        "`off`: each rank talks to all others by itself; `leader`: the ranks of a node add up in "
+        "shared memory, and the first one talks to the network for all; `shared`: each does, for "
+        "its share; `auto`: `leader` where there are several nodes of several ranks and it goes "
+        "with the other options. Sums are taken node by node then, another rounding "
+        "(`docs/several-accelerators.md`).",
+        name="local",
+        known=LOCALS,
+        agreed=True,
+    )
+    where: str = option(
+        "host",
+        "`host`: in shared memory; `collective`: where the gradients are, in a group of "
+        "torch.distributed's (NCCL on CUDA devices, Gloo in plain memory), so that only ranks that "
+        "talk to the network copy to the host; `auto`: the latter where all gradients are on CUDA "
+        "devices and no bit changes (two ranks a node), or `exact_order` is off.",
+        name="local_sums",
+        known=LOCAL_SUMS,
+        agreed=True,
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of a session, as `gradlane.init` takes them; `docs/options.md` lists them."""
+
+    strategy: Strategy = option(
+        Strategy(), "How gradients are cut, ordered and added up: the name, or a `Strategy`."
+    )
+    codec: CodecRules = option(
+        RAW,
+        "How gradients travel: as they are if absent; a codec such as `qsgd:bits=8`: in fewer "
+        "bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a "
+        "dictionary of patterns and codecs, of which the first that fits a parameter's name counts "
+        "(`docs/low-precision.md`).",
+        agreed=True,
+    )
+    update: str = option(
+        UPDATES[0],
+        "Where the optimizer runs: `worker`: any optimizer, on every rank; `server`: SGD, Adam or "
+        "AdamW, on each slice's owner, which keeps the state (`docs/optimizers.md`).",
+        known=UPDATES,
+        agreed=True,
+    )
+    local: LocalSums = option(
+        LocalSums(), "What the ranks of a node add up before the network: the mode, or `LocalSums`."
+    )
+    stragglers: Stragglers = option(
+        Stragglers(), "Whether steps go on without late ranks: the rule, or `Stragglers`."
+    )
+    servers: int | None = option(
+        None,
+        "The first ranks, as many, own slices, the others none; all do if absent "
+        "(`docs/servers.md`).",
+        least=1,
+        agreed=True,
+    )
+    workers: int | None = option(
+        None,
+        "The first ranks, as many, train, and those after them only serve: they own all slices and "
+        "train nothing, see `Session.serve`; all train if absent.",
+        least=1,
+        agreed=True,
+    )
+    check_every: int | None = option(
+        None,
+        "Compare all parameters of all ranks every so many steps, which makes ranks wait for each "
+        "other; 0: never; if absent, a sample every 100 steps, which no rank waits for (with "
+        '`update="worker"`).',
+        unit="steps",
+        least=0,
+        agreed=True,
+    )
+    rendezvous: Rendezvous = option(Rendezvous(), "Which rank this is, and where the ranks meet.")
+    network: Network = option(
+        Network(), "Addresses, secret, time-outs, frames, buffers and threads."
+    )
+    checkpoints: Checkpoints = option(Checkpoints(), "Where and when checkpoints are written.")
+    monitoring: Monitoring = option(Monitoring(), "Prometheus, timelines, the line at the end.")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        strategy: str | Strategy | None = None,
+        codec: CodecArgument = None,
+        local: str | LocalSums | None = None,
+        stragglers: str | Stragglers | None = None,
+        rendezvous: Rendezvous | None = None,
+        network: Network | None = None,
+        checkpoints: Checkpoints | None = None,
+        monitoring: Monitoring | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **others: Any,
+    ) -> Options:
+        """Return options from the arguments of `gradlane.init`, and from environment variables.
+
+        Args:
+            strategy: as for `gradlane.init`.
+            codec: as for `gradlane.init`.
+            local: as for `gradlane.init`.
+            stragglers: as for `gradlane.init`.
+            rendezvous: as for `gradlane.init`.
+            network: as for `gradlane.init`.
+            checkpoints: as for `gradlane.init`.
+            monitoring: as for `gradlane.init`.
+            environment: the variables, such as `os.environ`.
+            others: `update`, `servers`, `workers` and `check_every`.
+
+        Raises:
+            ValueError: an option or a variable is out of its range, or does not go with another
+                one; the message names it.
+            TypeError: an argument is of another kind.
+        """
+        return cls(
+            strategy=_group("strategy", Strategy, strategy),
+            codec=codec_rules(codec),
+            local=_group("local", LocalSums, local),
+            stragglers=_group("stragglers", Stragglers, stragglers),
+            rendezvous=with_environment(_group("rendezvous", Rendezvous, rendezvous), environment),
+            network=with_environment(_group("network", Network, network), environment),
+            checkpoints=with_environment(
+                _group("checkpoints", Checkpoints, checkpoints), environment
+            ),
+            monitoring=with_environment(_group("monitoring", Monitoring, monitoring), environment),
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        """Check every option, and what goes with what.
+
+        Raises:
+            ValueError: an option is out of its range, or does not go with another one; the message
+                names it.
+        """
+        check_options(self)
+        if self.strategy.name == RING:
+            self._check_ring()
+        if self.strategy.name == ASGD:
+            self._check_asgd()
+        if self.strategy.factors:
+            why = factors_refusal(self.strategy.name, self.update)
+            if why:
+                raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
+        others: dict[str, object] = {
+            "strategy": self.strategy.name,
+            "factors": self.strategy.factors,
+            "update": self.update,
+        }
+        check_stragglers(self.stragglers.rule, others)
+
+    def _check_ring(self) -> None:
+        why = ring_refusal(self.strategy.name, self.update)
+        if why:
+            raise ValueError(f"strategy is 'ring', but {why}")
+        if self.servers is not None:
+            raise ValueError(
+                f"servers is {self.servers} with strategy 'ring', which has no servers"
+            )
+
+    def _check_asgd(self) -> None:
+        if self.update != "server":
+            raise ValueError(
+                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
+                'where the parameters are kept for all ranks, so it asks for update="server"; '
+                "otherwise every rank would train a model of its own"
+            )
+        if self.codec != RAW:
+            raise ValueError(
+                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
+                "encoded; use another strategy, or no codec"
+            )
+        if self.check_every:
+            raise ValueError(
+                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
+                "differ while they train, so there is nothing to compare; use 0"
+            )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks train without waiting for each other."""
+        return self.strategy.name == ASGD
+
+    def check_world(self, world_size: int) -> None:
+        """Check the options that depend on the number of ranks.
+
+        Raises:
+            ValueError: one does not go with it.
+        """
+        if self.servers is not None and self.servers > world_size:
+            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+        if self.workers is not None and self.workers != world_size:
+            self._check_serving(self.workers, world_size)
+        rule = self.stragglers.parsed
+        if rule is not None and rule.backup >= world_size > 1:
+            raise ValueError(
+                f"stragglers is {self.stragglers.rule!r} with {world_size} ranks: at least one "
+                "has to contribute to each step"
+            )
+
+    def _check_serving(self, workers: int, world_size: int) -> None:
+        """Check what goes with ranks that only serve."""
+        if workers > world_size:
+            raise ValueError(f"workers is {workers}, but there are {world_size} ranks")
+        why = serving_refusal(self)
+        if why:
+            raise ValueError(
+                f"workers is {workers} of {world_size} ranks, so that the others only serve, but "
+                f"{why}"
+            )
+
+    def agreed(self) -> dict[str, object]:
+        """Return the options that must be the same on every rank."""
+        # To take a checkpoint is a collective call.
+        every = self.checkpoints.every if self.checkpoints.folder else 0
+        return {**agreed_options(self), "checkpoint_every": every}
+
+
+def serving_refusal(options: Options) -> str:
+    """Say why ranks that only serve do not go with other options; empty if they do."""
+    if options.servers is not None:
+        return (
+            f"servers is {options.servers}, which makes ranks servers that train: leave it out, "
+            "the ranks that do not train are the servers"
+        )
+    if options.strategy.name == RING:
+        return "strategy is 'ring', which has no servers: use p3"
+    if options.strategy.name == ASGD:
+        return (
+            "strategy is 'asgd', which keeps the optimizer's settings and state where the "
+            "training program runs: use servers= among the ranks that train"
+        )
+    if options.update == "server":
+        return (
+            "update is 'server': the optimizer's settings and state come from the owner's own "
+            "program, which these ranks do not run: use update='worker', or servers= among the "
+            "ranks that train"
+        )
+    if options.stragglers.leaves_out:
+        return (
+            f"stragglers is {options.stragglers.rule!r}: owners apart do not hear who is left out; "
+            "use stragglers='wait', or servers= among the ranks that train"
+        )
+    return ""
+
+
+def keywords_of(**given: Any) -> dict[str, Any]:
+    """Return keywords of `gradlane.init` for options that are given by their own names.
+
+    Options that stand in an object are put into one: `keywords_of(frame_bytes=4096)` is
+    `{"network": Network(frame_bytes=4096)}`.
+
+    Args:
+        given: options by the names of `docs/options.md`, and keywords of `gradlane.init`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+    keywords: dict[str, Any] = {}
+    for keyword, kind in GROUPS.items():
+        if isinstance(given.get(keyword), kind):
+            continue
+        rules = option_rules(kind).items()
+        own = {field: given.pop(one.name) for field, one in rules if one.name in given}
+        if own:
+            keywords[keyword] = kind(**own)
+    return {**keywords, **given}
+
+
+GroupType = TypeVar("GroupType", bound=OptionGroup)
+
+
+def _group(name: str, kind: type[GroupType], given: str | GroupType | None) -> GroupType:
+    """Return the object of an argument, which may be the text of its first option."""
+    if given is None:
+        return kind()
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, str) and kind in _FROM_TEXT:
+        return kind(given)
+    texts = "a text or " if kind in _FROM_TEXT else ""
+    raise TypeError(f"{name} is {given!r}; give {texts}a gradlane.{kind.__name__}")
+
+
+GROUPS: dict[str, type[OptionGroup]] = {
+    "strategy": Strategy,
+    "local": LocalSums,
+    "stragglers": Stragglers,
+    "rendezvous": Rendezvous,
+    "network": Network,
+    "checkpoints": Checkpoints,
+    "monitoring": Monitoring,
+}
+"""The objects of `gradlane.init` by its keywords."""
+_FROM_TEXT: tuple[type[OptionGroup], ...] = (Strategy, LocalSums, Stragglers)
+"""Objects that the text of their first option can stand for."""

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradlane.training.options.option_fields import OptionGroup, option
+
 WAIT = "wait"
 LATE = ("discard", "carry")
 AHEAD_STEPS = 4
@@ -68,20 +70,66 @@ def parse_stragglers(text: str) -> StragglerRule | None:
     )
 
 
-def check_stragglers(text: str, late: str, others: dict[str, object]) -> None:
+@dataclass(frozen=True, repr=False)
+class Stragglers(OptionGroup):
+    """Whether steps go on without late ranks; see `docs/stragglers.md`."""
+
+    rule: str = option(
+        WAIT,
+        "`wait`: each step waits for all ranks; `backup=1`: for all but one (or more); `drop`: "
+        "until a rank is later than half of the others by more than ranks and steps usually "
+        "differ by; `drop=1.5`: at 1.5 times the length of recent steps. The mean is over the "
+        "ranks that were in time. Put the batches through `Session.keep_pace` then.",
+        name="stragglers",
+        agreed=True,
+    )
+    late: str = option(
+        LATE[0],
+        "What becomes of a late gradient: `discard`, or `carry`: it is added to the next one of "
+        "its rank.",
+        known=LATE,
+        agreed=True,
+    )
+    ahead_steps: int = option(
+        AHEAD_STEPS,
+        "Steps that the others may be ahead of the slowest rank, which keeps as many results.",
+        unit="steps",
+        least=1,
+        agreed=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option, and that a rule for late gradients has some.
+
+        Raises:
+            ValueError: an option is out of its range, or does not go with another one.
+        """
+        super().__post_init__()
+        if self.parsed is None and self.late != LATE[0]:
+            raise ValueError(f'late is {self.late!r} with stragglers="wait": nobody is late there')
+
+    @property
+    def parsed(self) -> StragglerRule | None:
+        """The rule; None for `wait`."""
+        return parse_stragglers(self.rule)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps go on without late ranks."""
+        return self.rule != WAIT
+
+
+def check_stragglers(text: str, others: dict[str, object]) -> None:
     """Check that everything else goes with what is given about stragglers.
 
     Args:
         text: as for `parse_stragglers`.
-        late: one of `LATE`.
         others: the session's other options, by name.
 
     Raises:
         ValueError: it does not; the message says why, and what to do.
     """
     if parse_stragglers(text) is None:
-        if late != LATE[0]:
-            raise ValueError(f'late is {late!r} with stragglers="wait": nobody is late there')
         return
     for name, (allowed, why) in _TOGETHER.items():
         if others[name] not in allowed:

@@ -8,7 +8,14 @@ from typing import Any
 from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import OFF, with_local
 from gradlane.training.options.codec_choice import RAW, codec_rules, rules_text
-from gradlane.training.options.options import SLICE_ELEMS, UPDATES, Options, own_slice_elems
+from gradlane.training.options.groups import Network
+from gradlane.training.options.options import (
+    SLICE_ELEMS,
+    UPDATES,
+    Options,
+    Strategy,
+    own_slice_elems,
+)
 from gradlane.training.options.server_places import servers_text
 from gradlane.training.options.stragglers import WAIT, parse_stragglers
 
@@ -35,10 +42,10 @@ class Settings:
             `gradlane.init`; None: as the session says.
     """
 
-    strategy: str = Options.strategy
-    slice_elems: int | None = Options.slice_elems
-    frame_bytes: int = Options.frame_bytes
-    send_buffer_bytes: int = Options.send_buffer_bytes
+    strategy: str = Strategy.name
+    slice_elems: int | None = Strategy.slice_elems
+    frame_bytes: int = Network.frame_bytes
+    send_buffer_bytes: int = Network.send_buffer_bytes
     codec: str | None = None
     local: str | None = None
 
@@ -57,10 +64,14 @@ class Settings:
     @classmethod
     def of(cls, options: Options) -> Settings:
         """Return those of a session."""
-        names = [name for name in cls.__dataclass_fields__ if name not in ("codec", "local")]
-        codec = None if options.codec == RAW else rules_text(options.codec)
-        local = None if options.local == OFF else options.local
-        return cls(**{name: getattr(options, name) for name in names}, codec=codec, local=local)
+        return cls(
+            strategy=options.strategy.name,
+            slice_elems=options.strategy.slice_elems,
+            frame_bytes=options.network.frame_bytes,
+            send_buffer_bytes=options.network.send_buffer_bytes,
+            codec=None if options.codec == RAW else rules_text(options.codec),
+            local=None if options.local.mode == OFF else options.local.mode,
+        )
 
     def applied_to(self, options: Options) -> Options:
         """Return a session's options with these in place of its own.
@@ -68,11 +79,18 @@ class Settings:
         Raises:
             ValueError: a setting does not go with one of them.
         """
-        changes = {name: value for name, value in asdict(self).items() if value is not None}
-        changes["slice_elems"] = self.slice_elems
-        if self.codec is not None:
-            changes["codec"] = codec_rules(self.codec)
-        return with_local(replace(options, **changes))
+        changed = replace(
+            options,
+            strategy=replace(options.strategy, name=self.strategy, slice_elems=self.slice_elems),
+            network=replace(
+                options.network,
+                frame_bytes=self.frame_bytes,
+                send_buffer_bytes=self.send_buffer_bytes,
+            ),
+            codec=options.codec if self.codec is None else codec_rules(self.codec),
+            local=options.local if self.local is None else replace(options.local, mode=self.local),
+        )
+        return with_local(changed)
 
     @property
     def slice_elems_in_force(self) -> int | None:

@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gradlane.training.options.groups import GROUPS
+from gradlane.training.options.option_fields import variables_of
+
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -51,38 +54,11 @@ _JOB_VARIABLES = (
 )
 _DEFAULT_PORT = 29500
 _OWN_VARIABLES = (
-    "GRADLANE_INTERFACE",
     "GRADLANE_LAB_USER_NAMESPACE",
-    "GRADLANE_PACING",
-    "GRADLANE_PROMETHEUS",
-    "GRADLANE_SECRET",
     "GRADLANE_SIMD",
-    "GRADLANE_SUMMARY",
-    "GRADLANE_TRACE",
+    *(variable for group in GROUPS for variable in variables_of(group)),
 )
 """All that gradlane reads beside the launchers'."""
-
-
-def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str) -> bool:
-    """Whether something that is there by default is wanted.
-
-    Args:
-        given: what the program says; None: nothing.
-        environment: asked then.
-        variable: of the environment; 0, no, off, false or an empty text mean no, 1, yes, on or true
-            yes.
-
-    Raises:
-        ValueError: the variable is something else.
-    """
-    if given is not None:
-        return given
-    text = environment.get(variable, "1").lower()
-    if text in ("", "0", "no", "off", "false"):
-        return False
-    if text in ("1", "yes", "on", "true"):
-        return True
-    raise ValueError(f"{variable} is {environment[variable]!r}; it must be 1 or 0")
 
 
 def warn_of_unknown(environment: Mapping[str, str]) -> None:

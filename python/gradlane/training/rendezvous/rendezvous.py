@@ -118,7 +118,7 @@ def answer_limit_s(options: Options) -> float:
 
     A little longer than a rank may be silent: the channel names the rank whose host is gone.
     """
-    return 1.25 * options.silence_timeout_s + 1.0
+    return 1.25 * options.network.silence_timeout_s + 1.0
 
 
 def bounded_store(
@@ -352,7 +352,7 @@ class RendezvousScope:
         return self.give_up(
             f"the link between rank {first} and rank {second} is cut: both run and reach the "
             f"rendezvous store, and could not connect to each other ({reason}); check routes and "
-            "firewalls between their hosts, or give interface= or advertise="
+            "firewalls between their hosts, or give Network(interface=...) or advertise="
         )
 
     def wait_until_opened(self, look: Callable[[], object]) -> None:
@@ -478,7 +478,7 @@ class RendezvousScope:
         if published == _PRIVATE:
             reason = (
                 f"rank 0 has a secret of its own and rank {self.place.rank} has none: "
-                "set GRADLANE_SECRET, or secret=, on every rank"
+                "set GRADLANE_SECRET, or Network(secret=...), on every rank"
             )
             self.give_up(reason)
             raise RanksDifferError(reason)
@@ -510,8 +510,8 @@ class RendezvousScope:
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
                 raise self.give_up(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "
-                    f"{self.place.rank} on {node} cannot reach: give interface= or advertise=, "
-                    "or set GRADLANE_INTERFACE"
+                    f"{self.place.rank} on {node} cannot reach: give Network(interface=...) or "
+                    "advertise=, or set GRADLANE_INTERFACE"
                 )
             try:
                 peers.append(addresses.endpoint(addresses.resolve(peer["host"]), peer["port"]))

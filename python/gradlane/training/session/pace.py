@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from gradlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from gradlane.training.connection import SessionContext
-    from gradlane.training.model.prepared import PreparedModel
+    pass
 
 BatchType = TypeVar("BatchType")
 
@@ -70,40 +69,3 @@ def at_pace(
                 on_pass()
             continue
         yield batch
-
-
-class SessionPace:
-    """The part of `Session` that goes at the others' pace."""
-
-    _prepared: list[PreparedModel]
-    _ctx: SessionContext
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
-
-    def keep_pace(
-        self,
-        batches: Iterable[BatchType],
-        on_pass: Callable[[], object] | None = None,
-    ) -> Iterator[BatchType]:
-        """Yield batches at the pace of the other ranks, where steps go on without late ones.
-
-        A rank that has fallen behind takes the results of the steps that it missed, and the batches
-        that it would have had for them are left out. On all other ranks, and with
-        `stragglers="wait"`, these are all batches. Each batch has to be one step, and all ranks
-        have to give as many, so that all end with the same step and the same parameters. See
-        `docs/stragglers.md`.
-
-        Args:
-            batches: this rank's, such as a data loader.
-            on_pass: called after each step that was passed, such as `scheduler.step`, so that
-                learning rates follow the steps.
-
-        Raises:
-            UsageError: not exactly one model is prepared, or its step has not ended.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        if not self._ctx.options.leaves_out or self._ctx.place.world_size == 1:
-            return iter(batches)
-        return at_pace(batches, lambda: self._prepared, on_pass)

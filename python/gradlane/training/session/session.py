@@ -19,91 +19,92 @@ the program already holds (such as a list made before `step()`) are not guarded:
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from gradlane.errors import GradlaneError, SessionClosedError, UsageError
+from gradlane.formats.link_report import LinkReport
 from gradlane.training.arrays.exchange import ArrayExchange
-from gradlane.training.arrays.surface import SessionArrays
-from gradlane.training.checkpoints.manager import make_checkpoints
+from gradlane.training.arrays.registered import RegisteredArrays
+from gradlane.training.checkpoints.manager import Checkpoints
 from gradlane.training.connection import SessionContext
-from gradlane.training.core import CoreModule, translate_error
+from gradlane.training.log import log
 from gradlane.training.model.join import Join
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
-from gradlane.training.monitoring.observer import make_observer
-from gradlane.training.monitoring.recorder import make_recorder
-from gradlane.training.options.options import Options
-from gradlane.training.plans.in_force import ActivePlan
+from gradlane.training.monitoring.metrics import Metrics
+from gradlane.training.monitoring.tensorboard import ScalarWriter
+from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.plans.agreement import PlanArgument
+from gradlane.training.plans.plan import Plan
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.deadlock import DeadlockDetector
-from gradlane.training.rendezvous.environment import RankInfo
-from gradlane.training.rendezvous.incarnation import incarnation_of
-from gradlane.training.rendezvous.rendezvous import RendezvousScope, store_address
-from gradlane.training.rendezvous.serving import JobAnnouncements, ServerRegistry
+from gradlane.training.rendezvous.serving import Served, Server
 from gradlane.training.session import lifecycle
-from gradlane.training.session.models import SessionModels
-from gradlane.training.session.pace import SessionPace
-from gradlane.training.session.reports import SessionReports
-from gradlane.training.session.serving import SessionServing
+from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
+from gradlane.training.session.pace import BatchType, at_pace
+from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.staleness import StalenessSums
-from gradlane.training.session.state import SessionState
 
-_channels: dict[tuple[str, int, int], int] = {}
-"""Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
+_STATE_VERSION = 1
+_TOLD_EVERY_S = 0.5
+"""Seconds between two reports of a rank that serves."""
 
 
-class Session(
-    SessionModels, SessionArrays, SessionState, SessionReports, SessionPace, SessionServing
-):
-    """A rank's part in a training job; made by `gradlane.init`."""
+class Session:
+    """A rank's part in a training job; made by `gradlane.init`.
+
+    Models are averaged by `prepare`; arrays of any framework by these calls::
+
+        for name, value in parameters.items():        # in the order of the forward pass
+            session.register(name, value.shape, value.dtype)
+        parameters = session.spread(parameters)       # rank 0's values everywhere
+        for ...:                                      # backward: the last layer is done first
+            session.push(name, gradient)
+        for ...:                                      # forward, or before each update
+            mean = session.wait(name)
+    """
 
     def __init__(
         self,
-        core: CoreModule,
-        options: Options,
-        place: RankInfo,
+        ctx: SessionContext,
         store: BoundedStore,
-        secret: str | None,
+        scopes: SessionScopes,
+        models: PreparedModels,
+        arrays: RegisteredArrays,
+        checkpoints: Checkpoints | None,
+        server: Server | None,
     ) -> None:
-        """Open a session; use `gradlane.init` instead."""
-        host, port = store_address(store.store, os.environ)
-        office = ServerRegistry(store, place, options.connect_timeout_s) if place.serving else None
-        self._recorder = None if place.serves else make_recorder(options, place)
-        self._observer = make_observer(options, place)
-        self._checkpoints = make_checkpoints(
-            None if place.serves else options.checkpoint,
-            options.checkpoint_every,
-            options.checkpoint_keep,
-            place,
-            options.connect_timeout_s,
-        )
-        self._standstill = DeadlockDetector(store, place)
-        self._ctx = SessionContext(
-            core,
-            options,
-            place,
-            host,
-            port,
-            secret,
-            self._standstill,
-            self._observer,
-            self._checkpoints,
-            self._recorder,
-            invitations=JobAnnouncements(office)
-            if office is not None and place.rank == 0
-            else None,
-        )
+        """Open a session of these parts; use `gradlane.init` instead.
+
+        Args:
+            ctx: core, options, rank, observer and recorder.
+            store: the rendezvous store.
+            scopes: the places where the ranks agree.
+            models: the prepared models.
+            arrays: the registered arrays.
+            checkpoints: takes checkpoints, or None.
+            server: serves, on a rank that only serves, or None.
+        """
+        self._ctx = ctx
         self._store = store
-        self._server = self._make_server(office) if office is not None and place.serves else None
-        self._prepared: list[PreparedModel] = []
-        self._meetings: list[RendezvousScope] = []
-        self._start_arrays()
-        self._plans = ActivePlan(options, self._meet, self._prepared, self.abort)
+        self._scopes = scopes
+        self._models = models
+        self._arrays = arrays
+        self._checkpoints = checkpoints
+        self._server = server
         self._ended: str | None = None
         lifecycle.watch(self)
+
+    def __repr__(self) -> str:
+        models = f", models={len(self._models.prepared)}" if self._models.prepared else ""
+        strategy = self._ctx.options.strategy.name
+        state = self._ended or "open"
+        role = ", serves" if self.serves else ""
+        return (
+            f"<Session rank {self.rank} of {self._ctx.place.ranks}{role}, strategy={strategy!r}"
+            f"{models}, {state}>"
+        )
 
     @property
     def rank(self) -> int:
@@ -115,6 +116,113 @@ class Session(
         """Number of ranks that train: all, unless `workers` said otherwise."""
         return self._ctx.place.world_size
 
+    def prepare(
+        self,
+        model: ModelType,
+        optimizer: OptimizerType,
+        *,
+        defer: bool | None = None,
+        buffers: str = "broadcast",
+        plan: PlanArgument = None,
+    ) -> tuple[ModelType, OptimizerType]:
+        """Connect a model and its optimizer to all ranks; a collective call.
+
+        Afterwards every rank has rank 0's parameters and buffers. In each step a parameter's
+        gradient is the mean of what all ranks have in `.grad`, summed in rank order; none counts as
+        zeros, and none on any rank stays none. The optimizer must hold exactly the trained
+        parameters. Its state is not sent: load checkpoints on every rank, before or after.
+
+        After `backward()`, `.grad` is the averaged gradient: whatever touches one, by whichever
+        reference, waits for all of them, so that `torch.nn.utils.clip_grad_norm_` and `GradScaler`
+        are right, and the update then waits, too. After `step()` whatever touches a parameter waits
+        for its update, and `.grad` stays until `zero_grad()`.
+
+        A model may get several gradients in a step, from several losses or backward calls: gradlane
+        learns how many come and sends their sum with the last. In the first step everything is
+        sent at `step()`. Where the number grows later, use `no_sync`.
+
+        Call it again, on all ranks between two steps, when parameters are frozen, unfrozen, added
+        or removed: it connects the model anew.
+
+        Args:
+            model: on CPU or CUDA; parameters f32, f16, bf16, f64 or complex. Frozen parameters are
+                sent once, as they are. Sparse gradients are made dense.
+            optimizer: any of `torch.optim` except LBFGS and SparseAdam; others step whole, see
+                `defer`. With `update="server"` its `state_dict()` and `load_state_dict()` are
+                collective calls, too.
+            defer: True: update parameters as their gradients arrive, which asks for an optimizer
+                that treats each parameter by itself; False: `step()` waits for all gradients and
+                updates there; None: True for optimizers that are known to allow it (those of
+                `torch.optim`, and classes with an attribute `steps_per_parameter = True`).
+            buffers: what happens to buffers, such as the statistics of batch norm, in each step:
+                `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
+                averaged over the ranks, others are rank 0's; `"local"`: nothing. With
+                `update="server"` nothing happens to them either. What a program changes between
+                steps, it changes alike on all ranks.
+            plan: settings for this model in place of the session's: a plan or the path of a plan
+                file, which only rank 0 needs to have; `"auto"`: measure the links, record some
+                steps of this training, simulate, and switch to what is fastest, if anything is
+                (see `docs/planning.md`); `"poseidon"`: record some steps, and from then on send
+                factors of the linear layers where they are fewer numbers (see `docs/factors.md`);
+                None: the session's. Results are the same bits, but of tensors with another scheme.
+
+        Returns:
+            The same two objects.
+
+        Raises:
+            UsageError: no model or no optimizer was given, or they cannot be used together; or the
+                model was prepared before and is in the middle of a step.
+            ValueError: the model or the optimizer cannot take part; the message names the tensor.
+            RanksDifferError: the ranks' models, options or plans differ; raised on every rank.
+            RendezvousError: a rank did not appear or cannot be reached.
+        """
+        self._check_open()
+        return self._models.prepare(model, optimizer, defer=defer, buffers=buffers, plan=plan)
+
+    @property
+    def codecs(self) -> list[CodecChoice]:
+        """Which codec each trained tensor of the models, and each array, travels in, and why."""
+        return [choice for part in self._parts() for choice in part.codecs]
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        found: dict[str, str] = {}
+        for prepared in self._models.prepared:
+            found.update(prepared.schemes)
+        return found
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force: the last one that was given, or found; None before."""
+        return self._models.plans.plan
+
+    def probe(
+        self,
+        *,
+        window_s: float = 1.0,
+        directions: bool = True,
+        on_phase: Callable[[str], None] = lambda text: None,
+    ) -> LinkReport:
+        """Measure bandwidth and latency between all ranks; a collective call.
+
+        Args:
+            window_s: seconds that each stream is measured for.
+            directions: whether ports are also measured in one direction at a time.
+            on_phase: told what is measured next.
+
+        Returns:
+            The same report on every rank.
+
+        Raises:
+            ValueError: the window is not 0.05 to 60 seconds.
+            RendezvousError: two ranks cannot reach each other; raised on every rank.
+        """
+        self._check_open()
+        return self._models.measure_links(
+            window_s=window_s, directions=directions, on_phase=on_phase
+        )
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up in `.grad` without sending them, for accumulation over batches.
@@ -124,7 +232,9 @@ class Session(
         models of the session. What is sent are sums over batches: divide each loss by their number.
         """
         self._check_open()
-        before = [(prepared.steps, prepared.steps.accumulates) for prepared in self._prepared]
+        before = [
+            (prepared.steps, prepared.steps.accumulates) for prepared in self._models.prepared
+        ]
         for steps, _ in before:
             steps.accumulates = True
         try:
@@ -151,12 +261,12 @@ class Session(
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
-        if self._ctx.options.leaves_out:
+        if self._ctx.options.stragglers.leaves_out:
             raise UsageError(
                 "session.join() where stragglers are left out: a rank without data would be one, "
                 'and the others would not wait for it; use stragglers="wait"'
             )
-        return Join(list(self._prepared), self.rank, throw_on_early_termination)
+        return Join(list(self._models.prepared), self.rank, throw_on_early_termination)
 
     def synchronize(self) -> None:
         """Wait until every parameter of every model has its update.
@@ -168,7 +278,7 @@ class Session(
             GradlaneError: the session has failed or was closed.
         """
         self._check_open()
-        for prepared in self._prepared:
+        for prepared in self._models.prepared:
             prepared.synchronize()
 
     def staleness(self) -> list[dict[str, Any]]:
@@ -183,10 +293,283 @@ class Session(
             `histogram` (pushes by staleness from 0 on; entry 64 counts that and all above).
         """
         total: dict[int, StalenessSums] = {}
-        for prepared in self._prepared:
+        for prepared in self._models.prepared:
             for rank, reading in enumerate(prepared.staleness()):
                 total.setdefault(rank, StalenessSums()).add(reading)
         return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
+
+    def register(
+        self, name: str, shape: Sequence[int], dtype: Any, position: int | None = None
+    ) -> None:
+        """Announce an array that will be averaged in each step; on all ranks alike.
+
+        Args:
+            name: any text, once.
+            shape: sizes of its dimensions, row-major.
+            dtype: f32, f16, bf16, f64 or complex: a NumPy dtype, a torch or JAX one, or a name.
+            position: where the forward pass needs it; smaller is sooner, and travels before
+                whatever else is on its way. None: after everything registered so far.
+
+        Raises:
+            ArrayRefusedError: there is nothing to average, or the dtype cannot be averaged.
+            UsageError: the name is taken, or the first step has begun.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        self._arrays.register(name, shape, dtype, position)
+
+    def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Give every rank rank 0's values, before the first push; a collective call.
+
+        Args:
+            arrays: one for every registered name, as it was registered. They are written in place
+                where they may be.
+
+        Returns:
+            The arrays with rank 0's values: the same objects, but copies by NumPy of those that may
+            not be written.
+
+        Raises:
+            ArrayRefusedError: an array is not as registered.
+            UsageError: a push came before, or names are missing.
+            RanksDifferError: the ranks registered different arrays, or not all spread values.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        return self._arrays.spread(arrays)
+
+    def push(self, name: str, array: Any, step: int | None = None) -> int:
+        """Hand over this rank's part of a mean; returns at once, but for a step's first.
+
+        Every rank pushes each registered array once a step, in any order: as early as it is done.
+        A step begins with the first push after all were pushed, and waits for the end of the one
+        before. Until `wait` the memory belongs to the session: neither write nor free it.
+
+        Args:
+            name: of a registered array.
+            array: NumPy's, or anything with `__dlpack__` on the host, contiguous, of the registered
+                shape and dtype. It is sent from where it is and its mean lands there, without a
+                copy; one that may not be written is copied once. None: nothing here in this step,
+                which counts as zeros.
+            step: the step that this has to be, from 1 on, to be sure; None: the one that is due.
+
+        Returns:
+            The number of the step.
+
+        Raises:
+            ArrayRefusedError: the array is not as registered; nothing was sent, push another.
+            UsageError: the name is unknown or was pushed in this step, or the step is another.
+            RanksDifferError: the ranks registered different arrays; in the first push.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        return self._arrays.push(name, array, step)
+
+    def wait(self, name: str, step: int | None = None) -> Any:
+        """Wait for the mean over all ranks of what was pushed; again and again if one likes.
+
+        It is `((a0 + a1) + ...) / N` in rank order, bit for bit the same on all ranks and the same
+        as the gradients of a model that is prepared with torch.
+
+        Args:
+            name: of an array that was pushed.
+            step: the step that this has to be, to be sure; None: that of the last push.
+
+        Returns:
+            The pushed array itself, with the mean in it; an array of NumPy's where that may not be
+            written, or was None; None if every rank pushed None.
+
+        Raises:
+            UsageError: it was not pushed, or in another step.
+            PeerLostError: another rank is lost.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        return self._arrays.wait(name, step)
+
+    def keep_pace(
+        self,
+        batches: Iterable[BatchType],
+        on_pass: Callable[[], object] | None = None,
+    ) -> Iterator[BatchType]:
+        """Yield batches at the pace of the other ranks, where steps go on without late ones.
+
+        A rank that has fallen behind takes the results of the steps that it missed, and the batches
+        that it would have had for them are left out. On all other ranks, and with
+        `stragglers="wait"`, these are all batches. Each batch has to be one step, and all ranks
+        have to give as many, so that all end with the same step and the same parameters. See
+        `docs/stragglers.md`.
+
+        Args:
+            batches: this rank's, such as a data loader.
+            on_pass: called after each step that was passed, such as `scheduler.step`, so that
+                learning rates follow the steps.
+
+        Raises:
+            UsageError: not exactly one model is prepared, or its step has not ended.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        if not self._ctx.options.stragglers.leaves_out or self._ctx.place.world_size == 1:
+            return iter(batches)
+        return at_pace(batches, lambda: self._models.prepared, on_pass)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the session itself keeps for training; a collective call between steps.
+
+        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`), and
+        late gradients that are carried on (`late="carry"`): no rank is left out of this call.
+        Without either there is nothing in it, and nothing is sent. A checkpoint holds it
+        beside the model's and the optimizer's. Every rank gets one of its own; that of any one
+        rank is enough to go on with a world of any size.
+
+        Raises:
+            UsageError: a model is in the middle of a step.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        for prepared in self._models.prepared:
+            prepared.check_between_steps()
+        return {
+            "version": _STATE_VERSION,
+            "models": [prepared.residuals.state_dict() for prepared in self._models.prepared],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned; a collective call between steps.
+
+        Where every rank loads what it saved itself in a world of the same size, training goes on
+        as it would have. Otherwise all ranks share out what was kept.
+
+        Args:
+            state: what `state_dict` returned; models are matched in the order of `prepare`.
+
+        Raises:
+            ValueError: it is no such state, or of other models.
+            UsageError: a model is in the middle of a step.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        for prepared in self._models.prepared:
+            prepared.check_between_steps()
+        version, models = state.get("version"), state.get("models")
+        if version != _STATE_VERSION or not isinstance(models, list):
+            raise ValueError(
+                f"this is no state of a session (version {version!r}, expected {_STATE_VERSION}): "
+                "load what session.state_dict() returned"
+            )
+        if len(models) != len(self._models.prepared):
+            raise ValueError(
+                f"the state is of {len(models)} models, and {len(self._models.prepared)} are "
+                "prepared: call prepare() for all of them first"
+            )
+        for prepared, one in zip(self._models.prepared, models, strict=True):
+            prepared.residuals.load_state_dict(one)
+
+    def restore(self) -> int:
+        """Go on from the last complete checkpoint; a collective call after `prepare()`.
+
+        Parameters, buffers, the optimizer's state and settings, and what codecs have kept are those
+        of that step afterwards, in a world of any size. See `docs/checkpoints.md`.
+
+        Returns:
+            The number of training steps that were taken before it; 0 if there is no checkpoint.
+
+        Raises:
+            UsageError: the session takes no checkpoints, or it is too early or too late for this.
+            CheckpointError: the checkpoint is damaged, of another version, or another model's.
+        """
+        self._check_open()
+        if self._checkpoints is None:
+            raise UsageError("restore() reads gradlane.init(checkpoints=...), which is not given")
+        return self._checkpoints.restore()
+
+    def metrics(self) -> Metrics:
+        """Return what this rank has counted since the start; from any thread, also after the end.
+
+        Bytes, queues, waits by layer, late ranks, step times: see `docs/observability.md`. All are
+        dictionaries, lists and numbers. Numbers are sums over all models; `channels` has the
+        core's own, one of each model.
+
+        Raises:
+            SessionClosedError: this is a forked child.
+        """
+        return self._ctx.observer.metrics()
+
+    def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
+        """Write scalars for TensorBoard every so many training steps of the first model.
+
+        What fails there is warned of, and the training goes on without it.
+
+        Args:
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar`.
+            every: steps from one writing to the next.
+
+        Raises:
+            ValueError: `every` is below 1.
+            TypeError: the writer has no `add_scalar`.
+            SessionClosedError: the session has ended.
+        """
+        self._check_open()
+        self._ctx.observer.log_to(writer, every)
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Port that this rank answers Prometheus at, or None."""
+        return self._ctx.observer.prometheus_port
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return and forget the trace of frames, one list for all models.
+
+        Returns:
+            Rows (time in ns, "tx" or "rx", kind, peer, step, tensor, slice, priority), empty
+            unless the session was opened with `Monitoring(frame_trace=True)`.
+        """
+        return [row for part in self._parts() for row in part.channel.take_trace()]
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank only serves: it trains nothing, and calls `serve` in place of that."""
+        return self._server is not None
+
+    def serve(self, on_tick: Callable[[list[Served]], None] | None = None) -> list[Served]:
+        """Serve the ranks that train until they have closed their sessions, and close this one.
+
+        Takes no model: what there is to serve, and all settings that must be the same everywhere,
+        come from rank 0.
+
+        Args:
+            on_tick: told some times a second what was served so far, by channel; None: a line on
+                stderr for each channel that is connected, unless the session's `summary` is off.
+
+        Returns:
+            What was served, by channel: models and arrays of the ranks that train, in the order in
+            which they were connected.
+
+        Raises:
+            UsageError: this rank trains.
+            RanksDifferError: rank 0 says something else of who trains, or has another version.
+            RendezvousError: the other ranks do not come, or cannot be reached.
+            GradlaneError: a rank was lost, fell silent or gave up; the message names it.
+        """
+        if self._server is None:
+            raise UsageError(
+                f"rank {self._ctx.place.rank} trains: serve() is for ranks that only serve, "
+                "those from gradlane.init(workers=...) on"
+            )
+        server = self._server
+        last = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last
+            if on_tick is not None and time.monotonic() - last > _TOLD_EVERY_S:
+                last = time.monotonic()
+                on_tick(server.served())
+
+        server.run(self._say, tick)
+        served = server.served()
+        self.close()
+        return served
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Bring the last step to an end, unhook the models and part from the other ranks.
@@ -203,7 +586,7 @@ class Session(
             return
         self._ended = "closed"
         lifecycle.unwatch(self)
-        self._plans.stop()
+        self._models.plans.stop()
         errors: list[GradlaneError] = []
         for part in self._parts():
             try:
@@ -212,12 +595,11 @@ class Session(
                 errors.append(error)
         if self._checkpoints is not None:
             self._checkpoints.close()
-        self._standstill.close()
+        self._ctx.deadlocks.close()
         self._stop_serving()
         parts = self._parts()
         if parts and all(part.has_parted for part in parts):
-            for meeting in (one for one in self._meetings if not one.has_left):
-                meeting.leave()
+            self._scopes.leave()
         self._store.close()
         self._write_reports()
         if errors:
@@ -233,16 +615,15 @@ class Session(
             return
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
-        self._plans.stop()
+        self._models.plans.stop()
         if self._checkpoints is not None:
             self._checkpoints.stop()
         for part in self._parts():
             part.abort(reason)
-        last = self._meetings[-1] if self._meetings else None
-        if last is not None and not self._parts() and last.is_open:
-            # The others wait for this rank there, and have no channel to hear of it through.
-            last.give_up(f"rank {self.rank} gave up: {reason}")
-        self._standstill.close()
+        if not self._parts():
+            # The others have no channel to hear of it through.
+            self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
+        self._ctx.deadlocks.close()
         self._stop_serving(reason)
         self._write_reports()
 
@@ -263,57 +644,59 @@ class Session(
             self.abort(lifecycle.describe_exception(error))
 
     def close_at_exit(self) -> None:
-        """Close while the interpreter ends: what goes wrong is printed, not raised."""
+        """Close while the interpreter ends: errors are logged, not raised."""
         try:
             if any(part.in_step for part in self._parts()):
                 self.abort("the program ended between backward() and optimizer.step()")
             else:
                 self.close()
         except GradlaneError as error:
-            print(f"gradlane: rank {self.rank}: {error}", file=sys.stderr)
+            log.error("rank %d: %s", self.rank, error)
 
     def forget_in_child(self) -> None:
         """Drop the session in a forked child, where it cannot be used."""
         self._ended = "left behind in the parent of this forked child"
-        self._observer.forget_in_child()
+        self._ctx.observer.forget_in_child()
         for part in self._parts():
             part.forget_in_child()
 
     def _parts(self) -> list[PreparedModel | ArrayExchange]:
         """Return what has a channel of its own: models, and the arrays if there are some."""
-        return [*self._prepared, *([self._exchange] if self._exchange is not None else [])]
-
-    def _meet(self) -> RendezvousScope:
-        """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
-        place, timeout_s = self._ctx.place, self._ctx.options.connect_timeout_s
-        key = (place.job, place.restart, place.rank)
-        start = incarnation_of(self._store, place, timeout_s)
-        if not self._meetings:
-            self._standstill.belong_to(start.name)
-        number = _channels.get(key, 0)
-        _channels[key] = number + 1
-        meeting = RendezvousScope(self._store, place, number, timeout_s, start, self._look)
-        self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
-        return meeting
-
-    def _look(self) -> None:
-        """Raise if a model or the arrays have lost a rank."""
-        core = self._ctx.core
-        for part in self._parts():
-            if not part.has_parted:
-                try:
-                    part.channel.is_ready(0, 0)
-                except core.ChannelError as error:
-                    raise translate_error(core, error, "waiting for other ranks") from error
+        exchange = self._arrays.exchange
+        return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
     def _write_reports(self) -> None:
-        self._observer.close()
-        if self._recorder is not None:
-            self._recorder.write()
+        self._ctx.observer.close()
+        if self._ctx.recorder is not None:
+            self._ctx.recorder.write()
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise SessionClosedError(
                 f"the session was {self._ended}; open a new one with gradlane.init"
             )
-        self._check_trains()
+        if self._server is not None:
+            raise UsageError(
+                f"rank {self.rank} only serves: of {self._ctx.place.ranks} ranks "
+                f"the first {self.world_size} train; call session.serve()"
+            )
+
+    def _say(self, connected: Served) -> None:
+        """Say that a channel is served from now on."""
+        if not self._ctx.options.monitoring.summary:
+            return
+        place = self._ctx.place
+        log.info(
+            "rank %d serves %.1f of %.1f MB in %d tensors",
+            place.rank,
+            connected.owned_bytes / 1e6,
+            connected.total_bytes / 1e6,
+            connected.tensors,
+        )
+
+    def _stop_serving(self, reason: str = "") -> None:
+        """Tell the ranks that serve that there is no more to do; on one, give up what is open."""
+        if self._ctx.invitations is not None:
+            self._ctx.invitations.end(reason)
+        if self._server is not None:
+            self._server.abort(reason or f"rank {self._ctx.place.rank} closed its session")

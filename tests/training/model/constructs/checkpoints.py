@@ -127,7 +127,7 @@ def too_early(defer: bool | None) -> None:
 
 
 def restarted(setting: Any, restores: bool = True) -> Callable[[bool | None], None]:
-    """Check that a training under `checkpoint=` goes on with its bits after a restart."""
+    """Check that a training under `checkpoints=` goes on with its bits after a restart."""
 
     def check(defer: bool | None) -> None:
         def body(session: Any, count: int, restores: bool) -> list[Tensor]:
@@ -143,7 +143,7 @@ def restarted(setting: Any, restores: bool = True) -> Callable[[bool | None], No
                 1,
                 lambda session: body(session, count, restores),
                 core=LateCore(),
-                checkpoint=folder,
+                checkpoint_folder=folder,
                 checkpoint_every=2,
                 summary=False,
             )
@@ -184,20 +184,20 @@ CONSTRUCTS = [
     ),
     Construct(
         SECTION,
-        "`checkpoint=`, and NumPy's scalars in the optimizer's settings (`lr=numpy.float64(0.1)`)",
+        "`checkpoints=`, and NumPy's scalars in the optimizer's settings (`lr=numpy.float64(0.1)`)",
         restarted({"lr": np.float64(0.1), "note": np.int64(3)}),
         note="Python's own after `session.restore()`",
     ),
     Construct(
         SECTION,
-        "`checkpoint=`, and a value that no file gives back: `Decimal`, an enum, a function",
+        "`checkpoints=`, and a value that no file gives back: `Decimal`, an enum, a function",
         restarted({"note": decimal.Decimal("0.1")}),
         refused="optimizer['param_groups'][0]['note'] is a decimal.Decimal",
         note="[which values](checkpoints.md#values)",
     ),
     Construct(
         SECTION,
-        "`checkpoint=` with a folder that has checkpoints, without `session.restore()`",
+        "`checkpoints=` with a folder that has checkpoints, without `session.restore()`",
         restarted({}, restores=False),
         refused="checkpoints of another run",
     ),

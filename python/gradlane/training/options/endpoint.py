@@ -1,0 +1,29 @@
+"""Addresses at which a session answers: a port, or a host and a port."""
+
+from __future__ import annotations
+
+import re
+
+from gradlane.formats.untrusted import escaped
+
+LOOPBACK = "127.0.0.1"
+_ADDRESS = re.compile(r"(?:(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>[0-9]{1,5})")
+
+
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Read `PORT`, which is one of the loopback interface, `HOST:PORT` or `[IPv6]:PORT`.
+
+    Args:
+        text: what was given.
+        name: of the option or variable, for the message.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(
+            f"{name} is {escaped(text)}; it must be PORT (for callers on this machine), HOST:PORT "
+            "or [IPv6]:PORT; 0.0.0.0:PORT and [::]:PORT are all addresses of this machine"
+        )
+    return match["ipv6"] or match["host"] or LOOPBACK, int(match["port"])

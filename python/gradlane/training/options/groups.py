@@ -1,0 +1,220 @@
+"""Options of a session that belong together: network, rendezvous, checkpoints, monitoring.
+
+Each can be given to `gradlane.init`, and each option by an environment variable, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradlane.training.options.endpoint import parse_address
+from gradlane.training.options.option_fields import OptionGroup, option, read_int, read_ports
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True, repr=False)
+class Rendezvous(OptionGroup):
+    """Which rank this is, and where the ranks meet; what is absent comes from the launcher."""
+
+    store: Store | None = option(
+        None,
+        "The c10d store in which the ranks meet; else torch.distributed's if it is initialized, "
+        "else one at `MASTER_ADDR:MASTER_PORT`.",
+        in_environment=False,
+    )
+    rank: int | None = option(
+        None, "This rank; else the launcher's; 0 without a launcher.", least=0, read=read_int
+    )
+    world_size: int | None = option(
+        None,
+        "Number of ranks, those that only serve included; else the launcher's; 1 without one.",
+        least=1,
+        read=read_int,
+    )
+    job: str | None = option(
+        None, "Name of the job, which ranks of one job share; else the launcher's."
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Network(OptionGroup):
+    """How ranks reach each other, how long they wait, and how bytes are sent."""
+
+    interface: str | None = option(
+        None, "Network interface to listen on; else the one that leads to the store."
+    )
+    advertise: str | None = option(
+        None, "Address or name that other ranks reach this one at, where it is another."
+    )
+    ports: tuple[int, int] | None = option(
+        None, "Lowest and highest port to listen on; any if absent.", read=read_ports
+    )
+    secret: str | None = option(
+        None,
+        "Key of the connections; else the content of `secret_file`; else rank 0 draws one and "
+        "leaves it in the store.",
+        shown=False,
+    )
+    secret_file: str | Path | None = option(
+        None, "File that holds the secret, without the space around it.", read=Path
+    )
+    silence_timeout_s: float = option(
+        30.0, "A rank that sends nothing for this long is lost.", unit="s", above=0
+    )
+    progress_timeout_s: float = option(
+        1800.0, "Longest wait for ranks that are alive but take no part.", unit="s", above=0
+    )
+    connect_timeout_s: float = option(300.0, "Longest wait for ranks to appear.", unit="s", above=0)
+    frame_bytes: int = option(
+        65_096,
+        "Payload of a frame. Connections so fast that it takes 3 ms at most use up to three times "
+        "as much; a rest of up to an eighth goes with the last frame of a slice.",
+        unit="bytes",
+        least=1,
+        agreed=True,
+    )
+    low_water_bytes: int = option(
+        65_536,
+        "Bytes that may wait unsent in the kernel, a peer; more on fast connections where "
+        "`send_buffer_bytes` is 0.",
+        unit="bytes",
+        least=1,
+    )
+    send_buffer_bytes: int = option(
+        0,
+        "The kernel's send buffer, a peer; 0: fitted to the path while sending. A fixed one must "
+        "cover bandwidth times delay.",
+        unit="bytes",
+        least=0,
+    )
+    pacing: bool = option(
+        True,
+        "Hold each connection to its part of the rate that this rank's port has carried, so that "
+        "no queue of the network overflows.",
+    )
+    work_threads: int = option(
+        1, "Threads that add gradients up; 0: the threads that drive the sockets do.", least=0
+    )
+    io_threads: int = option(
+        1,
+        "Threads that drive the sockets, each those of its part of the peers. One carries some "
+        "10 Gbit/s in each direction.",
+        least=1,
+        most=64,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option, and the range of ports.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        super().__post_init__()
+        if self.ports is not None:
+            low, high = self.ports
+            if not 1 <= low <= high <= 65535:
+                raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+
+    def read_secret(self) -> str | None:
+        """Return the secret that is given or stands in `secret_file`; None for neither.
+
+        Raises:
+            ValueError: the file cannot be read, or is empty.
+        """
+        if self.secret or self.secret_file is None:
+            return self.secret or None
+        try:
+            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(
+                f"secret_file is {self.secret_file}, which cannot be read: {error.strerror}"
+            ) from error
+        if not secret:
+            raise ValueError(f"secret_file is {self.secret_file}, which is empty")
+        return secret
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpoints(OptionGroup):
+    """Where and when the ranks write checkpoints; see `docs/checkpoints.md`."""
+
+    folder: str | Path | None = option(
+        None,
+        "Folder to write checkpoints to, shared by all ranks; none are written if absent.",
+        name="checkpoint_folder",
+        read=Path,
+    )
+    every: int = option(
+        1000,
+        "Training steps from one checkpoint to the next.",
+        name="checkpoint_every",
+        unit="steps",
+        least=1,
+        agreed=True,
+    )
+    keep: int = option(
+        3,
+        "Complete checkpoints that stay; older ones are removed.",
+        name="checkpoint_keep",
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option, and write the folder as a path.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        super().__post_init__()
+        _as_path(self, "folder")
+
+
+@dataclass(frozen=True, repr=False)
+class Monitoring(OptionGroup):
+    """What a session reports while it runs and when it ends; see `docs/observability.md`."""
+
+    prometheus: int | str | None = option(
+        None,
+        "Port of the loopback interface at which this rank answers Prometheus, plus its local "
+        "rank; 0: any; or `HOST:PORT`; no endpoint if absent.",
+    )
+    trace: str | Path | None = option(
+        None,
+        "File of a timeline, written when the session ends: each rank writes its own, "
+        "`trace.rank0.json` for `trace.json`; see `docs/timelines.md`.",
+        read=Path,
+    )
+    frame_trace: bool = option(False, "Keep a trace of frames, for `Session.take_trace`.")
+    summary: bool = option(
+        True, "Rank 0 prints a line to stderr at the end on the reasons that steps have waited."
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            ValueError: an address is none, or the timeline's folder does not exist.
+        """
+        super().__post_init__()
+        if isinstance(self.prometheus, str):
+            parse_address(self.prometheus, "prometheus")
+        elif self.prometheus is not None and not 0 <= self.prometheus <= 65535:
+            raise ValueError(f"prometheus is {self.prometheus}; it must be 0 to 65535")
+        _as_path(self, "trace")
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ValueError(f"trace is {self.trace}, whose folder does not exist")
+
+
+def _as_path(group: Any, name: str) -> None:
+    """Keep a path that is given as a text as a path."""
+    value = getattr(group, name)
+    if value is not None:
+        object.__setattr__(group, name, Path(value))
+
+
+GROUPS: tuple[type[OptionGroup], ...] = (Rendezvous, Network, Checkpoints, Monitoring)
+"""The objects whose options environment variables give, too."""

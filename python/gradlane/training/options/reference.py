@@ -1,0 +1,80 @@
+"""The page `docs/options.md`, made from the fields of `Options` and of its objects.
+
+`python -m gradlane.training.options.reference` writes it to stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from gradlane.training.options import groups
+from gradlane.training.options.option_fields import OptionGroup, option_rules
+from gradlane.training.options.options import GROUPS, Options
+
+_HEAD = """# Options
+
+`gradlane.init` takes these keywords. An object holds the options that belong together:
+
+```python
+session = gradlane.init(
+    strategy=gradlane.Strategy("p3", slice_elems=20_000),
+    codec="qsgd:bits=8",
+    network=gradlane.Network(interface="eth1", io_threads=2),
+    checkpoints=gradlane.Checkpoints("/shared/run1", every=500),
+)
+```
+
+A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`.
+A value out of its range is refused by name. *All ranks* marks options that must be the same on
+every rank; a session in which they differ is refused on all of them.
+
+Options of `Rendezvous`, `Network`, `Checkpoints` and `Monitoring` that the program does not give
+are read from their variables: an empty one says no to `pacing` and `summary`, and nothing to the
+others. gradlane warns of a variable that begins with `GRADLANE_` and is unknown.
+
+`python -m gradlane.training.options.reference` writes this page.
+"""
+_TAIL = """
+## Further variables
+
+| variable | meaning |
+| --- | --- |
+| `GRADLANE_SIMD` | Instruction set of the kernels; the best of the machine if absent. |
+"""
+
+
+def options_page() -> str:
+    """Return the page."""
+    parts = [_HEAD, "\n## `gradlane.init`\n\n", _table(Options)]
+    for kind in GROUPS.values():
+        words = (kind.__doc__ or "").strip()
+        parts.append(f"\n## `gradlane.{kind.__name__}`\n\n{words}\n\n{_table(kind)}")
+    return "".join([*parts, _TAIL])
+
+
+def _table(options: type[Any]) -> str:
+    """Return the options of a dataclass as a table."""
+    has_variables = options in groups.GROUPS
+    columns = ["option", "default", "allowed", "all ranks", "meaning"]
+    if has_variables:
+        columns.insert(4, "variable")
+    rows = [columns, ["---"] * len(columns)]
+    for name, rules in option_rules(options).items():
+        agreed = "yes" if rules.agreed else "-"
+        row = [f"`{name}`", _default(getattr(options, name)), rules.allowed or "-", agreed]
+        if has_variables:
+            row.append(f"`{rules.variable}`" if rules.in_environment else "-")
+        rows.append([*row, rules.doc])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _default(value: Any) -> str:
+    """Return a default, or that of the first option of an object, which a text can give."""
+    if isinstance(value, OptionGroup):
+        value = getattr(value, next(iter(option_rules(value))))
+    return "-" if value is None else f"`{value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(options_page())

@@ -1,0 +1,66 @@
+"""The places where the ranks of a session agree, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.deadlock import DeadlockDetector
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.incarnation import incarnation_of
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+
+_channels: dict[tuple[str, int, int], int] = {}
+"""Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
+
+
+class SessionScopes:
+    """Opens rendezvous scopes; all ranks open the same ones in the same order."""
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        place: RankInfo,
+        timeout_s: float,
+        deadlocks: DeadlockDetector,
+        look: Callable[[], object],
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            store: the rendezvous store.
+            place: this rank's.
+            timeout_s: how long to wait for other ranks, in seconds, for each question.
+            deadlocks: learns the name of the start.
+            look: called while waiting; raises when the session has failed.
+        """
+        self._store = store
+        self._place = place
+        self._timeout_s = timeout_s
+        self._deadlocks = deadlocks
+        self._look = look
+        self._opened: list[RendezvousScope] = []
+
+    def open(self) -> RendezvousScope:
+        """Open the next scope."""
+        place = self._place
+        key = (place.job, place.restart, place.rank)
+        start = incarnation_of(self._store, place, self._timeout_s)
+        if not self._opened:
+            self._deadlocks.belong_to(start.name)
+        number = _channels.get(key, 0)
+        _channels[key] = number + 1
+        scope = RendezvousScope(self._store, place, number, self._timeout_s, start, self._look)
+        self._opened = [one for one in self._opened if not one.has_left] + [scope]
+        return scope
+
+    def leave(self) -> None:
+        """Leave all scopes."""
+        for scope in self._opened:
+            if not scope.has_left:
+                scope.leave()
+
+    def give_up(self, reason: str) -> None:
+        """Tell the ranks that wait for this one in the last scope why it does not come."""
+        if self._opened and self._opened[-1].is_open:
+            self._opened[-1].give_up(reason)
