@@ -17,7 +17,7 @@ from gradlane.lab.accuracy.tasks import CIFAR10, TASKS
 from gradlane.lab.accuracy.timing import step_s
 from gradlane.lab.accuracy.training import train
 from gradlane.lab.experiments.folder import PresetFolder
-from gradlane.lab.runs.cells import read_json, save_rows
+from gradlane.lab.runs.rows import read_json, save_lines
 from gradlane.lab.runs.run import LabProgress
 
 NAME = "accuracy"
@@ -242,5 +242,5 @@ def make_missing(
         layers = "" if run.layers == ALL else f", {run.layers} only"
         progress.phase(f"{run.task} with {run.scheme}{layers}, seed {run.seed}")
         rows.append(make_run(run, progress))
-        save_rows(rows, folder.results)
+        save_lines(rows, folder.results)
     return rows
