@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gradlane.lab.cluster.namespaces import Namespace
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.isolation import enter_namespace
-from tests.training.model.nursery import free_port
+from tests.forked_programs import free_port
 
 _PORT = 29500
 

@@ -15,7 +15,7 @@ from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
 from gradlane.planning.probe.streams import Node, StreamError
-from tests.training.model.nursery import free_port
+from tests.forked_programs import free_port
 from tests.training.model.pool import FirstRanks
 from tests.training.rendezvous.test_launchers import run_all
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.built import needs_core
+from tests.forked_programs import SOURCES, free_port
 from tests.paths import ROOT
-from tests.training.model.nursery import SOURCES, free_port
 
 pytestmark = needs_core
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
+from tests.forked_programs import SOURCES, ForkedPrograms, free_port
 from tests.paths import ROOT
 from tests.torch_versions import NO_DIST
-from tests.training.model.nursery import SOURCES, ForkServer, free_port
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
 CLEAN = {
@@ -151,7 +151,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_mpirun_on_one_node(nursery: ForkServer, tmp_path: Path) -> None:
+def test_mpirun_on_one_node(programs: ForkedPrograms, tmp_path: Path) -> None:
     """The variables of Open MPI by hand: it need not be installed."""
     environments = [
         {
@@ -163,5 +163,5 @@ def test_mpirun_on_one_node(nursery: ForkServer, tmp_path: Path) -> None:
         for port in [str(free_port())]
         for rank in range(2)
     ]
-    printed = nursery.run_all(tmp_path, PROGRAM, [], environments)
+    printed = programs.run_all(tmp_path, PROGRAM, [], environments)
     check(sorted(line for output in printed for line in output.splitlines()))
