@@ -171,8 +171,9 @@ def report(
         if content[0]["preset"] == "accuracy":
             # Its page needs torch, which no other one does.
             from gradlane.lab.accuracy.page import write_page
+            from gradlane.lab.accuracy.study import results_of
 
-            write_page(content, target)
+            write_page(results_of(content), target)
         else:
             report_from_preset(rows_of(content), target)
     else:

@@ -26,6 +26,7 @@ from gradlane.planning.simulation.scenarios import (
     run_scenario,
     scenario_of,
 )
+from gradlane.report.markdown import markdown_table
 
 STEPS = 4
 """Simulated steps."""
@@ -46,6 +47,15 @@ class Prediction:
     predicted_step_s: float
     error: float
     """Predicted over measured, minus one."""
+
+    @property
+    def figures(self) -> tuple[str, str, str]:
+        """Measured step, predicted step and error, as tables show them."""
+        return (
+            f"{self.measured_step_s * 1e3:.1f} ms",
+            f"{self.predicted_step_s * 1e3:.1f} ms",
+            f"{self.error * 100:+.1f} %",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the prediction with the units in its keys."""
@@ -156,14 +166,9 @@ def summary_of(predictions: Sequence[Prediction]) -> dict[str, float]:
 
 def markdown_of(predictions: Sequence[Prediction]) -> str:
     """Return a table for documents."""
-    lines = [
-        "| workload | strategy | workers | rate | measured | predicted | error |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {it.workload} | {it.strategy} | {it.workers} | {it.rate_bps / 1e9:g} Gbit/s "
-        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
-        f"| {it.error * 100:+.1f} % |"
+    columns = ("workload", "strategy", "workers", "rate", "measured", "predicted", "error")
+    rows = [
+        (it.workload, it.strategy, it.workers, f"{it.rate_bps / 1e9:g} Gbit/s", *it.figures)
         for it in predictions
     ]
-    return "\n".join(lines)
+    return markdown_table(columns, rows, numbers="--nnnnn")

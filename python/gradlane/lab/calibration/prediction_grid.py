@@ -22,6 +22,7 @@ from gradlane.lab.runs.cells import missing_strategies, with_compute_times
 from gradlane.lab.runs.rows import Row, read_rows
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
+from gradlane.report.markdown import markdown_table
 from gradlane.training.options.options import RING
 
 FITTED_WORKLOAD = "resnet50"
@@ -135,25 +136,17 @@ def _by_workload(predictions: Sequence[Prediction]) -> list[tuple[str, list[Pred
 
 def table_of(predictions: Sequence[Prediction]) -> str:
     """Return every cell as a table: measured, predicted, error."""
-    lines = [
-        "| workload | rate | dilation | strategy | measured | predicted | error |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {it.workload} | {format_rate(it.rate_bps)} | {it.dilation:g} | {it.strategy} "
-        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
-        f"| {it.error * 100:+.1f} % |"
+    columns = ("workload", "rate", "dilation", "strategy", "measured", "predicted", "error")
+    rows = [
+        (it.workload, format_rate(it.rate_bps), f"{it.dilation:g}", it.strategy, *it.figures)
         for it in predictions
     ]
-    return "\n".join(lines)
+    return markdown_table(columns, rows, numbers="-nn-nnn")
 
 
 def verdict_of(predictions: Sequence[Prediction]) -> str:
     """Return the errors of each workload and of those that nothing was fitted to, as a table."""
-    lines = [
-        "| workload | runs | median error | worst error |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    rows = []
     groups = _by_workload(predictions)
     tested = [it for it in predictions if it.workload != FITTED_WORKLOAD]
     for name, group in [
@@ -163,11 +156,10 @@ def verdict_of(predictions: Sequence[Prediction]) -> str:
     ]:
         if group:
             summary = summary_of(group)
-            lines.append(
-                f"| {name} | {len(group)} | {summary['median_error'] * 100:.1f} % "
-                f"| {summary['worst_error'] * 100:.1f} % |"
-            )
-    return "\n".join(lines)
+            errors = (summary["median_error"], summary["worst_error"])
+            rows.append((name, len(group), *(f"{error * 100:.1f} %" for error in errors)))
+    columns = ("workload", "runs", "median error", "worst error")
+    return markdown_table(columns, rows, numbers="-nnn")
 
 
 def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
@@ -246,17 +238,16 @@ def auto_table(rows: Sequence[Row]) -> str:
         predicted_s = plan.get("prediction", {}).get("step_s")
         # A session plans for the cluster as it is, dilated and all.
         predicted = "-" if predicted_s is None else f"{predicted_s * 1e3 / row.dilation:.1f} ms"
+        measured = f"{row.step_s_median * 1e3:.1f} ms"
         lines.append(
-            f"| {row.workload} | {format_rate(row.rate_bps)} | {row.strategy} | {fixed} "
-            f"| {row.step_s_median * 1e3:.1f} ms | {over} | {predicted} | {_chosen(plan)} |"
+            (
+                *(row.workload, format_rate(row.rate_bps), row.strategy),
+                *(fixed, measured, over, predicted, _chosen(plan)),
+            )
         )
-    if not lines:
-        return ""
-    head = [
-        "| workload | rate | strategy | best fixed | measured | over it | it expected | it chose |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    return "\n".join([*head, *sorted(lines)])
+    columns = ("workload", "rate", "strategy", "best fixed", "measured", "over it", "it expected")
+    table = markdown_table((*columns, "it chose"), sorted(lines), numbers="-n-nnnn-")
+    return table if lines else ""
 
 
 def is_beside(one: Row, row: Row, strategy: Strategy) -> bool:
@@ -300,18 +291,21 @@ def _baseline_table(baselines: Sequence[Row], predictions: Sequence[Prediction])
     measured = {
         (it.workload, it.rate_bps): it.measured_step_s for it in predictions if it.strategy == "p3"
     }
-    lines = [
-        "| workload | rate | compute | DDP | buckets | p3 | DDP over p3 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = []
     slowest_first = sorted(baselines, key=lambda it: it.step_s_median, reverse=True)
     fastest = {(it.workload, it.rate_bps): it for it in slowest_first}
     for key, row in sorted(fastest.items()):
         p3_s = measured.get(key)
-        own = "- | -" if p3_s is None else f"{p3_s * 1e3:.1f} ms | {row.step_s_median / p3_s:.2f}"
         lines.append(
-            f"| {row.workload} | {format_rate(row.rate_bps)} | {row.compute_s * 1e3:.1f} ms "
-            f"| {row.step_s_median * 1e3:.1f} ms "
-            f"| {parse_strategy(row.strategy).bucket_mb:g} MB | {own} |"
+            (
+                row.workload,
+                format_rate(row.rate_bps),
+                f"{row.compute_s * 1e3:.1f} ms",
+                f"{row.step_s_median * 1e3:.1f} ms",
+                f"{parse_strategy(row.strategy).bucket_mb:g} MB",
+                None if p3_s is None else f"{p3_s * 1e3:.1f} ms",
+                None if p3_s is None else f"{row.step_s_median / p3_s:.2f}",
+            )
         )
-    return "\n".join(lines)
+    columns = ("workload", "rate", "compute", "DDP", "buckets", "p3", "DDP over p3")
+    return markdown_table(columns, lines, numbers="-nnnnnn")
