@@ -20,7 +20,7 @@ import torch
 from gradlane.formats.profile import Profile
 from gradlane.formats.rates import format_rate, parse_rate
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.lab.workloads import REAL_NAMES, build

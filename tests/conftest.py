@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.training.model.nursery import ForkServer
+    from tests.forked_programs import ForkedPrograms
     from tests.training.model.pool import RankPool
 
 _SOURCES = str(Path(__file__).parent.parent / "python")
@@ -44,10 +44,10 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
+def programs() -> Iterator[ForkedPrograms]:
     """The process that forks programs for all tests."""
-    from tests.training.model.nursery import ForkServer
+    from tests.forked_programs import ForkedPrograms
 
-    process = ForkServer()
+    process = ForkedPrograms()
     yield process
     process.close()

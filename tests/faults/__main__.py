@@ -22,7 +22,7 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.scenario import FAULTS, MOMENTS
 from tests.faults.verdict import KINDS
-from tests.training.model.nursery import ForkServer
+from tests.forked_programs import ForkedPrograms
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,8 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     if why_not:
         print(f"no network namespaces ({why_not}): cut links and partitions are skipped")
     with (
-        contextlib.closing(ForkServer()) as nursery,
-        Campaign(nursery, why_not, options.keep) as campaign,
+        contextlib.closing(ForkedPrograms()) as programs,
+        Campaign(programs, why_not, options.keep) as campaign,
     ):
         for result in campaign.run_all(seeds, options.jobs):
             results.append(result)

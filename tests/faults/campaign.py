@@ -27,7 +27,7 @@ from tests.faults.scenario import (
     draw,
 )
 from tests.faults.verdict import Problem, bound_s, judge_restart, judge_run
-from tests.training.model.nursery import ForkServer
+from tests.forked_programs import ForkedPrograms
 
 _KEEP_ALL = 100
 _RUNS_AT_ONCE = 3
@@ -90,17 +90,17 @@ class Campaign:
     """Runs scenarios; a context that owns all files."""
 
     def __init__(
-        self, nursery: ForkServer, why_no_namespaces: str | None, keep: Path | None = None
+        self, programs: ForkedPrograms, why_no_namespaces: str | None, keep: Path | None = None
     ) -> None:
         """Start.
 
         Args:
-            nursery: forks the ranks.
+            programs: forks the ranks.
             why_no_namespaces: why scenarios in namespaces are skipped, or None.
             keep: folder for the files of all runs, which stay; None: they are removed.
         """
         self._why_no_namespaces = why_no_namespaces
-        self._nursery = nursery
+        self._programs = programs
         self._keeps = keep is not None
         self._root = Path(tempfile.mkdtemp(prefix="gradlane-faults-") if keep is None else keep)
         self._references: dict[tuple[str, int], Future[Reference]] = {}
@@ -151,13 +151,13 @@ class Campaign:
                 shutil.copytree(folder, checkpoint / folder.name)
         began_s = time.monotonic()
         outcome = run_faulted(
-            self._nursery, place / "faulted", scenario, checkpoint, bound_s(scenario)
+            self._programs, place / "faulted", scenario, checkpoint, bound_s(scenario)
         )
         problems = judge_run(scenario, outcome)
         complete = list(complete_checkpoints(checkpoint))
         last_step = max(complete, default=0) + STEPS_AFTER_RESTART
         restarted = run_undisturbed(
-            self._nursery,
+            self._programs,
             place / "restarted",
             scenario.training,
             scenario.world_size,
@@ -193,7 +193,7 @@ class Campaign:
         checkpoint = place / "checkpoint"
         checkpoint.mkdir(parents=True)
         outcome = run_undisturbed(
-            self._nursery,
+            self._programs,
             place / "run",
             training,
             world_size,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
+import subprocess
 import threading
 import time
 import uuid
@@ -31,7 +31,7 @@ from tests.faults.scenario import (
     Scenario,
 )
 from tests.faults.trigger import LATE
-from tests.training.model.nursery import ForkServer
+from tests.forked_programs import ForkedPrograms
 from tests.waiting import eventually
 
 _POLL_S = 0.01
@@ -55,7 +55,7 @@ class Switch(Cluster):
 
 
 def run_undisturbed(
-    nursery: ForkServer,
+    programs: ForkedPrograms,
     folder: Path,
     training: str,
     world_size: int,
@@ -66,7 +66,7 @@ def run_undisturbed(
     """Train without a fault, and without a time-out that a busy machine could reach.
 
     Args:
-        nursery: forks the ranks.
+        programs: forks the ranks.
         folder: for files of the run; it is made.
         training: key of `TRAININGS`.
         world_size: number of ranks.
@@ -74,7 +74,7 @@ def run_undisturbed(
         last_step: the last training step.
         keep: number of complete checkpoints that stay.
     """
-    run = _Run(nursery, folder, training, world_size, None, None)
+    run = _Run(programs, folder, training, world_size, None, None)
     options = {
         "connect_timeout_s": _PATIENT_S,
         "silence_timeout_s": _PATIENT_S,
@@ -87,12 +87,12 @@ def run_undisturbed(
 
 
 def run_faulted(
-    nursery: ForkServer, folder: Path, scenario: Scenario, checkpoint: Path, bound_s: float
+    programs: ForkedPrograms, folder: Path, scenario: Scenario, checkpoint: Path, bound_s: float
 ) -> Outcome:
     """Train until the fault, inject it, and wait until all ranks have ended that can.
 
     Args:
-        nursery: forks the ranks.
+        programs: forks the ranks.
         folder: for files of the run; it is made.
         scenario: the fault.
         checkpoint: folder of checkpoints, to go on from and to write to.
@@ -101,7 +101,7 @@ def run_faulted(
     switch: Switch | None = None
     if scenario.namespaces:
         switch = Switch(scenario.node_of(scenario.world_size - 1) + 2, _RATE_BPS)
-    run = _Run(nursery, folder, scenario.training, scenario.world_size, scenario, switch)
+    run = _Run(programs, folder, scenario.training, scenario.world_size, scenario, switch)
     options = {
         "connect_timeout_s": CONNECT_TIMEOUT_S,
         "silence_timeout_s": SILENCE_TIMEOUT_S,
@@ -127,14 +127,14 @@ class _Run:
 
     def __init__(
         self,
-        nursery: ForkServer,
+        programs: ForkedPrograms,
         folder: Path,
         training: str,
         world_size: int,
         scenario: Scenario | None,
         switch: Switch | None,
     ) -> None:
-        self._nursery = nursery
+        self._programs = programs
         self._folder = folder
         self._training = TRAININGS[training]
         self._world_size = world_size
@@ -291,7 +291,7 @@ class _Run:
         temporary = self._folder / f"tmp-{name}"
         temporary.mkdir()
         with _asking:
-            self._pids[name] = self._nursery.start(
+            self._pids[name] = self._programs.start(
                 self._name(name),
                 program=program,
                 arguments=[str(job)],
@@ -305,8 +305,8 @@ class _Run:
 
     def _has_ended(self, name: str) -> bool:
         if name not in self._codes:
-            with contextlib.suppress(queue.Empty):
-                self._codes[name] = self._nursery.wait(self._name(name), 0.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._codes[name] = self._programs.wait(self._name(name), 0.0)
         return name in self._codes
 
     def _signal(self, name: str, number: int) -> None:

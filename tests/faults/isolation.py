@@ -19,7 +19,8 @@ _CLONE_NEWNET = 0x40000000
 def isolate(job: dict[str, Any], node: int) -> None:
     """Begin a session of processes, end with the parent, and enter the node's namespace."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     # The parent has looked up its own.
     tempfile.tempdir = None
     # A signal tells where the program stands, for the report of a hang.

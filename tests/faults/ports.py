@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gradlane.lab.cluster.namespaces import Namespace
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.isolation import enter_namespace
-from tests.training.model.nursery import free_port
+from tests.ports import reserve_port
 
 _PORT = 29500
 
@@ -25,7 +25,7 @@ def own_loopback() -> Iterator[tuple[str | None, int]]:
     the path is None, and the port one of the machine's.
     """
     if _why_not() is not None:
-        yield None, free_port()
+        yield None, reserve_port()
         return
     namespace = Namespace()
     try:

@@ -10,7 +10,7 @@ from tests.faults.campaign import Campaign
 from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import FAULTS, MOMENTS, Scenario, draw
 from tests.faults.verdict import judge_run, named_ranks
-from tests.training.model.nursery import ForkServer
+from tests.forked_programs import ForkedPrograms
 
 SEEDS = (4785, 668, 3086, 1771, 3342, 255, 1097, 1496, 422, 634, 697, 948)
 """One of each moment, and in them every fault, in few kinds of trainings: each kind needs a run
@@ -19,8 +19,8 @@ _AT_ONCE = 4
 
 
 @needs_core
-def test_faults_of_every_kind(nursery: ForkServer) -> None:
-    with Campaign(nursery, why_no_namespaces()) as campaign:
+def test_faults_of_every_kind(programs: ForkedPrograms) -> None:
+    with Campaign(programs, why_no_namespaces()) as campaign:
         results = list(campaign.run_all(SEEDS, _AT_ONCE))
     wrong = [f"{one.scenario}: {problem}" for one in results for problem in one.problems]
     assert not wrong, "\n".join(wrong)

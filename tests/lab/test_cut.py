@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.lab.cluster.fork_server import ForkedRank, running_fork_server
+from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
+from tests.forked_programs import SOURCES
 from tests.namespaces import needs_namespaces
-from tests.training.model.nursery import SOURCES
 
 RANKS = 3
 CUT = 2
@@ -53,7 +53,7 @@ def train_until_the_end(
     """
     before()
     with contextlib.ExitStack() as ending:
-        children: list[ForkedRank] = []
+        children: list[ForkedProgram] = []
         for rank in range(RANKS):
             own = {
                 "RANK": str(rank),
@@ -67,8 +67,8 @@ def train_until_the_end(
             with (folder / f"errors-{rank}").open("wb") as errors:
                 # With an ending that it does not know, such as a number, it trains for ever.
                 child = running_fork_server({"OMP_NUM_THREADS": "1", **SOURCES}).fork(
-                    rank,
                     "tests.training.model.failing_rank",
+                    [str(rank)],
                     namespace=cluster.namespace_descriptor(rank),
                     environment=own,
                     stderr=errors,

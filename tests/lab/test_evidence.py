@@ -6,7 +6,7 @@ import pytest
 
 from gradlane.lab.cluster.counters import TrafficRecord, read_processor_ticks
 from gradlane.lab.runs import run as lab_run
-from gradlane.lab.runs.evidence import CPU_BOUND_SHARE, STOLEN_SHARE_MAX, measures_machine
+from gradlane.lab.runs.rows import CPU_BOUND_SHARE, STOLEN_SHARE_MAX, measures_machine
 from gradlane.lab.runs.run import Goodput
 
 

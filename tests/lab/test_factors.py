@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from gradlane.lab.runs.balance import balance_notes, balance_of
-from gradlane.lab.runs.factor_notes import factor_notes
+from gradlane.lab.runs.notes import balance_notes, factor_notes
 from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies
+from gradlane.lab.runs.traffic import NodeTraffic, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.training.core import load_core
@@ -139,19 +141,19 @@ def test_models_that_compute_have_no_replayed_factors() -> None:
     assert poseidon.learning_steps == 0
 
 
+def row(strategy: str, **more: Any) -> Row:
+    return Row(workload="resnet50", strategy=strategy, rate_bps=10**9, step_s_median=1.0, **more)
+
+
 def test_notes_say_what_factors_save_and_what_is_slept() -> None:
-    plain = {"strategy": "p3", "expected_tx_bytes": 8e6, "tx_bytes_per_step": 8.2e6}
-    factored = {
-        "strategy": "poseidon",
-        "expected_tx_bytes": 2e6,
-        "tx_bytes_per_step": 2.05e6,
-        "metrics": {"tensors_by_scheme": {"ps": 9, "sfb": 3}},
-    }
+    plain = row("p3", expected_tx_bytes=8e6, tx_bytes_per_step=8.2e6)
+    metrics = {"tensors_by_scheme": {"ps": 9, "sfb": 3}}
+    factored = row("poseidon", expected_tx_bytes=2e6, tx_bytes_per_step=2.05e6, metrics=metrics)
     first, last = factor_notes([plain, factored])
     assert first.startswith("poseidon: factors for 3 tensors, 2.0 MB a port and step by the")
     assert first.endswith("0.250 of p3's by cost, 0.250 sent.")
     assert "slept" in last
-    assert factor_notes([plain, {"strategy": "none"}]) == []
+    assert factor_notes([plain, row("none")]) == []
 
 
 def test_notes_say_which_node_and_which_owner_carries_most() -> None:
@@ -160,24 +162,13 @@ def test_notes_say_which_node_and_which_owner_carries_most() -> None:
         {"owned_bytes": owned, "rx_bytes": 6e6, "tx_bytes": 2 * owned} for owned in (8e6, 0, 0, 0)
     ]
     balance = balance_of(ports, counters, steps=2)
-    assert balance["nodes"][0] == {
-        "node": 0,
-        "rx_bytes_per_step": 1e6,
-        "tx_bytes_per_step": 12e6,
-    }
-    assert balance["owners"][0]["tx_bytes_per_step"] == 8e6
-    assert balance["port_imbalance"] == 2.0
-    assert balance["owned_imbalance"] == 4.0
+    assert balance.nodes[0] == NodeTraffic(0, 1e6, 12e6)
+    assert balance.owners[0].tx_bytes_per_step == 8e6
+    assert balance.port_imbalance == 2.0
+    assert balance.owned_imbalance == 4.0
     same = balance_of([(1e6, 1e6)] * 4, [], steps=1)
-    assert same["owned_imbalance"] == 1.0
-    even = {"strategy": "p3", "balance": same}
-    (note,) = balance_notes(
-        [
-            even,
-            {"strategy": "adam", "balance": balance},
-            {"strategy": "none", "balance": balance},
-            {"strategy": "old"},
-        ]
-    )
+    assert same.owned_imbalance == 1.0
+    uneven = [row(name, balance=balance) for name in ("adam", "none")]
+    (note,) = balance_notes([row("p3", balance=same), *uneven, row("old")])
     assert note.startswith("adam: node 0 is busiest with 12.0 MB a step one way, 2.00 times")
     assert note.endswith("rank 0 owns 8.0 MB, 4.00 times the mean.")

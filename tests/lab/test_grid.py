@@ -14,17 +14,16 @@ from gradlane.lab.calibration.prediction_grid import auto_table
 from gradlane.lab.runs.cells import (
     STEPS,
     CellsProgress,
-    compact,
     measure_missing,
     missing_strategies,
-    read_rows,
     still_missing,
     with_compute_times,
 )
-from tests.made_rows import Machine, made_row
+from gradlane.lab.runs.rows import Row, compact, read_rows
+from tests.lab.fake_runs import FakeMachine, fake_row
 
 
-def measure(machine: Machine, path: Path, budget_s: float) -> int:
+def measure(machine: FakeMachine, path: Path, budget_s: float) -> int:
     return measure_missing(
         cells_of(["resnet50"]),
         path,
@@ -60,10 +59,10 @@ def test_other_strategies_can_be_measured_in_its_cells() -> None:
         cells_of([], ["p4"])
 
 
-def row_of(strategy: str, step_s: float, **more: Any) -> dict[str, Any]:
+def row_of(strategy: str, step_s: float, **more: Any) -> Row:
     cell = {"workload": "resnet50", "rate_bps": 4e9, "workers": 4, "dilation": 6.7}
     row = {"strategy": strategy, "step_s_median": step_s, "codec": "raw", "cpu_bound": False}
-    return {**cell, **row, "metrics": {}, **more}
+    return Row.from_json({**cell, **row, **more})
 
 
 def test_auto_stands_beside_the_best_fixed_strategy_with_the_same_bits() -> None:
@@ -96,17 +95,17 @@ def test_auto_stands_beside_the_best_fixed_strategy_with_the_same_bits() -> None
 
 
 def test_a_row_keeps_what_a_plan_chose() -> None:
-    made = made_row(cells_of(["resnet50"], ["auto"])[0].options(["auto"]), "auto")
+    made = fake_row(cells_of(["resnet50"], ["auto"])[0].options(["auto"]), "auto")
     choices = [{"setting": "schemes", "value": "ps+sfb"}, {"setting": "strategy", "value": "p3"}]
     plan = {"settings": {}, "prediction": {}, "summary": "s", "choices": choices, "model": "m"}
-    kept = compact(replace(made, metrics={"plan": plan, "wait_s": 1.0, "peers": []}))["metrics"]
+    kept = compact(replace(made, metrics={"plan": plan, "wait_s": 1.0, "peers": []})).metrics
     found = {"settings": {}, "prediction": {}, "summary": "s", "schemes": "ps+sfb"}
     assert kept == {"wait_s": 1.0, "plan": found}
 
 
 def test_it_is_measured_in_pieces_and_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
-    machine = Machine()
+    machine = FakeMachine()
     total = still_missing(cells_of(["resnet50"]), [])
     missing, calls = total, 0
     while missing:
@@ -117,18 +116,18 @@ def test_it_is_measured_in_pieces_and_nothing_twice(tmp_path: Path) -> None:
     assert len(machine.runs) == len(set(machine.runs)) == total
     rows = read_rows(path)
     assert len(rows) == total
-    assert all("utilization_over_time" not in row for row in rows)
-    assert rows[0]["metrics"] == {"tx_bytes": 7} and rows[0]["steps"] == STEPS
+    assert not any(row.has("utilization_over_time") for row in rows)
+    assert rows[0].metrics == {"tx_bytes": 7} and rows[0].steps == STEPS
     assert measure(machine, path, budget_s=100.0) == 0 and len(machine.runs) == total
 
 
 def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
-    machine = Machine(fails_after=2)
+    machine = FakeMachine(fails_after=2)
     with pytest.raises(KeyboardInterrupt):
         measure(machine, path, budget_s=1e9)
-    assert [row["strategy"] for row in read_rows(path)] == ["none", "p3"]
-    again = Machine()
+    assert [row.strategy for row in read_rows(path)] == ["none", "p3"]
+    again = FakeMachine()
     measure(again, path, budget_s=1e9)
     assert not set(machine.runs) & set(again.runs)
 
@@ -136,17 +135,17 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
 def test_rows_of_a_busy_machine_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
     cell = cells_of(["resnet50"])[0]
-    assert measure(Machine(busy=True), path, budget_s=1.0) == 30
+    assert measure(FakeMachine(busy=True), path, budget_s=1.0) == 30
     assert missing_strategies(cell, read_rows(path)) == list(cell.strategies)
     assert with_compute_times(read_rows(path)) == []
 
 
 def test_rows_get_the_compute_time_of_their_cell(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
-    measure(Machine(), path, budget_s=1e9)
+    measure(FakeMachine(), path, budget_s=1e9)
     rows = in_grid_order(with_compute_times(read_rows(path)))
-    assert [row["strategy"] for row in rows[:4]] == ["p3", "slicing", "kvstore", "wfbp"]
-    assert {row["compute_s"] for row in rows} == {0.3}
+    assert [row.strategy for row in rows[:4]] == ["p3", "slicing", "kvstore", "wfbp"]
+    assert {row.compute_s for row in rows} == {0.3}
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from gradlane.lab.calibration.prediction_grid import (
     page_of,
     with_spread,
 )
-from gradlane.lab.runs.cells import read_rows, with_compute_times
+from gradlane.lab.runs.cells import with_compute_times
+from gradlane.lab.runs.rows import Row, read_rows
 from gradlane.planning.simulation.costs import MachineCosts
 from tests.command_line import run
 from tests.paths import ROOT
@@ -43,8 +45,8 @@ ROW: dict[str, Any] = {
 """As measured on the project's two-core machine; see the README."""
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    return {**ROW, **changes}
+def row(**changes: Any) -> Row:
+    return Row.from_json({**ROW, **changes})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     results, written = tmp_path / "results.json", tmp_path / "out.json"
-    results.write_text(json.dumps([row(), row(strategy="none")]), encoding="utf-8")
+    results.write_text(json.dumps([ROW, {**ROW, "strategy": "none"}]), encoding="utf-8")
     arguments = ["lab", "predict", str(results), "--json", str(written)]
     status, out, _ = run(monkeypatch, capsys, *arguments)
     assert status == 0
@@ -119,7 +121,7 @@ def test_what_the_lab_measured_is_predicted() -> None:
 def test_the_fit_finds_the_spread_that_made_the_rows() -> None:
     costs = with_spread(MachineCosts(), 0.45)
     made = row(rate_bps=15 * 10**8, dilation=4.0)
-    made["step_s_median"] = predict(made, costs).predicted_step_s
+    made = replace(made, step_s_median=predict(made, costs).predicted_step_s)
     assert fit_spread([made], MachineCosts()) == (0.45, 0.0)
     with pytest.raises(ValueError, match="nothing to fit"):
         fit_spread([], MachineCosts())
@@ -127,12 +129,15 @@ def test_the_fit_finds_the_spread_that_made_the_rows() -> None:
 
 def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
     rows = [
-        {**row(strategy=name, slice_elems=elems, dilation=6.7), "warmup": 2, "steps": 2}
-        | {"machine": {"processors": 2}, "versions": {"kernel": "6", "torch": "2"}}
-        | {"cpu_share": 0.2}
+        replace(
+            row(strategy=name, slice_elems=elems, dilation=6.7, warmup=2, steps=2),
+            machine={"processors": 2},
+            versions={"kernel": "6", "torch": "2"},
+            cpu_share=0.2,
+        )
         for name, elems in (("p3", 50_000), ("ddp-gloo:4", None), ("ddp-gloo:25", None))
     ]
-    rows[-1]["step_s_median"] *= 0.9
+    rows[-1] = replace(rows[-1], step_s_median=0.9 * rows[-1].step_s_median)
     page = page_of([predict(row())], rows)
     assert "| resnet50 (fitted) | 1 |" in page
     assert "- resnet50 at 4 Gbit/s: none, slicing, kvstore, wfbp" in page

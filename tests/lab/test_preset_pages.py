@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradlane.lab.experiments.completed import completed
-from gradlane.lab.experiments.pages.presets import report_from_preset
-from gradlane.lab.experiments.preset import Preset
+from gradlane.lab.experiments.findings import Findings, completed
+from gradlane.lab.experiments.presets import PRESETS, report_from_preset
 from gradlane.lab.runs.cells import Cell, CellsProgress
-from gradlane.report.page import Figures
+from gradlane.lab.runs.rows import Row
+from gradlane.lab.runs.traffic import Activity
 from tests.browser import needs_browser, probe
 from tests.command_line import run
-from tests.made_rows import Machine
+from tests.lab.fake_runs import FakeMachine
 from tests.report.test_pages import plots_of, structure_of
 
 GBIT = 10**9
@@ -52,27 +53,26 @@ LOOK = """
 """What a person sees first: plots, tooltips, both themes, sorted tables, nothing cut off."""
 
 
-def measured(cells: list[Cell], steps_s: dict[str, float], name: str) -> list[dict[str, Any]]:
+def measured(cells: list[Cell], steps_s: dict[str, float], name: str) -> list[Row]:
     """Rows of made-up runs of these cells, as a preset keeps them."""
-    preset = Preset(name, cells, lambda rows: [])
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for cell in cells:
         made: list[Any] = []
-        machine = Machine(steps_s=steps_s)
+        machine = FakeMachine(steps_s=steps_s)
         machine.run(cell.options(cell.strategies), progress=CellsProgress(), on_rows=made.extend)
         rows = [row for number, row in enumerate(made) if row not in made[:number]]
-        found += [preset.describe(row) for row in rows]
+        found += map(PRESETS[name].describe, rows)
     return completed(found)
 
 
-def bandwidth_rows() -> list[dict[str, Any]]:
+def bandwidth_rows() -> list[Row]:
     steps_s = {"none": 0.3, "p3": 0.35, "slicing": 0.43, "ddp-gloo:25": 0.44, "ddp-gloo:4": 0.4}
     cells = [Cell("resnet50", rate * GBIT, tuple(steps_s), 6.7) for rate in (4, 6)]
     rows = measured(cells, steps_s, "bandwidth")
     predicted = [
-        {**row, "source": "simulated", "step_s_median": row["step_s_median"] * 1.02}
+        replace(row, source="simulated", step_s_median=row.step_s_median * 1.02)
         for row in rows
-        if row["strategy"] in ("p3", "slicing")
+        if row.strategy in ("p3", "slicing")
     ]
     return rows + predicted
 
@@ -100,7 +100,7 @@ def test_the_bandwidth_page_says_what_was_found(tmp_path: Path) -> None:
 def test_rows_of_several_presets_make_no_page(tmp_path: Path) -> None:
     rows = bandwidth_rows()
     with pytest.raises(ValueError, match="other"):
-        report_from_preset([*rows, {**rows[0], "preset": "other"}], tmp_path / "report.html")
+        report_from_preset([*rows, replace(rows[0], preset="other")], tmp_path / "report.html")
     with pytest.raises(ValueError, match="none"):
         report_from_preset([], tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +110,7 @@ def test_the_report_command_knows_presets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     results = tmp_path / "results.json"
-    results.write_text(json.dumps(bandwidth_rows()))
+    results.write_text(json.dumps([row.to_json() for row in bandwidth_rows()]))
     status, out, _ = run(monkeypatch, capsys, "report", str(results))
     assert status == 0 and "results.html" in out
     assert "Throughput against bandwidth" in results.with_suffix(".html").read_text("utf-8")
@@ -135,63 +135,63 @@ def test_the_bandwidth_page_at_desktop_and_phone_width(tmp_path: Path, width: in
     assert seen["up"].startswith("none,none,p3") and seen["down"].endswith("p3,none,none")
 
 
-def slices_rows() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def slices_rows() -> list[Row]:
+    rows: list[Row] = []
     for size, step_s in ((1_000, 0.5), (50_000, 0.34), (200_000, 0.335), (1_000_000, 0.4)):
         strategies = ("none", "p3") if size == 1_000 else ("p3",)
         cell = Cell("resnet50", 4 * GBIT, strategies, 6.7, slice_elems=size)
         rows += measured([cell], {"p3": step_s}, "slices")
-    rows = [{**row, "planned_slice_elems": 50_000} for row in completed(rows)]
+    rows = [replace(row, planned_slice_elems=50_000) for row in completed(rows)]
     predicted = [
-        {**row, "source": "simulated", "step_s_median": row["step_s_median"] * 0.99}
+        replace(row, source="simulated", step_s_median=row.step_s_median * 0.99)
         for row in rows
-        if row["strategy"] == "p3"
+        if row.strategy == "p3"
     ]
     return rows + predicted
 
 
-def scaling_rows() -> list[dict[str, Any]]:
+def scaling_rows() -> list[Row]:
     steps_s = {"none": 0.3, "p3": 0.31, "kvstore": 0.4, "ddp-gloo:25": 0.35}
     cells = [
         Cell("resnet50", 10 * GBIT, tuple(steps_s), 16.7, workers=count) for count in (2, 4, 8)
     ]
     rows = measured(cells, steps_s, "scaling")
     predicted = [
-        {
-            **next(row for row in rows if row["strategy"] == "p3"),
-            "source": "simulated",
-            "strategy": name,
-            "workers": count,
-            "dilation": 1.0,
-            "samples_per_s": 32 * count / 0.32,
-            "step_s_median": 0.32,
-        }
+        replace(
+            next(row for row in rows if row.strategy == "p3"),
+            source="simulated",
+            strategy=name,
+            workers=count,
+            dilation=1.0,
+            samples_per_s=32 * count / 0.32,
+            step_s_median=0.32,
+        )
         for name in ("p3", "kvstore", "ring-fused")
         for count in (2, 16, 1024)
     ]
     return rows + predicted
 
 
-def utilization_rows() -> list[dict[str, Any]]:
+def utilization_rows() -> list[Row]:
     steps_s = {"none": 0.3, "p3": 0.35, "kvstore": 0.44}
     cell = Cell("resnet50", 4 * GBIT, tuple(steps_s), 6.7)
     carriable = 0.956 * 4 * GBIT / 6.7 / 8 * 0.01
     found = []
     for row in measured([cell], steps_s, "utilization"):
-        busy = {"none": 0.0, "p3": 0.97, "kvstore": 0.6}[row["strategy"]]
+        busy = {"none": 0.0, "p3": 0.97, "kvstore": 0.6}[row.strategy]
         moved = [
             round(carriable * (0.98 if number % 50 < 50 * busy else 0)) for number in range(400)
         ]
-        activity = {
-            "wall_interval_s": 0.01,
-            "wall_sample_gap_s_median": 0.01,
-            "wall_sample_gap_s_max": 0.012,
-            "step_starts_s": [0.0, 0.3, 0.6],
-            "received_bytes": [moved] * 4,
-            "sent_bytes": [moved] * 4,
-            "rank_cpu_s": [[0.001] * 400] * 4,
-        }
-        found.append({**row, "activity": activity})
+        activity = Activity(
+            wall_interval_s=0.01,
+            wall_sample_gap_s_median=0.01,
+            wall_sample_gap_s_max=0.012,
+            step_starts_s=[0.0, 0.3, 0.6],
+            received_bytes=[moved] * 4,
+            sent_bytes=[moved] * 4,
+            rank_cpu_s=[[0.001] * 400] * 4,
+        )
+        found.append(replace(row, activity=activity))
     return found
 
 
@@ -240,11 +240,8 @@ def test_the_other_pages_at_phone_width(tmp_path: Path, name: str) -> None:
 
 
 def test_key_figures_are_told_as_good_or_bad() -> None:
-    from gradlane.lab.experiments.pages.bandwidth import in_short
-
-    figures = in_short(bandwidth_rows())[0]
-    assert isinstance(figures, Figures)
-    by_label = {it.label: it for it in figures.figures}
+    figures = PRESETS["bandwidth"].figures(Findings(bandwidth_rows()))
+    by_label = {it.label: it for it in figures}
     assert by_label["p3 over the best DDP, at most"].value == "1.14×"
     near = by_label["clusters with p3 within 5 % of the bound"]
     assert (near.value, near.tone) == ("0 of 2", "bad")

@@ -7,7 +7,6 @@ is whole.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -17,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.experiments.folder import PresetFolder
-from gradlane.lab.runs.cells import read_rows, save_rows, write_failure
+from gradlane.lab.runs.rows import Row, read_rows, save_rows, write_failure
 from tests.children import children_of
 from tests.namespaces import needs_namespaces
 
@@ -159,10 +159,10 @@ def test_a_killed_preset_goes_on(tmp_path: Path) -> None:
     second = Started(output, scratch, arguments)
     status, errors = second.end()
     assert status == 0 or "evidence" in errors, errors
-    after = {row["rate_bps"]: row for row in read_rows(output / "results.json")}
+    after = {row.rate_bps: row for row in read_rows(output / "results.json")}
     assert after.keys() == {200_000_000, 300_000_000}
     for row in before:
-        assert row["cpu_bound"] or after[row["rate_bps"]]["step_s"] == row["step_s"]
+        assert row.cpu_bound or after[row.rate_bps].step_s == row.step_s
     assert not list(output.glob(".*"))
 
 
@@ -192,12 +192,12 @@ def test_a_full_disk_is_found_before_anything_is_measured(small_disk: Path, tmp_
 def test_a_disk_that_fills_up_keeps_what_was_written(small_disk: Path) -> None:
     """The rows before are whole, no half file stays, and the message says what to do."""
     folder = PresetFolder(small_disk)
-    before = [{"workload": "resnet50", "strategy": "p3", "rate_bps": 1, "cpu_bound": False}]
-    save_rows(before, folder.results)
+    before = Row(workload="resnet50", strategy="p3", rate_bps=1, step_s_median=1.0)
+    save_rows([before], folder.results)
     (small_disk / "other").write_bytes(b"x" * 150_000)
     with pytest.raises(LabError, match=r"No space left on device; make room"):
-        save_rows([{**before[0], "activity": list(range(50_000))}], folder.results)
-    assert json.loads(folder.results.read_text()) == before
+        save_rows([replace(before, step_s=[0.25] * 50_000)], folder.results)
+    assert read_rows(folder.results) == [before]
     with pytest.raises(LabError, match=re.escape(str(folder.table))):
         folder.write_table([{"name": "x" * 1000}] * 200)
     assert {path.name for path in small_disk.iterdir()} == {"results.json", "other"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -16,36 +16,35 @@ from rich.console import Console
 
 from gradlane.lab.cluster.counters import Recording, TrafficRecord, read_process_cpu_ns
 from gradlane.lab.cluster.memory import available_bytes
-from gradlane.lab.experiments import findings
 from gradlane.lab.experiments import slices as slices_preset
-from gradlane.lab.experiments.activity import (
-    activity_of,
+from gradlane.lab.experiments.findings import Findings, completed
+from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.experiments.preset import Preset, run_preset
+from gradlane.lab.experiments.scaling import SCALING, needed_bytes, without_large_cells
+from gradlane.lab.experiments.simulated import Simulation
+from gradlane.lab.experiments.slices import SLICES, SWEEP, planned_slice_elems, sweeps_of
+from gradlane.lab.experiments.utilization import (
+    UTILIZATION,
     busiest_port,
     is_communication_bound,
     least_unused,
     ports_of,
     summed,
 )
-from gradlane.lab.experiments.completed import completed
-from gradlane.lab.experiments.folder import PresetFolder
-from gradlane.lab.experiments.preset import Preset, run_preset
-from gradlane.lab.experiments.scaling import needed_bytes, scaling, without_large_cells
-from gradlane.lab.experiments.simulated import Simulation
-from gradlane.lab.experiments.slices import SLICES, planned_slice_elems, slices, sweeps_of
-from gradlane.lab.experiments.tables import print_scaling, print_slices, print_utilization
-from gradlane.lab.experiments.utilization import utilization
 from gradlane.lab.runs.cells import CellsProgress
+from gradlane.lab.runs.rows import Row
+from gradlane.lab.runs.traffic import activity_of
 from gradlane.planning.planner.search import SLICES as PLANNED_SLICES
 from tests.command_line import run
-from tests.made_rows import Machine
+from tests.lab.fake_runs import FakeMachine
 
 GBIT = 10**9
 STEPS_S = {"none": 0.3, "p3": 0.35, "wfbp": 0.43, "kvstore": 0.46, "ddp-gloo:25": 0.44}
 
 
-def printed(show: Any, rows: Any) -> str:
+def printed(preset: Preset, rows: Sequence[Row]) -> str:
     console = Console(file=StringIO(), width=110)
-    show(console, rows)
+    console.print(*preset.tables(Findings(rows)))
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
@@ -74,8 +73,8 @@ CARRIED = {
 }
 
 
-def active_row(**fields: Any) -> dict[str, Any]:
-    return {
+def active_row(**fields: Any) -> Row:
+    content = {
         "workload": "resnet50",
         "strategy": "p3",
         "rate_bps": 40_000_000,
@@ -89,18 +88,17 @@ def active_row(**fields: Any) -> dict[str, Any]:
         "cpu_share": 0.5,
         "cpu_bound": False,
         "source": "measured",
-        "activity": activity_of(recording(CARRIED), 4.0),
-        **fields,
     }
+    return replace(Row.from_json(content), activity=activity_of(recording(CARRIED), 4.0), **fields)
 
 
 def test_activity_is_bytes_and_processor_time_of_each_interval() -> None:
     activity = activity_of(recording(CARRIED), 4.0)
-    assert activity["received_bytes"] == [CARRIED[0, "in"], CARRIED[1, "in"]]
-    assert activity["sent_bytes"] == [CARRIED[0, "out"], CARRIED[1, "out"]]
-    assert activity["rank_cpu_s"] == [[0.002] * 4, [0.0005] * 4]
-    assert activity["step_starts_s"] == pytest.approx([0.0, 0.005, 0.01])
-    assert activity["wall_sample_gap_s_max"] == pytest.approx(0.01)
+    assert activity.received_bytes == [CARRIED[0, "in"], CARRIED[1, "in"]]
+    assert activity.sent_bytes == [CARRIED[0, "out"], CARRIED[1, "out"]]
+    assert activity.rank_cpu_s == [[0.002] * 4, [0.0005] * 4]
+    assert activity.step_starts_s == pytest.approx([0.0, 0.005, 0.01])
+    assert activity.wall_sample_gap_s_max == pytest.approx(0.01)
     assert summed([1.0, 2.0, 3.0, 4.0, 5.0], 2) == [3.0, 7.0]
 
 
@@ -113,10 +111,10 @@ def test_idle_is_below_a_twentieth_of_the_goodput() -> None:
     port = busiest_port(row)
     assert (port.node, port.direction, port.bytes_per_step) == (0, "in", 15_000)
     assert is_communication_bound(row)
-    assert not is_communication_bound({**row, "bound_step_s": 0.003})
+    assert not is_communication_bound(replace(row, bound_step_s=0.003))
     # 15,000 bytes at a nominal 4 MB/s take 3.75 of the bound's 4.5 ms.
     assert least_unused(row) == pytest.approx(1 - 3.75 / 4.5)
-    assert "node 0 in" in (out := printed(print_utilization, [row])) and "25.0%" in out
+    assert "node 0 in" in (out := printed(UTILIZATION, [row])) and "25.0%" in out
 
 
 def test_the_processor_time_of_a_process_counts_all_its_threads() -> None:
@@ -137,48 +135,47 @@ def test_the_processor_time_of_a_process_counts_all_its_threads() -> None:
 def test_utilization_keeps_what_was_sampled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(steps_s=STEPS_S)
+    machine = FakeMachine(steps_s=STEPS_S)
 
     def run_made(options: Any, *, progress: Any, on_rows: Any, on_recording: Any) -> Any:
         def told(rows: list[Any]) -> None:
-            on_recording(rows[-1], recording(CARRIED))
+            rows[-1] = on_recording(rows[-1], recording(CARRIED))
             on_rows(rows)
 
         return machine.run(options, progress=progress, on_rows=told)
 
     monkeypatch.setattr("gradlane.lab.experiments.utilization.run_lab", run_made)
-    preset = utilization(workloads=["resnet50"], rates_bps=[4 * GBIT], strategies=["p3"])
+    preset = UTILIZATION.choose(workloads=["resnet50"], rates_bps=[4 * GBIT], strategies=["p3"])
     rows = run_preset(preset, PresetFolder(tmp_path), Console(file=StringIO()))
-    assert [row["activity"]["sent_bytes"][0] for row in rows] == [CARRIED[0, "out"]] * 2
+    assert [row.activity and row.activity.sent_bytes[0] for row in rows] == [CARRIED[0, "out"]] * 2
     assert "activity" not in (tmp_path / "results.csv").read_text()
     assert "bytes in and out of a port" in (tmp_path / "report.html").read_text("utf-8")
 
 
-def sweep_rows(steps_s: Mapping[int, float]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for cell in slices(workloads=["resnet50"], sizes=list(steps_s)).cells:
+def sweep_rows(steps_s: Mapping[int, float]) -> list[Row]:
+    rows: list[Row] = []
+    for cell in SWEEP.choose(workloads=["resnet50"], sizes=list(steps_s)).cells:
         made: list[Any] = []
         assert cell.slice_elems is not None
-        machine = Machine(steps_s={"p3": steps_s[cell.slice_elems]})
+        machine = FakeMachine(steps_s={"p3": steps_s[cell.slice_elems]})
         machine.run(
             cell.options(["p3"]),
             progress=CellsProgress(),
             on_rows=lambda it, to=made: to.extend(it),
         )
-        rows += [Preset("slices", [], lambda rows: []).describe(row) for row in made]
+        rows += map(SWEEP.describe, made)
     return completed(rows)
 
 
 def test_a_sweep_points_out_its_optimum_and_the_plan() -> None:
     rows = sweep_rows({1_000: 0.5, 50_000: 0.34, 200_000: 0.335, 1_000_000: 0.4})
-    for row in rows:
-        row["planned_slice_elems"] = 50_000
-    (sweep,) = sweeps_of(rows)
-    assert sweep.best["slice_elems"] == 200_000 and sweep.is_interior
+    rows = [replace(row, planned_slice_elems=50_000) for row in rows]
+    (sweep,) = sweeps_of(Findings(rows))
+    assert sweep.best.slice_elems == 200_000 and sweep.is_interior
     assert sweep.planned_over_best == pytest.approx(0.34 / 0.335)
-    text = printed(print_slices, rows)
+    text = printed(SWEEP, rows)
     assert "200,000 best" in text and "50,000 planned" in text
-    (flat,) = sweeps_of(sweep_rows({1_000: 0.3, 50_000: 0.34}))
+    (flat,) = sweeps_of(Findings(sweep_rows({1_000: 0.3, 50_000: 0.34})))
     assert not flat.is_interior and flat.planned is None and flat.planned_over_best is None
 
 
@@ -191,17 +188,17 @@ def test_the_planner_is_asked_about_the_emulated_cluster() -> None:
 
 def test_a_plan_that_is_known_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = sweep_rows({50_000: 0.34, 100_000: 0.35})
-    rows[0]["planned_slice_elems"] = 25_000
+    rows[0] = replace(rows[0], planned_slice_elems=25_000)
     monkeypatch.setattr(slices_preset, "search", None)
-    assert [row["planned_slice_elems"] for row in slices().finish(rows)] == [25_000, 25_000]
+    assert [row.planned_slice_elems for row in SWEEP.finish(rows)] == [25_000, 25_000]
 
 
 def test_slices_are_the_papers() -> None:
-    cells = slices().cells
+    cells = SWEEP.choose().cells
     assert {cell.workload for cell in cells} == {"resnet50", "vgg19"}
     assert [min(SLICES), max(SLICES)] == [1_000, 1_000_000]
     assert len({(cell.workload, cell.slice_elems) for cell in cells}) == 2 * len(SLICES)
-    assert slices().estimate_s < 45 * 60
+    assert SWEEP.choose().estimate_s < 45 * 60
     alone = [cell for cell in cells if "none" in cell.strategies]
     assert len(alone) == 2, "compute alone is measured once for each network"
 
@@ -211,16 +208,22 @@ def test_scaling_measures_eight_and_simulates_a_thousand(
 ) -> None:
     asked: list[Simulation] = []
 
-    def run_simulation(self: Simulation) -> dict[str, Any]:
+    def run_simulation(self: Simulation) -> Row:
         asked.append(self)
-        inputs = {**self._inputs(), "samples_per_s": 32 * self.workers / 0.4, "batch_size": 32}
-        return {**inputs, "step_s_median": 0.4, "bound_step_s": 0.33, "cpu_bound": False}
+        return Row.of(
+            **self.inputs(),
+            samples_per_s=32 * self.workers / 0.4,
+            batch_size=32,
+            step_s_median=0.4,
+            bound_step_s=0.33,
+            cpu_bound=False,
+        )
 
     monkeypatch.setattr(Simulation, "run", run_simulation)
-    preset = scaling(workloads=["resnet50"])
+    preset = SCALING.choose(workloads=["resnet50"])
     assert [cell.workers for cell in preset.cells] == [2, 4, 8]
     assert preset.cells[2].rate_bps / preset.cells[2].dilation < 360e6
-    machine = Machine(steps_s=STEPS_S)
+    machine = FakeMachine(steps_s=STEPS_S)
     rows = run_preset(
         replace(preset, run=machine.run), PresetFolder(tmp_path), Console(file=StringIO())
     )
@@ -229,20 +232,20 @@ def test_scaling_measures_eight_and_simulates_a_thousand(
     counts = {name: [it.workers for it in asked if it.strategy == name] for name in STEPS_S}
     assert counts["p3"][-1] == 1024 and counts["kvstore"][-1] == 256
     assert {it.strategy for it in asked} == {"p3", "wfbp", "kvstore", "ring-fused"}
-    assert "1,024" in printed(print_scaling, rows)
-    p3 = next(row for row in findings.measured(rows) if row["strategy"] == "p3")
-    assert p3["compute_s"] == 0.3
+    assert "1,024" in printed(SCALING, rows)
+    p3 = next(row for row in Findings(rows).measured if row.strategy == "p3")
+    assert p3.compute_s == 0.3
 
 
 def test_real_clusters_are_simulated_without_dilation() -> None:
     real = Simulation("resnet50", "p3", 4, 10 * GBIT, 1.0, 0.3, is_real=True).run()
     ring = Simulation("resnet50", "ring-fused", 4, 10 * GBIT, 1.0, 0.3, is_real=True).run()
-    assert real["step_s_median"] >= 0.3 and ring["step_s_median"] >= 0.3
-    assert real["is_real"] and not Simulation("resnet50", "p3", 4, GBIT, 1.0, 0.3).is_row(real)
+    assert real.step_s_median >= 0.3 and ring.step_s_median >= 0.3
+    assert real.is_real and not Simulation("resnet50", "p3", 4, GBIT, 1.0, 0.3).is_row(real)
 
 
 def test_cells_that_do_not_fit_into_memory_are_left_out(tmp_path: Path) -> None:
-    preset = scaling(workloads=["vgg19", "resnet50"])
+    preset = SCALING.choose(workloads=["vgg19", "resnet50"])
     largest = max(map(needed_bytes, preset.cells))
     assert 12e9 < largest < 24e9, "eight times VGG-19, and a few copies"
     kept, said = without_large_cells(preset, largest - 1)

@@ -6,7 +6,6 @@ decides a test.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -19,12 +18,12 @@ from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome
 from gradlane.lab.cluster.counters import TrafficSampler
 from gradlane.lab.cluster.errors import RankError
-from gradlane.lab.experiments.activity import activity_of
+from gradlane.lab.experiments.utilization import with_activity
 from gradlane.lab.runs import run as run_module
+from gradlane.lab.runs.notes import loss_over_time, loss_table
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row, save_rows, summarize
+from gradlane.lab.runs.rows import Row, save_rows, summarize
 from gradlane.lab.runs.run import run_lab
-from gradlane.lab.runs.straggler_notes import loss_over_time, loss_table
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import parse_straggler
 from gradlane.training.plans.settings import LEARNING_STEPS
@@ -132,18 +131,17 @@ def test_wrong_options_are_refused_by_name(change: dict[str, Any], message: str)
 
 def row(strategy: str, repeat: int, step_s: float, **change: Any) -> Row:
     """Return a row with this step time, and a bound of 1 s."""
-    values: dict[str, Any] = {field.name: None for field in dataclasses.fields(Row)}
-    values.update(
-        workload="resnet50",
-        strategy=strategy,
-        rate_bps=10**9,
-        repeat=repeat,
-        step_s_median=step_s,
-        samples_per_s=1 / step_s,
-        bound_step_s=1.0,
-        link_utilization=0.5,
-        cpu_share=0.25,
-    )
+    values: dict[str, Any] = {
+        "workload": "resnet50",
+        "strategy": strategy,
+        "rate_bps": 10**9,
+        "repeat": repeat,
+        "step_s_median": step_s,
+        "samples_per_s": 1 / step_s,
+        "bound_step_s": 1.0,
+        "link_utilization": 0.5,
+        "cpu_share": 0.25,
+    }
     return Row(**{**values, **change})
 
 
@@ -161,7 +159,7 @@ def test_ratios_are_taken_within_a_repeat_against_the_best_ddp() -> None:
         row("ddp-gloo:25", 2, 1.5),
         row("p3", 2, 1.25),
     ]
-    summarize(rows)
+    rows = summarize(rows)
     p3 = [one for one in rows if one.strategy == "p3"]
     assert [one.speedup_over_ddp for one in p3] == pytest.approx([1.4, 1.4, 1.2])
     assert [one.step_over_bound for one in p3] == pytest.approx([1.0, 2.0, 1.25])
@@ -181,7 +179,7 @@ def test_ratios_do_not_cross_rates_or_workloads() -> None:
         row("p3", 0, 1.0, workload="vgg19"),
         row("p3", 0, 1.0, bound_step_s=None),
     ]
-    summarize(rows)
+    rows = summarize(rows)
     assert [one.speedup_over_ddp for one in rows] == [1.0, None, None, 2.0]
     assert rows[3].step_over_bound is None
 
@@ -225,11 +223,10 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         profile_path=str(profile),
     )
     saved = tmp_path / "rows.json"
-    activities: list[dict[str, Any]] = []
     rows = run_lab(
         options,
         on_rows=lambda finished: save_rows(finished, saved),
-        on_recording=lambda row, sampled: activities.append(activity_of(sampled, row.dilation)),
+        on_recording=with_activity,
     )
     assert [(one.repeat, one.strategy) for one in rows] == [
         (0, "none"),
@@ -252,14 +249,15 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
             assert one.params_equal
             assert one.verified_tensors == 2 * 3
     # Bytes of all intervals are those of the whole window, but for its last part of an interval.
-    for one, activity in zip(rows, activities, strict=True):
-        sent_bytes = sum(map(sum, activity["sent_bytes"])) / 2
+    for one in rows:
+        assert one.activity is not None
+        sent_bytes = sum(map(sum, one.activity.sent_bytes)) / 2
         assert sent_bytes <= 1.2 * one.tx_bytes_per_step * 20 + 1000
         assert sent_bytes >= 0.8 * one.tx_bytes_per_step * 19 - 1000
-        assert len(activity["step_starts_s"]) == 21 and len(activity["rank_cpu_s"]) == 2
+        assert len(one.activity.step_starts_s) == 21 and len(one.activity.rank_cpu_s) == 2
     # Sums of two are the same in any order, and repeats are the same runs.
     assert len({one.param_digest for one in rows if one.strategy != "none"}) == 1
-    assert json.loads(saved.read_text()) == [dataclasses.asdict(one) for one in rows]
+    assert json.loads(saved.read_text()) == [one.to_json() for one in rows]
 
 
 @needs_namespaces
@@ -287,11 +285,12 @@ def test_bytes_of_a_step_are_those_of_a_step(
     expected = row.expected_tx_bytes
     assert expected is not None
     assert 1.0 < row.tx_bytes_per_step / expected < 1.15
-    for node in row.balance["nodes"]:
-        assert 1.0 < node["rx_bytes_per_step"] / expected < 1.15
-        assert 1.0 < node["tx_bytes_per_step"] / expected < 1.15
-    for owner in row.balance["owners"]:
-        assert owner["rx_bytes_per_step"] == owner["tx_bytes_per_step"] == owner["owned_bytes"]
+    assert row.balance is not None
+    for node in row.balance.nodes:
+        assert 1.0 < node.rx_bytes_per_step / expected < 1.15
+        assert 1.0 < node.tx_bytes_per_step / expected < 1.15
+    for owner in row.balance.owners:
+        assert owner.rx_bytes_per_step == owner.tx_bytes_per_step == owner.owned_bytes
 
 
 @needs_namespaces
@@ -394,10 +393,10 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
     assert not rows["p3"].metrics["left_out"]
     backup = rows["p3/backup=1:carry"]
     assert backup.late == "carry" and backup.metrics["decided_steps"] == 14
-    assert sum(row["left_out_steps"] for row in backup.metrics["left_out"]) == 14
+    assert sum(row.left_out_steps for row in backup.metrics["left_out"]) == 14
     table = loss_table(list(rows.values()))
     assert table is not None and table.row_count == 3
-    times_s, losses = loss_over_time(dataclasses.asdict(rows["p3/drop"]))
+    times_s, losses = loss_over_time(rows["p3/drop"])
     assert len(times_s) == len(losses) == 12 and times_s == sorted(times_s)
     assert losses == rows["p3/drop"].loss[2:]
 
@@ -420,13 +419,14 @@ def test_servers_on_nodes_of_their_own_learn_the_same() -> None:
     assert len({rows[name].param_digest for name in ("ddp-gather", "p3", "wfbp")}) == 1
     assert (rows["p3"].serving, rows["ddp-gather"].serving) == (1, 0)
     balance = rows["p3"].balance
-    workers, (server,) = balance["owners"][:2], balance["owners"][2:]
-    assert [one["owned_bytes"] for one in workers] == [0, 0]
-    assert server["owned_bytes"] > 0
+    assert balance is not None
+    workers, (server,) = balance.owners[:2], balance.owners[2:]
+    assert [one.owned_bytes for one in workers] == [0, 0]
+    assert server.owned_bytes > 0
     # All gradients go to the server's node, and all results come from there.
-    loads = [min(one["rx_bytes_per_step"], one["tx_bytes_per_step"]) for one in balance["nodes"]]
+    loads = [min(one.rx_bytes_per_step, one.tx_bytes_per_step) for one in balance.nodes]
     assert loads[2] > 1.8 * max(loads[:2]) > 0
-    assert rows["p3"].expected_tx_bytes == pytest.approx(server["owned_bytes"], rel=0.01)
+    assert rows["p3"].expected_tx_bytes == pytest.approx(server.owned_bytes, rel=0.01)
 
 
 @needs_namespaces

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.experiments.pages.results import report_from_results, sections_from_results
+from gradlane.lab.experiments.runs_page import report_from_results, sections_from_results
+from gradlane.lab.runs.rows import Row, rows_of
 from gradlane.report import (
     Measurement,
     Paragraph,
@@ -27,7 +28,7 @@ from tests.browser import needs_browser, probe
 EVIL = '</script><script>alert("x")</script><b>&'
 
 
-def row(strategy: str, step_s: float, **fields: Any) -> dict[str, Any]:
+def content(strategy: str, step_s: float, **fields: Any) -> dict[str, Any]:
     """A result row as the lab writes it, with the fields that matter here."""
     return {
         "workload": "char-transformer",
@@ -56,7 +57,11 @@ def row(strategy: str, step_s: float, **fields: Any) -> dict[str, Any]:
     }
 
 
-def rows() -> list[dict[str, Any]]:
+def row(strategy: str, step_s: float, **fields: Any) -> Row:
+    return Row.from_json(content(strategy, step_s, **fields))
+
+
+def rows() -> list[Row]:
     return [row("none", 0.25), row("ddp-gloo:25", 0.5), row("ddp-gloo:1", 0.4), row("p3", 0.32)]
 
 
@@ -175,7 +180,7 @@ def test_rows_over_several_rates_show_throughput_against_bandwidth(tmp_path: Pat
 def test_rows_with_required_fields_only_make_a_page(tmp_path: Path) -> None:
     keys = ("workload", "strategy", "rate_bps", "step_s_median")
     path = tmp_path / "page.html"
-    report_from_results([{key: line[key] for key in keys} for line in rows()], path)
+    report_from_results([Row.from_json({key: content("p3", 0.3)[key] for key in keys})], path)
     assert len(plots_of(path)) == 1
 
 
@@ -191,7 +196,7 @@ def test_rows_without_what_a_page_needs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no result rows"):
         report_from_results([], tmp_path / "page.html")
     with pytest.raises(ValueError, match="row 1 has no 'strategy'"):
-        report_from_results([row("p3", 0.3), {"workload": "x"}], tmp_path / "page.html")
+        rows_of([content("p3", 0.3), {"workload": "x"}])
     assert list(tmp_path.iterdir()) == []
 
 

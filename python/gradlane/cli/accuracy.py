@@ -16,7 +16,7 @@ from gradlane.cli.options import RunsBudgetS, require_writable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradlane.lab.accuracy.markdown import Lines
+    from gradlane.report.page import Table
 
 
 def lab_accuracy(
@@ -81,15 +81,15 @@ def lab_accuracy(
     require_writable(markdown)
     require_writable(summary)
     console = wide_console()
-    missing = study.missing(runs, study.read_runs(folder.results))
+    missing = study.missing(runs, study.read_results(folder.results))
     with bar_progress(console, sum(run.steps for run in missing)) as progress:
         rows = study.make_missing(runs, folder, progress, budget_s=budget_s)
     still_missing = study.missing(runs, rows)
     chosen = set(runs)
-    rows = [row for row in rows if study.key_of(row) in chosen]
-    folder.write_table(rows)
+    rows = [row for row in rows if row.run in chosen]
+    folder.write_table([row.to_json() for row in rows])
     write_page(rows, folder.page)
-    for name in dict.fromkeys(row["task"] for row in rows):
+    for name in findings.tasks_of(rows):
         _print(console, name, main_table(rows, name))
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
@@ -113,14 +113,14 @@ def lab_accuracy(
         )
 
 
-def _print(console: Console, name: str, lines: Lines) -> None:
+def _print(console: Console, name: str, lines: Table) -> None:
     """Show what was learned in equal steps; times are on the page."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Table as TextTable
 
-    table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = TextTable(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for column in lines.columns[:5]:
         table.add_column(column)
-    for row in lines.body:
+    for row in lines.rows:
         table.add_row(*("-" if cell is None else str(cell) for cell in row[:5]))
     console.print(table)

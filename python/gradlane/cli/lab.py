@@ -31,7 +31,7 @@ from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
 
 if TYPE_CHECKING:
     from gradlane.lab.runs.options import LabOptions
-    from gradlane.lab.runs.results import Row
+    from gradlane.lab.runs.rows import Row
 
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
 
@@ -146,7 +146,7 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
     """Run on the emulated cluster with a progress bar, print the tables and write the files."""
     from gradlane.lab.cluster.privilege import ensure_namespaces
     from gradlane.lab.runs.display import bar_progress, print_tables
-    from gradlane.lab.runs.results import save_rows
+    from gradlane.lab.runs.rows import save_rows
     from gradlane.lab.runs.run import run_lab
     from gradlane.report.console import wide_console
 
@@ -161,11 +161,9 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
         rows = run_lab(options, progress=progress, on_rows=keep)
     print_tables(console, rows)
     if html_path is not None:
-        from dataclasses import asdict
+        from gradlane.lab.experiments.runs_page import report_from_results
 
-        from gradlane.lab.experiments.pages.results import report_from_results
-
-        report_from_results([asdict(row) for row in rows], html_path)
+        report_from_results(rows, html_path)
         console.print(f"wrote {html_path}", highlight=False)
     if json_path is not None:
         console.print(f"wrote {json_path}", highlight=False)
@@ -218,10 +216,11 @@ def lab_predict(
 ) -> None:
     """Compare the simulator's predictions with what the lab has measured."""
     from gradlane.lab.calibration.prediction import can_predict, markdown_of, predict, summary_of
+    from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.simulation.costs import read_costs
 
     require_writable(json_path)
-    rows = [row for path in results for row in read_rows(path)]
+    rows = [row for path in results for row in rows_of(read_rows(path))]
     machine = None if costs is None else read_costs(costs)
     predictions = [predict(row, machine) for row in rows if can_predict(row)]
     summary = summary_of(predictions)

@@ -157,8 +157,9 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
-    from gradlane.lab.experiments.pages.presets import is_of_preset, presets_of, report_from_preset
-    from gradlane.lab.experiments.pages.results import report_from_results
+    from gradlane.lab.experiments.presets import is_of_preset, report_from_preset
+    from gradlane.lab.experiments.runs_page import report_from_results
+    from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
     content = read_json(results)
@@ -167,15 +168,16 @@ def report(
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
     elif isinstance(content, list) and is_of_preset(content):
-        if presets_of(content) == {"accuracy"}:
+        if content[0]["preset"] == "accuracy":
             # Its page needs torch, which no other one does.
             from gradlane.lab.accuracy.page import write_page
+            from gradlane.lab.accuracy.study import results_of
 
-            write_page(content, target)
+            write_page(results_of(content), target)
         else:
-            report_from_preset(content, target)
+            report_from_preset(rows_of(content), target)
     else:
-        report_from_results(rows_in(content, results), target)
+        report_from_results(rows_of(rows_in(content, results)), target)
     typer.echo(f"wrote {target}")
 
 

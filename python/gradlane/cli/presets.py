@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gradlane.lab.experiments.preset import Preset
 
 Output = Annotated[Path, typer.Option(help="Folder for results.json, results.csv, report.html.")]
@@ -48,19 +46,10 @@ def lab_bandwidth(
     The full preset takes up to two hours, --quick a quarter of one. What was interrupted goes on
     where it stopped when the same command is given again.
     """
-    from gradlane.lab.experiments.bandwidth import bandwidth
-    from gradlane.lab.experiments.tables import print_bandwidth
+    from gradlane.lab.experiments.bandwidth import BANDWIDTH, QUICK
 
-    preset = bandwidth(
-        quick=quick,
-        workloads=_parts(workload),
-        rates_bps=_rates(rate),
-        strategies=_parts(strategy),
-        workers=workers,
-        dilation=dilation,
-        steps=steps,
-    )
-    _run(preset, output, print_bandwidth)
+    preset = QUICK if quick else BANDWIDTH
+    _run(_chosen(preset, workload, rate, strategy, [workers], dilation, steps), output)
 
 
 def lab_utilization(
@@ -77,18 +66,9 @@ def lab_utilization(
     Tells how idle the busiest port is where communication is the limit, and how evenly nodes are
     loaded.
     """
-    from gradlane.lab.experiments.tables import print_utilization
-    from gradlane.lab.experiments.utilization import utilization
+    from gradlane.lab.experiments.utilization import UTILIZATION
 
-    preset = utilization(
-        workloads=_parts(workload),
-        rates_bps=_rates(rate),
-        strategies=_parts(strategy),
-        workers=workers,
-        dilation=dilation,
-        steps=steps,
-    )
-    _run(preset, output, print_utilization)
+    _run(_chosen(UTILIZATION, workload, rate, strategy, [workers], dilation, steps), output)
 
 
 def lab_scaling(
@@ -103,24 +83,17 @@ def lab_scaling(
     """Measure 2, 4 and 8 workers, and simulate up to 1,024, as a share of linear scaling."""
     from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.memory import available_bytes
-    from gradlane.lab.experiments.scaling import scaling, without_large_cells
-    from gradlane.lab.experiments.tables import print_scaling
+    from gradlane.lab.experiments.scaling import SCALING, without_large_cells
     from gradlane.planning.simulation.lists import parse_workers
 
+    parse_rate(rate)
+    counts = parse_workers(workers)
     preset, left_out = without_large_cells(
-        scaling(
-            workloads=_parts(workload),
-            rate_bps=parse_rate(rate),
-            strategies=_parts(strategy),
-            workers=parse_workers(workers),
-            dilation=dilation,
-            steps=steps,
-        ),
-        available_bytes(),
+        _chosen(SCALING, workload, rate, strategy, counts, dilation, steps), available_bytes()
     )
     for sentence in left_out:
         typer.echo(sentence)
-    _run(preset, output, print_scaling)
+    _run(preset, output)
 
 
 def lab_slices(
@@ -136,23 +109,37 @@ def lab_slices(
     steps: Steps = 2,
 ) -> None:
     """Measure and simulate slices of 1,000 to 10^6 elements, beside the planner's choice."""
-    from gradlane.lab.experiments.slices import slices
-    from gradlane.lab.experiments.tables import print_slices
+    from gradlane.lab.experiments.slices import SWEEP
 
-    preset = slices(
+    sizes = _sizes(slice_elems)
+    _run(_chosen(SWEEP, workload, rate, "", [workers], dilation, steps, sizes), output)
+
+
+def _chosen(
+    preset: Preset,
+    workload: str,
+    rate: str,
+    strategy: str,
+    workers: Sequence[int],
+    dilation: float | None,
+    steps: int,
+    sizes: Sequence[int] = (),
+) -> Preset:
+    return preset.choose(
         workloads=_parts(workload),
         rates_bps=_rates(rate),
-        sizes=_sizes(slice_elems),
+        strategies=_parts(strategy),
         workers=workers,
+        sizes=sizes,
         dilation=dilation,
         steps=steps,
     )
-    _run(preset, output, print_slices)
 
 
-def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], None]) -> None:
+def _run(preset: Preset, output: Path) -> None:
     from gradlane.lab.cluster.errors import LabError
     from gradlane.lab.cluster.privilege import ensure_namespaces
+    from gradlane.lab.experiments.findings import Findings
     from gradlane.lab.experiments.folder import PresetFolder
     from gradlane.lab.experiments.preset import run_preset
     from gradlane.lab.runs.cells import still_missing
@@ -163,7 +150,8 @@ def _run(preset: Preset, output: Path, show: Callable[[Console, Sequence[Any]], 
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
     rows = run_preset(preset, folder, console)
-    show(console, rows)
+    for table in preset.tables(Findings(rows)):
+        console.print(table)
     if missing := still_missing(preset.cells, rows):
         raise LabError(f"{missing} runs are no evidence yet: give the same command again")
 

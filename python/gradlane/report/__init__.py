@@ -1,7 +1,7 @@
 """Reports: one HTML file with tables and plots that opens anywhere, without a network.
 
 A page is a list of sections, each a list of blocks. All inserted text is escaped. Pages are made in
-`lab/experiments/pages/`, `planning/advice/page.py` and `lab/accuracy/page.py`.
+`lab/experiments/`, `planning/advice/page.py` and `lab/accuracy/page.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def test_training_learns_and_repeats_bit_for_bit(text: str) -> None:
     assert curves[0].loss[-1] < curves[0].loss[0] - 0.2
 
 
-def row(scheme: str, seed: int, accuracy: list[float], step_time_s: float) -> dict[str, Any]:
+def row(scheme: str, seed: int, accuracy: list[float], step_time_s: float) -> study.Result:
     evaluated = [0, 10, 20]
-    return {
-        **{"preset": "accuracy", "task": "mlp", "scheme": scheme, "layers": "all", "seed": seed},
+    content: dict[str, Any] = {
+        **{"task": "mlp", "scheme": scheme, "layers": "all", "seed": seed},
         **{"workers": 4, "steps": 20, "codec": scheme, "parameters": 10, "compute_s": 0.1},
         **{"wire_bytes_per_step": 8.0, "wire_ratio": 1.0, "evaluated": evaluated},
         **{"final_loss": 1.0, "final_accuracy": accuracy[-1], "diverged": False, "cpu_s": 0.0},
@@ -139,6 +140,7 @@ def row(scheme: str, seed: int, accuracy: list[float], step_time_s: float) -> di
         "accuracy": accuracy,
         "time_s": {str(rate): [step_time_s * n for n in evaluated] for rate in study.RATES_BPS},
     }
+    return study.Result(**content)
 
 
 def test_findings_compare_seed_with_seed_and_time_with_time() -> None:
@@ -160,10 +162,10 @@ def test_findings_compare_seed_with_seed_and_time_with_time() -> None:
     lossy = findings.select(rows, scheme="lossy")
     assert findings.speedup_to(lossy, full, study.RATES_BPS[0], 0.89) is None
     table = main_table(rows, "mlp")
-    assert [line[0] for line in table.body] == ["p3", "fast", "lossy"]
+    assert [line[0] for line in table.rows] == ["p3", "fast", "lossy"]
     assert "made by me" in page_text(rows, "made by me")
     assert bytes_in_words(rows) == ""
-    rows.append({**row("fast", 0, [0.1, 0.5, 0.9], 0.25), "task": "lstm", "wire_ratio": 9.0})
+    rows.append(replace(row("fast", 0, [0.1, 0.5, 0.9], 0.25), task="lstm", wire_ratio=9.0))
     assert "saves few bytes on mlp: 1.0 times fewer, where lstm has 9.0" in bytes_in_words(rows)
 
 

@@ -5,10 +5,13 @@ Its run in namespaces is in `tests/lab/test_run.py`, beside those of all other s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradlane.lab.calibration.prediction import can_predict
 from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.training.plans.settings import LEARNING_STEPS
 
@@ -25,7 +28,7 @@ def test_auto_is_a_strategy_that_learns_first() -> None:
     assert free.is_planned and free.any_rounding and not free.sums_in_rank_order
     with pytest.raises(ValueError, match=r"auto\[:any-rounding\]"):
         parse_strategy("auto:any")
-    row = {"strategy": "auto", "workload": "resnet50", "codec": "raw", "cpu_bound": False}
+    row = Row(strategy="auto", workload="resnet50", rate_bps=10**9, step_s_median=1.0)
     assert not can_predict(row)
-    assert can_predict({**row, "strategy": "p3"})
-    assert can_predict({**row, "strategy": "poseidon"})
+    assert can_predict(replace(row, strategy="p3"))
+    assert can_predict(replace(row, strategy="poseidon"))

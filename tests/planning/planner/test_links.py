@@ -15,7 +15,7 @@ from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
 from gradlane.planning.probe.streams import Node, StreamError
-from tests.training.model.nursery import free_port
+from tests.ports import reserve_port
 from tests.training.model.pool import FirstRanks
 from tests.training.rendezvous.test_launchers import run_all
 
@@ -132,7 +132,7 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("--master-addr", "127.0.0.1", "--master-port", str(reserve_port())),
         *("-m", "gradlane", "probe", "--window-s", "0.1", "--json", str(path)),
     ]
     (line,) = [line for line in run_all([command], [{}]) if "slowest" in line]

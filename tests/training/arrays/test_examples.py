@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.built import needs_core
+from tests.forked_programs import SOURCES
 from tests.paths import ROOT
-from tests.training.model.nursery import SOURCES, free_port
+from tests.ports import reserve_port
 
 pytestmark = needs_core
 
@@ -40,7 +41,7 @@ def test_two_ranks_learn_what_one_process_learns(example: str, needs: str) -> No
     pytest.importorskip("sklearn")
     path = str(ROOT / "examples" / example)
     launcher: list[Any] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    ours = run([*launcher, "--master-port", str(free_port()), path])
+    ours = run([*launcher, "--master-port", str(reserve_port()), path])
     alone = run([path, "--alone", "2"])
     assert len(ours) == 2
     assert set(ours) == set(alone)

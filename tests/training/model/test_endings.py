@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.built import needs_core
+from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import ROOT
-from tests.training.model.nursery import SOURCES, ForkServer, free_port
+from tests.ports import reserve_port
 
 pytestmark = needs_core
 
@@ -27,20 +28,20 @@ class Run:
 
     def __init__(
         self,
-        nursery: ForkServer,
+        programs: ForkedPrograms,
         folder: Path,
         ending: str,
         ranks: int = WORLD_SIZE,
         timeout_s: float = 60.0,
     ) -> None:
         """Start all ranks, wait for the first ones to end, and end the rest."""
-        port = free_port()
+        port = reserve_port()
         pids: dict[str, int] = {}
         self.codes: list[int] = []
         names = [f"{folder}-{ending}-{rank}" for rank in range(WORLD_SIZE)]
         try:
             for rank, name in enumerate(names):
-                pids[name] = nursery.start(
+                pids[name] = programs.start(
                     name,
                     program="tests.training.model.failing_rank",
                     arguments=[ending],
@@ -55,7 +56,7 @@ class Run:
                 )
             deadline = time.monotonic() + timeout_s
             for name in names[:ranks]:
-                self.codes.append(nursery.wait(name, max(0.1, deadline - time.monotonic())))
+                self.codes.append(programs.wait(name, max(0.1, deadline - time.monotonic())))
         finally:
             for name in names[len(self.codes) :]:
                 with contextlib.suppress(ProcessLookupError, KeyError):
@@ -75,8 +76,10 @@ class Run:
         ("finish-early", "rank 2"),
     ],
 )
-def test_others_name_the_rank(nursery: ForkServer, tmp_path: Path, ending: str, words: str) -> None:
-    run = Run(nursery, tmp_path, ending, ranks=2)
+def test_others_name_the_rank(
+    programs: ForkedPrograms, tmp_path: Path, ending: str, words: str
+) -> None:
+    run = Run(programs, tmp_path, ending, ranks=2)
     for code, output, errors in zip(run.codes, run.outputs, run.errors, strict=True):
         assert code == 1, errors
         assert "step 2" in output
@@ -95,34 +98,36 @@ def test_others_name_the_rank(nursery: ForkServer, tmp_path: Path, ending: str, 
     ],
 )
 def test_signals_reach_a_rank_that_waits(
-    nursery: ForkServer, tmp_path: Path, ending: str, code: int, words: str
+    programs: ForkedPrograms, tmp_path: Path, ending: str, code: int, words: str
 ) -> None:
-    run = Run(nursery, tmp_path, ending, ranks=2)
+    run = Run(programs, tmp_path, ending, ranks=2)
     assert run.codes == [code, 1], run.errors
     assert words in run.errors[1]
 
 
-def test_a_program_that_ends_without_closing(nursery: ForkServer, tmp_path: Path) -> None:
-    run = Run(nursery, tmp_path, "normal")
+def test_a_program_that_ends_without_closing(programs: ForkedPrograms, tmp_path: Path) -> None:
+    run = Run(programs, tmp_path, "normal")
     assert run.codes == [0, 0, 0], run.errors
     assert all("step 6" in output for output in run.outputs)
     assert run.errors[0].startswith("gradlane: 6 steps, ") and run.errors[0].count("\n") == 1
     assert run.errors[1:] == ["", ""]
 
 
-def test_a_program_that_exits_with_a_status(nursery: ForkServer, tmp_path: Path) -> None:
-    run = Run(nursery, tmp_path, "sys-exit")
+def test_a_program_that_exits_with_a_status(programs: ForkedPrograms, tmp_path: Path) -> None:
+    run = Run(programs, tmp_path, "sys-exit")
     assert run.codes == [3, 3, 3], run.errors
 
 
-def test_sigterm_ends_with_the_status_of_the_signal(nursery: ForkServer, tmp_path: Path) -> None:
-    run = Run(nursery, tmp_path, "sigterm")
+def test_sigterm_ends_with_the_status_of_the_signal(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    run = Run(programs, tmp_path, "sigterm")
     assert run.codes[2] == -signal.SIGTERM
 
 
 def test_a_program_of_its_own(tmp_path: Path) -> None:
-    """One world without the nursery: the interpreter itself ends the ranks."""
-    port = free_port()
+    """One world without the programs: the interpreter itself ends the ranks."""
+    port = reserve_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.model.failing_rank", "exception"],
@@ -151,10 +156,10 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
     assert "PeerLostError: rank 1 gave up: ArithmeticError" in errors[0]
 
 
-def test_torchrun_restarts_find_each_other(nursery: ForkServer, tmp_path: Path) -> None:
+def test_torchrun_restarts_find_each_other(programs: ForkedPrograms, tmp_path: Path) -> None:
     """The first attempt's keys are still in the store when the second one meets there."""
-    program, port = "tests.training.model.restarting", str(free_port())
-    (printed,) = nursery.run_all(tmp_path, program, [port], [{}], timeout_s=200)
+    program, port = "tests.training.model.restarting", str(reserve_port())
+    (printed,) = programs.run_all(tmp_path, program, [port], [{}], timeout_s=200)
     lines = sorted(line for line in printed.splitlines() if "attempt 1" in line)
     assert [line.split()[1] for line in lines] == ["0", "1"]
     assert len({line.split()[-1] for line in lines}) == 1

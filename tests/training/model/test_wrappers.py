@@ -11,21 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
 from tests.paths import ROOT
-from tests.training.model.nursery import ForkServer, free_port
+from tests.ports import reserve_port
 
 pytestmark = needs_core
 
 
-def learned(nursery: ForkServer, folder: Path, example: str, engine: str) -> list[str]:
+def learned(programs: ForkedPrograms, folder: Path, example: str, engine: str) -> list[str]:
     """Run an example on two ranks, as torchrun starts them; returns what each has learned."""
     common = {
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())},
     }
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     path = str(ROOT / "examples" / example)
-    printed = nursery.run_all(folder, path, ["--engine", engine], environments, timeout_s=250)
+    printed = programs.run_all(folder, path, ["--engine", engine], environments, timeout_s=250)
     lines = [line for output in printed for line in output.splitlines()]
     return [line for line in lines if line.startswith("learned")]
 
@@ -40,11 +41,11 @@ def learned(nursery: ForkServer, folder: Path, example: str, engine: str) -> lis
     ],
 )
 def test_examples_learn_what_ddp_learns(
-    nursery: ForkServer, tmp_path: Path, example: str, needs: str
+    programs: ForkedPrograms, tmp_path: Path, example: str, needs: str
 ) -> None:
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    ours = learned(nursery, tmp_path, example, "gradlane")
+    ours = learned(programs, tmp_path, example, "gradlane")
     assert len(ours) == 2
-    assert set(ours) == set(learned(nursery, tmp_path, example, "ddp"))
+    assert set(ours) == set(learned(programs, tmp_path, example, "ddp"))
     assert len(set(ours)) == 1

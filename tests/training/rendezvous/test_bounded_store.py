@@ -26,9 +26,9 @@ from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.session.start import open_session
+from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGE, ROOT
 from tests.training.model.fake_core import FakeCore
-from tests.training.model.nursery import SOURCES, ForkServer
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
 
@@ -275,10 +275,12 @@ except Exception as error:
 """
 
 
-def test_a_host_that_stands_still_holds_up_no_process(nursery: ForkServer, tmp_path: Path) -> None:
+def test_a_host_that_stands_still_holds_up_no_process(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
     """With torch's own store, whose calls would not come back: the process ends as well."""
     address = tmp_path / "address"
-    host = nursery.start(
+    host = programs.start(
         f"{tmp_path}-host",
         program="tests.training.rendezvous.store_host",
         arguments=[str(address)],

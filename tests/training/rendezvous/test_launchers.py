@@ -17,9 +17,10 @@ from torch import nn
 
 from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
+from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import ROOT
+from tests.ports import reserve_port
 from tests.torch_versions import NO_DIST
-from tests.training.model.nursery import SOURCES, ForkServer, free_port
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
 CLEAN = {
@@ -130,7 +131,7 @@ def check(lines: list[str], world_size: int = 2) -> None:
 def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
     """Two agents on loopback, as two machines would have one each."""
     folder = str(tmp_path / "checkpoint")
-    port = str(free_port())
+    port = str(reserve_port())
     commands = [
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
@@ -151,7 +152,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_mpirun_on_one_node(nursery: ForkServer, tmp_path: Path) -> None:
+def test_mpirun_on_one_node(programs: ForkedPrograms, tmp_path: Path) -> None:
     """The variables of Open MPI by hand: it need not be installed."""
     environments = [
         {
@@ -160,8 +161,8 @@ def test_mpirun_on_one_node(nursery: ForkServer, tmp_path: Path) -> None:
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             "MASTER_PORT": port,
         }
-        for port in [str(free_port())]
+        for port in [str(reserve_port())]
         for rank in range(2)
     ]
-    printed = nursery.run_all(tmp_path, PROGRAM, [], environments)
+    printed = programs.run_all(tmp_path, PROGRAM, [], environments)
     check(sorted(line for output in printed for line in output.splitlines()))

@@ -16,7 +16,8 @@ import gradlane
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from tests.built import needs_core
-from tests.training.model.nursery import ForkServer, free_port
+from tests.forked_programs import ForkedPrograms
+from tests.ports import reserve_port
 from tests.training.model.pool import RankPool
 
 pytestmark = needs_core
@@ -93,16 +94,16 @@ def test_who_disagrees_is_named_everywhere(pool: RankPool) -> None:
 class Program:
     """Two ranks that train and one that serves, as programs."""
 
-    def __init__(self, nursery: ForkServer, folder: Path, steps: int, command: bool) -> None:
-        self._nursery = nursery
+    def __init__(self, programs: ForkedPrograms, folder: Path, steps: int, command: bool) -> None:
+        self._programs = programs
         self._folder = folder
-        port = free_port()
+        port = reserve_port()
         self.pids: list[int] = []
         for rank in range(3):
             serves = command and rank == 2
             report = ["serve", "--advertise", "127.0.0.1", "--json", str(folder / "served.json")]
             self.pids.append(
-                nursery.start(
+                programs.start(
                     self._name(rank),
                     program="gradlane" if serves else "tests.training.serving.program",
                     arguments=report if serves else [str(steps)],
@@ -127,7 +128,7 @@ class Program:
         return (self._folder / f"errors-{rank}").read_text()
 
     def wait(self, rank: int, timeout_s: float = 60.0) -> int:
-        return self._nursery.wait(self._name(rank), timeout_s)
+        return self._programs.wait(self._name(rank), timeout_s)
 
     def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -143,9 +144,9 @@ class Program:
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_named_by_all_others(
-    nursery: ForkServer, tmp_path: Path, victim: int
+    programs: ForkedPrograms, tmp_path: Path, victim: int
 ) -> None:
-    program = Program(nursery, tmp_path, 1_000_000, command=False)
+    program = Program(programs, tmp_path, 1_000_000, command=False)
     try:
         program.wait_for("step 6")
         os.kill(program.pids[victim], signal.SIGKILL)
@@ -159,9 +160,9 @@ def test_a_killed_rank_is_named_by_all_others(
 
 
 def test_the_command_serves_a_program_that_it_does_not_have(
-    nursery: ForkServer, tmp_path: Path
+    programs: ForkedPrograms, tmp_path: Path
 ) -> None:
-    program = Program(nursery, tmp_path, 6, command=True)
+    program = Program(programs, tmp_path, 6, command=True)
     try:
         assert [program.wait(rank) for rank in range(3)] == [0, 0, 0], program.errors(2)
     finally:

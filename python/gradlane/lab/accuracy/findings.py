@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
-from gradlane.lab.accuracy.study import ALL
+from gradlane.lab.accuracy.study import ALL, Result
 from gradlane.lab.accuracy.tasks import TASKS
 
-Row = Mapping[str, Any]
 EQUAL_TIME_SHARE = 0.25
 """Of the time that full precision takes for all steps at a rate: where curves are compared."""
 RESOLUTION = 0.0005
@@ -47,28 +46,48 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
 
-def select(rows: Sequence[Row], **fields: Any) -> list[Row]:
-    """Return the rows with these values."""
-    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+def select(
+    rows: Sequence[Result],
+    *,
+    task: str | None = None,
+    scheme: str | None = None,
+    layers: str | None = None,
+) -> list[Result]:
+    """Return the results of a task, a scheme and layers; None: of all."""
+    return [
+        row
+        for row in rows
+        if task in (None, row.task)
+        and scheme in (None, row.scheme)
+        and layers in (None, row.layers)
+    ]
 
 
-def distinct(rows: Sequence[Row], name: str) -> list[Any]:
-    """Return the values of a field in the order of first appearance."""
-    return list(dict.fromkeys(row[name] for row in rows))
+def tasks_of(rows: Iterable[Result]) -> list[str]:
+    """Return the tasks in the order of first appearance."""
+    return list(dict.fromkeys(row.task for row in rows))
 
 
-def final(rows: Sequence[Row], name: str) -> Spread:
-    """Return the last values of `loss` or `accuracy`; no number counts as infinite."""
-    return Spread(
-        tuple(float("inf") if row[name][-1] is None else float(row[name][-1]) for row in rows)
-    )
+def schemes_of(rows: Iterable[Result]) -> list[str]:
+    """Return the schemes in the order of first appearance."""
+    return list(dict.fromkeys(row.scheme for row in rows))
 
 
-def difference(rows: Sequence[Row], full: Sequence[Row]) -> Spread:
+def final_loss(rows: Sequence[Result]) -> Spread:
+    """Return the last losses; no number counts as infinite."""
+    return Spread(tuple(math.inf if row.loss[-1] is None else row.loss[-1] for row in rows))
+
+
+def final_accuracy(rows: Sequence[Result]) -> Spread:
+    """Return the last accuracies."""
+    return Spread(tuple(row.accuracy[-1] for row in rows))
+
+
+def difference(rows: Sequence[Result], full: Sequence[Result]) -> Spread:
     """Return final accuracy minus that of full precision with the same seed."""
-    by_seed = {row["seed"]: row["accuracy"][-1] for row in full}
+    by_seed = {row.seed: row.accuracy[-1] for row in full}
     return Spread(
-        tuple(row["accuracy"][-1] - by_seed[row["seed"]] for row in rows if row["seed"] in by_seed)
+        tuple(row.accuracy[-1] - by_seed[row.seed] for row in rows if row.seed in by_seed)
     )
 
 
@@ -84,31 +103,31 @@ def is_noise(change: Spread) -> bool:
     return abs(change.mean) <= width
 
 
-def equal_time_s(rows: Sequence[Row], task: str, rate_bps: int) -> float | None:
+def equal_time_s(rows: Sequence[Result], task: str, rate_bps: int) -> float | None:
     """Return when curves of a task are compared at a rate; None without full precision."""
     full = select(rows, task=task, scheme=FULL_PRECISION, layers=ALL)
     if not full:
         return None
-    return EQUAL_TIME_SHARE * float(full[0]["time_s"][str(rate_bps)][-1])
+    return EQUAL_TIME_SHARE * full[0].times_s(rate_bps)[-1]
 
 
-def accuracy_at(row: Row, rate_bps: int, time_s: float) -> float:
+def accuracy_at(row: Result, rate_bps: int, time_s: float) -> float:
     """Return the accuracy of a run at a time, between evaluations on a straight line.
 
     A run whose steps are over stays where it ended.
     """
-    return float(np.interp(time_s, row["time_s"][str(rate_bps)], row["accuracy"]))
+    return float(np.interp(time_s, row.times_s(rate_bps), row.accuracy))
 
 
-def target(rows: Sequence[Row], task: str) -> float | None:
+def target(rows: Sequence[Result], task: str) -> float | None:
     """Return the accuracy that time is measured to; None without full precision."""
     full = select(rows, task=task, scheme=FULL_PRECISION, layers=ALL)
-    return final(full, "accuracy").mean - TARGET_MARGIN if full else None
+    return final_accuracy(full).mean - TARGET_MARGIN if full else None
 
 
-def time_to(row: Row, rate_bps: int, accuracy: float) -> float | None:
+def time_to(row: Result, rate_bps: int, accuracy: float) -> float | None:
     """Return when a run first reached an accuracy, between evaluations; None if it never did."""
-    times, values = row["time_s"][str(rate_bps)], row["accuracy"]
+    times, values = row.times_s(rate_bps), row.accuracy
     for index, value in enumerate(values):
         if value >= accuracy:
             if index == 0:
@@ -120,7 +139,7 @@ def time_to(row: Row, rate_bps: int, accuracy: float) -> float | None:
 
 
 def speedup_to(
-    rows: Sequence[Row], full: Sequence[Row], rate_bps: int, accuracy: float
+    rows: Sequence[Result], full: Sequence[Result], rate_bps: int, accuracy: float
 ) -> float | None:
     """Return full precision's mean time to an accuracy over that of these rows.
 
@@ -136,20 +155,20 @@ def speedup_to(
     return statistics.fmean(reached_full) / mean_s if mean_s > 0.0 else None
 
 
-def loses(rows: Sequence[Row]) -> list[tuple[str, str, Spread]]:
+def loses(rows: Sequence[Result]) -> list[tuple[str, str, Spread]]:
     """Return (task, scheme, difference) where full precision is better by more than noise."""
     found = []
-    for task in distinct(rows, "task"):
+    for task in tasks_of(rows):
         own = select(rows, task=task, layers=ALL)
         full = select(own, scheme=FULL_PRECISION)
-        for scheme in distinct(own, "scheme"):
+        for scheme in schemes_of(own):
             change = difference(select(own, scheme=scheme), full)
             if change.values and change.mean < 0 and not is_noise(change):
                 found.append((task, scheme, change))
     return found
 
 
-def summary(rows: Sequence[Row], command: str) -> dict[str, Any]:
+def summary(rows: Sequence[Result], command: str) -> dict[str, Any]:
     """Return the final accuracies by network and scheme, seed by seed.
 
     Args:
@@ -157,13 +176,13 @@ def summary(rows: Sequence[Row], command: str) -> dict[str, Any]:
         command: that made them.
     """
     tasks = {}
-    for task in distinct(rows, "task"):
-        own = sorted(select(rows, task=task, layers=ALL), key=lambda row: int(row["seed"]))
+    for task in tasks_of(rows):
+        own = sorted(select(rows, task=task, layers=ALL), key=lambda row: row.seed)
         tasks[task] = {
-            **{"what": TASKS[task].what, "steps": own[0]["steps"], "workers": own[0]["workers"]},
+            **{"what": TASKS[task].what, "steps": own[0].steps, "workers": own[0].workers},
             "accuracy": {
-                scheme: list(final(select(own, scheme=scheme), "accuracy").values)
-                for scheme in distinct(own, "scheme")
+                scheme: list(final_accuracy(select(own, scheme=scheme)).values)
+                for scheme in schemes_of(own)
             },
         }
     return {"format": "gradlane-trained", "command": command, "tasks": tasks}

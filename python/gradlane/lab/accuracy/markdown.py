@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
-from gradlane.lab.accuracy.findings import Row, Spread, distinct, select
+from gradlane.lab.accuracy.findings import (
+    Spread,
+    final_accuracy,
+    final_loss,
+    schemes_of,
+    select,
+    tasks_of,
+)
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
-from gradlane.lab.accuracy.study import ALL, BUCKETS, CONVOLUTIONS, RATES_BPS, STUDIED_CLOSELY
+from gradlane.lab.accuracy.study import (
+    ALL,
+    BUCKETS,
+    CONVOLUTIONS,
+    RATES_BPS,
+    STUDIED_CLOSELY,
+    Result,
+)
 from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.report.markdown import markdown_table
+from gradlane.report.page import Cell, Table
 
 FEW_SAVED = 0.5
 """Of the saving on the best task: less on another is worth a sentence."""
-Cell = str | int | float | bool | None
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A table."""
-
-    columns: list[str]
-    body: list[list[Cell]] = field(default_factory=list)
-    caption: str = ""
-
-    def to_markdown(self) -> str:
-        """Return the table as text."""
-        rows = [self.columns, ["---"] * len(self.columns)]
-        rows += [["-" if cell is None else str(cell) for cell in row] for row in self.body]
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def points(change: Spread) -> str:
@@ -42,107 +41,111 @@ def _percent(values: Spread) -> str:
     return f"{100 * values.mean:.1f} ± {100 * values.deviation:.1f}"
 
 
-def main_table(rows: Sequence[Row], task: str) -> Lines:
+def _ratio(rows: Sequence[Result]) -> str:
+    return f"{Spread(tuple(row.wire_ratio for row in rows)).mean:.2f}"
+
+
+def main_table(rows: Sequence[Result], task: str) -> Table:
     """Return a line for each scheme of a task: what it sends, and what it learned."""
-    own = select(rows, task=task, layers=ALL)
-    own = [row for row in own if row["scheme"] not in BUCKETS]
+    own = [row for row in select(rows, task=task, layers=ALL) if row.scheme not in BUCKETS]
     full = select(own, scheme=FULL_PRECISION)
     goal = findings.target(rows, task)
-    lines = Lines(
-        [
-            "scheme",
-            "times fewer bytes",
-            "loss",
-            "accuracy, %",
-            "points from p3",
-            *(f"accuracy, % in equal time at {format_rate(rate)}" for rate in RATES_BPS),
-            *(f"x p3's time to accuracy at {format_rate(rate)}" for rate in RATES_BPS),
-        ],
-        caption="Means over seeds ± standard deviation.",
+
+    def at_equal_time(here: Sequence[Result], rate_bps: int) -> Cell:
+        time_s = findings.equal_time_s(rows, task, rate_bps)
+        if time_s is None:
+            return None
+        found = [findings.accuracy_at(row, rate_bps, time_s) for row in here]
+        return f"{100 * Spread(tuple(found)).mean:.1f}"
+
+    def faster(here: Sequence[Result], rate_bps: int) -> Cell:
+        speedup = None if goal is None else findings.speedup_to(here, full, rate_bps, goal)
+        return None if speedup is None else f"{speedup:.2f}"
+
+    columns = (
+        "scheme",
+        "times fewer bytes",
+        "loss",
+        "accuracy, %",
+        "points from p3",
+        *(f"accuracy, % in equal time at {format_rate(rate)}" for rate in RATES_BPS),
+        *(f"x p3's time to accuracy at {format_rate(rate)}" for rate in RATES_BPS),
     )
-    for scheme in distinct(own, "scheme"):
+    body: list[list[Cell]] = []
+    for scheme in schemes_of(own):
         here = select(own, scheme=scheme)
-        equal: list[Cell] = []
-        faster: list[Cell] = []
-        for rate_bps in RATES_BPS:
-            time_s = findings.equal_time_s(rows, task, rate_bps)
-            at = None
-            if time_s is not None:
-                found = [findings.accuracy_at(row, rate_bps, time_s) for row in here]
-                at = f"{100 * Spread(tuple(found)).mean:.1f}"
-            equal.append(at)
-            speedup = None if goal is None else findings.speedup_to(here, full, rate_bps, goal)
-            faster.append(None if speedup is None else f"{speedup:.2f}")
-        ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
-        lines.body.append(
+        body.append(
             [
                 scheme,
-                f"{ratio:.2f}",
-                f"{findings.final(here, 'loss').mean:.3f}",
-                _percent(findings.final(here, "accuracy")),
+                _ratio(here),
+                f"{final_loss(here).mean:.3f}",
+                _percent(final_accuracy(here)),
                 points(findings.difference(here, full)) if full else None,
-                *equal,
-                *faster,
+                *(at_equal_time(here, rate_bps) for rate_bps in RATES_BPS),
+                *(faster(here, rate_bps) for rate_bps in RATES_BPS),
             ]
         )
-    return lines
+    return Table(columns, body, "Means over seeds ± standard deviation.")
 
 
-def buckets_table(rows: Sequence[Row]) -> Lines:
+def _learned(here: Sequence[Result], full: Sequence[Result]) -> list[Cell]:
+    return [
+        _ratio(here),
+        _percent(final_accuracy(here)),
+        points(findings.difference(here, full)),
+    ]
+
+
+def buckets_table(rows: Sequence[Result]) -> Table:
     """Return a line for each codec with each of its buckets."""
     own = select(rows, task=STUDIED_CLOSELY, layers=ALL)
     full = select(own, scheme=FULL_PRECISION)
-    lines = Lines(
+
+    def without_bucket(scheme: str) -> str:
+        return scheme.split(",bucket")[0].split(":bucket")[0]
+
+    swept = set(map(without_bucket, BUCKETS))
+    chosen = sorted(scheme for scheme in schemes_of(own) if without_bucket(scheme) in swept)
+    if not full or not any(scheme in BUCKETS for scheme in chosen):
+        chosen = []
+    groups = [select(own, scheme=scheme) for scheme in chosen]
+    return Table(
         ["codec", "times fewer bytes", "accuracy, %", "points from p3"],
-        caption=f"Of the task {STUDIED_CLOSELY}; the canonical text names the bucket.",
+        [[here[0].codec, *_learned(here, full)] for here in groups],
+        f"Of the task {STUDIED_CLOSELY}; the canonical text names the bucket.",
     )
-    swept = {text.split(",bucket")[0].split(":bucket")[0] for text in BUCKETS}
-    chosen = [
-        scheme
-        for scheme in distinct(own, "scheme")
-        if scheme.split(",bucket")[0].split(":bucket")[0] in swept
-    ]
-    if full and any(scheme in BUCKETS for scheme in chosen):
-        for scheme in sorted(chosen):
-            here = select(own, scheme=scheme)
-            ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
-            lines.body.append(
-                [
-                    here[0]["codec"],
-                    f"{ratio:.2f}",
-                    _percent(findings.final(here, "accuracy")),
-                    points(findings.difference(here, full)),
-                ]
-            )
-    return lines
 
 
-def convolutions_table(rows: Sequence[Row]) -> Lines:
+def convolutions_table(rows: Sequence[Result]) -> Table:
     """Return a line for each codec of which convolutions alone were encoded."""
     own = select(rows, task=STUDIED_CLOSELY)
     full = select(own, scheme=FULL_PRECISION, layers=ALL)
-    lines = Lines(
+    return Table(
         ["codec", "layers", "times fewer bytes", "accuracy, %", "points from p3"],
-        caption=f"Of the task {STUDIED_CLOSELY}.",
+        [
+            [scheme, layers, *_learned(here, full)]
+            for scheme in schemes_of(select(own, layers=CONVOLUTIONS))
+            for layers in (CONVOLUTIONS, ALL)
+            if (here := select(own, scheme=scheme, layers=layers)) and full
+        ],
+        f"Of the task {STUDIED_CLOSELY}.",
     )
-    for scheme in distinct(select(own, layers=CONVOLUTIONS), "scheme"):
-        for layers in (CONVOLUTIONS, ALL):
-            here = select(own, scheme=scheme, layers=layers)
-            if here and full:
-                ratio = Spread(tuple(row["wire_ratio"] for row in here)).mean
-                lines.body.append(
-                    [
-                        scheme,
-                        layers,
-                        f"{ratio:.2f}",
-                        _percent(findings.final(here, "accuracy")),
-                        points(findings.difference(here, full)),
-                    ]
-                )
-    return lines
 
 
-def losses_in_words(rows: Sequence[Row]) -> str:
+def sweep_tables(rows: Sequence[Result]) -> dict[str, Table]:
+    """Return the tables of what was swept, by title, without those that have no line."""
+    tables = {
+        "Buckets": buckets_table(rows),
+        "Convolutions or all layers": convolutions_table(rows),
+    }
+    return {title: table for title, table in tables.items() if table.rows}
+
+
+def _markdown(table: Table) -> str:
+    return markdown_table(table.columns, table.rows)
+
+
+def losses_in_words(rows: Sequence[Result]) -> str:
     """Return a sentence for each scheme that ends below full precision by more than noise."""
     found = findings.loses(rows)
     if not found:
@@ -153,10 +156,10 @@ def losses_in_words(rows: Sequence[Row]) -> str:
     return "".join(f"- `{scheme}`: {'; '.join(texts)}\n" for scheme, texts in by_scheme.items())
 
 
-def eight_bits_in_words(rows: Sequence[Row]) -> str:
+def eight_bits_in_words(rows: Sequence[Result]) -> str:
     """Return whether 8-bit QSGD ends where full precision does."""
     texts = []
-    for task in distinct(rows, "task"):
+    for task in tasks_of(rows):
         own = select(rows, task=task, layers=ALL)
         full = select(own, scheme=FULL_PRECISION)
         change = findings.difference(select(own, scheme="qsgd:bits=8"), full)
@@ -167,18 +170,18 @@ def eight_bits_in_words(rows: Sequence[Row]) -> str:
     return f"Points of 8-bit QSGD from full precision: {'; '.join(texts)}.\n"
 
 
-def bytes_in_words(rows: Sequence[Row]) -> str:
+def bytes_in_words(rows: Sequence[Result]) -> str:
     """Return a sentence for each scheme that saves far fewer bytes on some task than on another."""
     lines = []
-    for scheme in distinct(rows, "scheme"):
+    for scheme in schemes_of(rows):
         own = select(rows, scheme=scheme, layers=ALL)
-        ratios = {str(row["task"]): float(row["wire_ratio"]) for row in own}
+        ratios = {row.task: row.wire_ratio for row in own}
         least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
         if ratios[least] < FEW_SAVED * ratios[most]:
             why = (
                 "; its two averages are those of a run of the last dimension, which is short in "
                 "convolutions"
-                if own[0]["codec"].startswith("onebit:bucket=column")
+                if own[0].codec.startswith("onebit:bucket=column")
                 else ""
             )
             lines.append(
@@ -188,22 +191,20 @@ def bytes_in_words(rows: Sequence[Row]) -> str:
     return "".join(lines)
 
 
-def page_text(rows: Sequence[Row], command: str) -> str:
+def page_text(rows: Sequence[Result], command: str) -> str:
     """Return `docs/accuracy.md`.
 
     Args:
         rows: of the study; at least one.
         command: what made them.
     """
-    seeds = len(distinct(rows, "seed"))
-    steps = ", ".join(
-        f"{task} {select(rows, task=task)[0]['steps']}" for task in distinct(rows, "task")
-    )
+    seeds = len({row.seed for row in rows})
+    steps = ", ".join(f"{task} {select(rows, task=task)[0].steps}" for task in tasks_of(rows))
     parts = [
         "# What codecs do to learning",
         INTRODUCTION.format(
             command=command,
-            workers=rows[0]["workers"],
+            workers=rows[0].workers,
             seeds=seeds,
             steps=steps,
             share=f"{findings.EQUAL_TIME_SHARE:.0%}",
@@ -213,21 +214,17 @@ def page_text(rows: Sequence[Row], command: str) -> str:
         losses_in_words(rows) + bytes_in_words(rows),
         eight_bits_in_words(rows),
     ]
-    for task in distinct(rows, "task"):
+    for task in tasks_of(rows):
         one = select(rows, task=task)[0]
         optimizer = TASKS[task].optimizer
         parts += [
             f"## {task}",
-            f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}: {one['parameters']:,} "
-            f"parameters, {optimizer}, {1e3 * one['compute_s']:g} ms of compute a step.",
-            main_table(rows, task).to_markdown(),
+            f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}: {one.parameters:,} "
+            f"parameters, {optimizer}, {1e3 * one.compute_s:g} ms of compute a step.",
+            _markdown(main_table(rows, task)),
         ]
-    for title, lines in (
-        ("Buckets", buckets_table(rows)),
-        ("Convolutions or all layers", convolutions_table(rows)),
-    ):
-        if lines.body:
-            parts += [f"## {title}", lines.caption, lines.to_markdown()]
+    for title, table in sweep_tables(rows).items():
+        parts += [f"## {title}", table.caption, _markdown(table)]
     parts.append(LIMITS)
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 

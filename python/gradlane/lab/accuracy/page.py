@@ -10,11 +10,11 @@ import numpy as np
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
-from gradlane.lab.accuracy.findings import Row, distinct, select
-from gradlane.lab.accuracy.markdown import Lines, buckets_table, convolutions_table, main_table
-from gradlane.lab.accuracy.study import ALL, RATES_BPS
+from gradlane.lab.accuracy.findings import schemes_of, select, tasks_of
+from gradlane.lab.accuracy.markdown import main_table, sweep_tables
+from gradlane.lab.accuracy.study import ALL, RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import TASKS
-from gradlane.report.page import Block, Paragraph, Section, Table, measured_here, write_report
+from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
 from gradlane.report.plots import Plot
 
 SHOWN_AT_FIRST = ("p3", "asgd", "qsgd:bits=8", "qsgd:bits=2", "onebit", "dgc")
@@ -23,7 +23,7 @@ PALETTE = 8
 """Colours of a page before they repeat."""
 
 
-def write_page(rows: Sequence[Row], path: Path) -> None:
+def write_page(rows: Sequence[Result], path: Path) -> None:
     """Write the page.
 
     Args:
@@ -31,50 +31,42 @@ def write_page(rows: Sequence[Row], path: Path) -> None:
         path: the HTML file.
     """
     main = _without_sweeps(rows)
-    schemes = distinct(main, "scheme")
+    schemes = schemes_of(main)
     sections = []
-    for task in distinct(main, "task"):
+    for task in tasks_of(main):
         own = select(main, task=task)
-        blocks: list[Block] = [Paragraph(_about(task, own)), _table(main_table(rows, task))]
+        blocks: list[Block] = [Paragraph(_about(task, own)), main_table(rows, task)]
         blocks.append(_curves("Accuracy against steps", own, schemes, None))
         for rate_bps in RATES_BPS:
             title = f"Accuracy against time at {format_rate(rate_bps)}"
             blocks.append(_curves(title, own, schemes, rate_bps))
         sections.append(Section(task, blocks))
-    for title, lines in (
-        ("Buckets", buckets_table(rows)),
-        ("Convolutions or all layers", convolutions_table(rows)),
-    ):
-        if lines.body:
-            sections.append(Section(title, [_table(lines)]))
+    sections += [Section(title, [table]) for title, table in sweep_tables(rows).items()]
     sections.append(Section("Measurement", [measured_here()]))
     write_report(path, "What codecs do to learning", sections, summary=_summary(rows))
 
 
-def _without_sweeps(rows: Sequence[Row]) -> list[Row]:
+def _without_sweeps(rows: Sequence[Result]) -> list[Result]:
     """Return the rows of schemes that more than one task has, or all where there is one task."""
     tasks = {
-        scheme: {row["task"] for row in rows if row["scheme"] == scheme}
-        for scheme in distinct(rows, "scheme")
+        scheme: {row.task for row in rows if row.scheme == scheme} for scheme in schemes_of(rows)
     }
-    several = len(distinct(rows, "task")) > 1
+    several = len(tasks_of(rows)) > 1
     return [
-        row
-        for row in rows
-        if row["layers"] == ALL and (not several or len(tasks[row["scheme"]]) > 1)
+        row for row in rows if row.layers == ALL and (not several or len(tasks[row.scheme]) > 1)
     ]
 
 
-def _about(task: str, rows: Sequence[Row]) -> str:
-    seeds = len(distinct(rows, "seed"))
+def _about(task: str, rows: Sequence[Result]) -> str:
+    seeds = len({row.seed for row in rows})
     return (
-        f"{TASKS[task].what}, {rows[0]['parameters']:,} parameters, {rows[0]['workers']} workers, "
-        f"{rows[0]['steps']} steps, {seeds} seed{'s' if seeds > 1 else ''}. Bands reach from the "
+        f"{TASKS[task].what}, {rows[0].parameters:,} parameters, {rows[0].workers} workers, "
+        f"{rows[0].steps} steps, {seeds} seed{'s' if seeds > 1 else ''}. Bands reach from the "
         "least to the greatest seed."
     )
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Result]) -> str:
     worst = findings.loses(rows)
     if not worst:
         return "No codec ends below full precision by more than the noise of seeds."
@@ -85,20 +77,18 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"Most is lost by {', '.join(texts)}."
 
 
-def _table(lines: Lines) -> Table:
-    return Table(lines.columns, lines.body, lines.caption)
-
-
-def _curves(title: str, rows: Sequence[Row], schemes: Sequence[str], rate_bps: int | None) -> Plot:
+def _curves(
+    title: str, rows: Sequence[Result], schemes: Sequence[str], rate_bps: int | None
+) -> Plot:
     """Plot mean accuracy and a band over seeds of every scheme."""
     traces: list[dict[str, Any]] = []
-    for scheme in distinct(rows, "scheme"):
+    for scheme in schemes_of(rows):
         own = select(rows, scheme=scheme)
-        values = 100.0 * np.array([row["accuracy"] for row in own])
+        values = 100.0 * np.array([row.accuracy for row in own])
         xs = list(
-            own[0]["evaluated"]
+            own[0].evaluated
             if rate_bps is None
-            else np.mean([row["time_s"][str(rate_bps)] for row in own], axis=0).round(6).tolist()
+            else np.mean([row.times_s(rate_bps) for row in own], axis=0).round(6).tolist()
         )
         number = schemes.index(scheme)
         shown = scheme.startswith(SHOWN_AT_FIRST)
@@ -142,6 +132,6 @@ def _curves(title: str, rows: Sequence[Row], schemes: Sequence[str], rate_bps: i
         "yaxis": {"title": {"text": "held-out accuracy, %"}, "automargin": True},
     }
     if rate_bps is not None:
-        slowest = max(row["time_s"][str(rate_bps)][-1] for row in rows)
+        slowest = max(row.times_s(rate_bps)[-1] for row in rows)
         layout["xaxis"]["range"] = [0, slowest / 2]
     return Plot(title, traces, layout, "Click a name in the legend to show or hide its line.")

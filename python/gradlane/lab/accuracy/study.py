@@ -6,9 +6,10 @@ after every run; a run that is in it is not made again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradlane.lab.accuracy.tasks import CIFAR10, TASKS
 from gradlane.lab.accuracy.timing import step_s
 from gradlane.lab.accuracy.training import train
 from gradlane.lab.experiments.folder import PresetFolder
-from gradlane.lab.runs.cells import read_json, save_rows
+from gradlane.lab.runs.rows import read_json, save_lines
 from gradlane.lab.runs.run import LabProgress
 
 NAME = "accuracy"
@@ -88,6 +89,54 @@ class Run:
     steps: int
 
 
+@dataclass(frozen=True)
+class Result(Run):
+    """A run and what it learned.
+
+    Attributes:
+        codec: the canonical text of the scheme's codec.
+        parameters: of the network.
+        compute_s: nominal time of a worker's forward and backward.
+        wire_bytes_per_step: of a worker's encoded gradient and the encoded means, mean over steps.
+        wire_ratio: how many times fewer bytes these are than in full precision.
+        final_loss: of the last evaluation; no number where it diverged.
+        final_accuracy: of the last evaluation.
+        diverged: whether a loss was no number.
+        evaluated: numbers of steps before each evaluation.
+        loss: at each evaluation, on held-out samples; None: it is no number.
+        accuracy: at each evaluation, 0 to 1.
+        time_s: nominal time at each evaluation, by the rate of ports as text.
+        cpu_s: processor time of the run.
+    """
+
+    codec: str
+    parameters: int
+    compute_s: float
+    wire_bytes_per_step: float
+    wire_ratio: float
+    final_loss: float
+    final_accuracy: float
+    diverged: bool
+    evaluated: list[int]
+    loss: list[float | None]
+    accuracy: list[float]
+    time_s: dict[str, list[float]]
+    cpu_s: float
+
+    @property
+    def run(self) -> Run:
+        """What was run."""
+        return Run(**{one.name: getattr(self, one.name) for one in fields(Run)})
+
+    def times_s(self, rate_bps: int) -> list[float]:
+        """Return the nominal time at each evaluation with ports of a rate."""
+        return self.time_s[str(rate_bps)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the result."""
+        return {"preset": NAME, **asdict(self)}
+
+
 def runs_of(
     *,
     quick: bool,
@@ -146,8 +195,8 @@ def runs_of(
     ]
 
 
-def make_run(run: Run, progress: LabProgress) -> dict[str, Any]:
-    """Make a run and return its row."""
+def make_run(run: Run, progress: LabProgress) -> Result:
+    """Make a run and return its result."""
     task = TASKS[run.task]
     scheme = parse_scheme(run.scheme, run.workers)
     start_s = time.process_time()
@@ -166,28 +215,23 @@ def make_run(run: Run, progress: LabProgress) -> dict[str, Any]:
         str(rate_bps): _times_s(run, curve.wire_bytes, rate_bps, curve.evaluated)
         for rate_bps in RATES_BPS
     }
-    return {
-        "preset": NAME,
+    return Result(
         **asdict(run),
-        "codec": scheme.codec_for(task.optimizer, run.steps),
-        "parameters": sum(sizes),
-        "compute_s": task.compute_s,
-        "wire_bytes_per_step": mean_bytes,
-        "wire_ratio": 2 * 4 * sum(sizes) / mean_bytes,
-        "final_loss": curve.loss[-1],
-        "final_accuracy": curve.accuracy[-1],
-        "diverged": curve.diverged,
-        "evaluated": curve.evaluated,
-        "loss": [_number(value) for value in curve.loss],
-        "accuracy": curve.accuracy,
-        "time_s": times_s,
-        "cpu_s": time.process_time() - start_s,
-    }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no number that is none."""
-    return value if abs(value) < float("inf") else None
+        codec=scheme.codec_for(task.optimizer, run.steps),
+        parameters=sum(sizes),
+        compute_s=task.compute_s,
+        wire_bytes_per_step=mean_bytes,
+        wire_ratio=2 * 4 * sum(sizes) / mean_bytes,
+        final_loss=curve.loss[-1],
+        final_accuracy=curve.accuracy[-1],
+        diverged=curve.diverged,
+        evaluated=curve.evaluated,
+        # JSON has no number that is none.
+        loss=[value if math.isfinite(value) else None for value in curve.loss],
+        accuracy=curve.accuracy,
+        time_s=times_s,
+        cpu_s=time.process_time() - start_s,
+    )
 
 
 def _times_s(
@@ -200,33 +244,42 @@ def _times_s(
     return [ends_s[steps] for steps in evaluated]
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that were made so far; none where there is no file yet.
+def read_results(path: Path) -> list[Result]:
+    """Return the results so far; none where there is no file yet.
 
     Raises:
         ValueError: the file is none of this study's.
     """
-    rows = read_json(path)
-    if not isinstance(rows, list) or any(row.get("preset") != NAME for row in rows):
-        raise ValueError(f"{path} holds other rows than this study's; name another folder")
-    return rows
+    try:
+        return results_of(read_json(path))
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} holds other rows than this study's; name another folder"
+        ) from error
 
 
-def key_of(row: Mapping[str, Any]) -> Run:
-    """Return the run that a row is of."""
-    return Run(**{name: row[name] for name in Run.__dataclass_fields__})
+def results_of(content: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """Return the results of a file's rows.
+
+    Raises:
+        KeyError: a row is none of this study's.
+    """
+    names = [one.name for one in fields(Result)]
+    if any(row.get("preset") != NAME for row in content):
+        raise KeyError("preset")
+    return [Result(**{name: row[name] for name in names}) for row in content]
 
 
-def missing(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[Run]:
-    """Return the runs of which there is no row."""
-    have = {key_of(row) for row in rows}
+def missing(runs: Sequence[Run], results: Sequence[Result]) -> list[Run]:
+    """Return the runs that have no result."""
+    have = {result.run for result in results}
     return [run for run in runs if run not in have]
 
 
 def make_missing(
     runs: Sequence[Run], folder: PresetFolder, progress: LabProgress, *, budget_s: float
-) -> list[dict[str, Any]]:
-    """Make the runs that are missing, as many as fit, and return all rows.
+) -> list[Result]:
+    """Make the runs that are missing, as many as fit, and return all results.
 
     Args:
         runs: of the study.
@@ -234,13 +287,13 @@ def make_missing(
         progress: told of runs and steps.
         budget_s: real seconds after which no further run is begun; one is always made.
     """
-    rows = read_runs(folder.results)
+    results = read_results(folder.results)
     end_s = time.monotonic() + budget_s
-    for number, run in enumerate(missing(runs, rows)):
+    for number, run in enumerate(missing(runs, results)):
         if number > 0 and time.monotonic() >= end_s:
             break
         layers = "" if run.layers == ALL else f", {run.layers} only"
         progress.phase(f"{run.task} with {run.scheme}{layers}, seed {run.seed}")
-        rows.append(make_run(run, progress))
-        save_rows(rows, folder.results)
-    return rows
+        results.append(make_run(run, progress))
+        save_lines([result.to_json() for result in results], folder.results)
+    return results

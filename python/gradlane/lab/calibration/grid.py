@@ -6,11 +6,11 @@ machine in between. How rows are measured and kept is in `cells.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from gradlane.lab.runs.cells import CEILING, Cell, usual_dilation
+from gradlane.lab.runs.cells import Cell, usual_dilation
+from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.strategy import POSEIDON, parse_strategies
 from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 
@@ -57,17 +57,12 @@ def cells_of(workloads: Sequence[str], strategies: Sequence[str] = ()) -> list[C
     return [replace(cell, strategies=names) for cell in chosen]
 
 
-def in_grid_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def in_grid_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
-    chosen = [row for row in rows if row["workload"] in workloads]
     others = (name for name in (*ENGINE_STRATEGIES, POSEIDON) if name not in STRATEGIES)
     order = (*STRATEGIES, *others)
     return sorted(
-        (row for row in chosen if row["strategy"] in order),
-        key=lambda row: (
-            workloads.index(row["workload"]),
-            row["rate_bps"],
-            order.index(row["strategy"]),
-        ),
+        (row for row in rows if row.workload in workloads and row.strategy in order),
+        key=lambda row: (workloads.index(row.workload), row.rate_bps, order.index(row.strategy)),
     )

@@ -7,12 +7,12 @@ slower, while the host takes its real time for frames and sums. Results are conv
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.shaping import PortShape
-from gradlane.lab.runs.cells import MEASURED
+from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.planning.models import ARCHITECTURES
@@ -26,6 +26,7 @@ from gradlane.planning.simulation.scenarios import (
     run_scenario,
     scenario_of,
 )
+from gradlane.report.markdown import markdown_table
 
 STEPS = 4
 """Simulated steps."""
@@ -47,20 +48,27 @@ class Prediction:
     error: float
     """Predicted over measured, minus one."""
 
+    @property
+    def figures(self) -> tuple[str, str, str]:
+        """Measured step, predicted step and error, as tables show them."""
+        return (
+            f"{self.measured_step_s * 1e3:.1f} ms",
+            f"{self.predicted_step_s * 1e3:.1f} ms",
+            f"{self.error * 100:+.1f} %",
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the prediction with the units in its keys."""
         return asdict(self)
 
 
-def can_predict(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a lab run is a replay under one of the engine's strategies, uncompressed."""
-    strategy = parse_strategy(str(row["strategy"]))
+def can_predict(row: Row) -> bool:
+    """Return whether a row is evidence of a replay by the engine's own strategies, not encoded."""
     return (
-        strategy.setting in (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES)
-        and row["workload"] in REPLAY_NAMES
-        and row["codec"] == "raw"
-        and row.get("source", MEASURED) == MEASURED
-        and not row["cpu_bound"]
+        parse_strategy(row.strategy).setting in (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES)
+        and row.workload in REPLAY_NAMES
+        and row.codec == "raw"
+        and row.is_evidence
     )
 
 
@@ -81,7 +89,7 @@ def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profil
 
 
 def reports_of(
-    row: Mapping[str, Any],
+    row: Row,
     costs: MachineCosts | None = None,
     *,
     seeds: Sequence[int] = SEEDS,
@@ -90,8 +98,7 @@ def reports_of(
     """Simulate the cluster that a row of a lab run was, or would be, measured on.
 
     Args:
-        row: with `workload`, `strategy`, `workers`, `rate_bps`, `dilation`, `slice_elems` and
-            `compute_s`, as in the rows of a lab run.
+        row: says workload, strategy, workers, rate, dilation, slices and compute time.
         costs: constants of the machine; the simulator's own if None.
         seeds: draws of how unequal connections are, one simulation each.
         steps: simulated steps.
@@ -99,20 +106,20 @@ def reports_of(
     Returns:
         The simulator's report of each draw; its times are real, not nominal.
     """
-    dilation = float(row["dilation"])
-    strategy = parse_strategy(str(row["strategy"]))
-    profile = replayed_profile(str(row["workload"]), dilation, float(row["compute_s"]))
+    strategy = parse_strategy(row.strategy)
+    rate_bps = row.rate_bps / row.dilation
+    profile = replayed_profile(row.workload, row.dilation, row.compute_s)
     cluster = Cluster(
-        workers=int(row["workers"]),
-        rate_bps=float(row["rate_bps"]) / dilation,
+        workers=row.workers,
+        rate_bps=rate_bps,
         strategy=strategy.setting,
-        servers=row.get("servers"),
-        serving=int(row.get("serving", 0)),
-        ranks_per_node=int(row.get("ranks_per_node", 1)),
+        servers=row.servers,
+        serving=row.serving,
+        ranks_per_node=row.ranks_per_node,
         local=strategy.local,
-        slice_elems=row["slice_elems"],
+        slice_elems=row.slice_elems,
         steps=steps,
-        port_burst_bytes=PortShape(round(float(row["rate_bps"]) / dilation)).burst_bytes,
+        port_burst_bytes=PortShape(round(rate_bps)).burst_bytes,
         costs=costs or MachineCosts(),
     )
     return [
@@ -121,26 +128,24 @@ def reports_of(
     ]
 
 
-def predict(row: Mapping[str, Any], costs: MachineCosts | None = None) -> Prediction:
+def predict(row: Row, costs: MachineCosts | None = None) -> Prediction:
     """Simulate the cluster that a row of a lab run was measured on.
 
     Args:
         row: a row for which `can_predict` holds.
         costs: constants of the machine that it was measured on; the simulator's own if None.
     """
-    dilation = float(row["dilation"])
     steps_s = [float(report["step_s"]) for report in reports_of(row, costs)]
-    predicted_s = statistics.fmean(steps_s) / dilation
-    measured_s = float(row["step_s_median"])
+    predicted_s = statistics.fmean(steps_s) / row.dilation
     return Prediction(
-        workload=str(row["workload"]),
-        strategy=str(row["strategy"]),
-        workers=int(row["workers"]),
-        rate_bps=float(row["rate_bps"]),
-        dilation=dilation,
-        measured_step_s=measured_s,
+        workload=row.workload,
+        strategy=row.strategy,
+        workers=row.workers,
+        rate_bps=float(row.rate_bps),
+        dilation=row.dilation,
+        measured_step_s=row.step_s_median,
         predicted_step_s=predicted_s,
-        error=predicted_s / measured_s - 1.0,
+        error=predicted_s / row.step_s_median - 1.0,
     )
 
 
@@ -161,14 +166,9 @@ def summary_of(predictions: Sequence[Prediction]) -> dict[str, float]:
 
 def markdown_of(predictions: Sequence[Prediction]) -> str:
     """Return a table for documents."""
-    lines = [
-        "| workload | strategy | workers | rate | measured | predicted | error |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {it.workload} | {it.strategy} | {it.workers} | {it.rate_bps / 1e9:g} Gbit/s "
-        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
-        f"| {it.error * 100:+.1f} % |"
+    columns = ("workload", "strategy", "workers", "rate", "measured", "predicted", "error")
+    rows = [
+        (it.workload, it.strategy, it.workers, f"{it.rate_bps / 1e9:g} Gbit/s", *it.figures)
         for it in predictions
     ]
-    return "\n".join(lines)
+    return markdown_table(columns, rows, numbers="--nnnnn")

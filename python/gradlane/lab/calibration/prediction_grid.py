@@ -18,9 +18,11 @@ from rich.progress import track
 from gradlane.formats.rates import format_rate
 from gradlane.lab.calibration.grid import cells_of, in_grid_order
 from gradlane.lab.calibration.prediction import Prediction, can_predict, predict, summary_of
-from gradlane.lab.runs.cells import missing_strategies, read_rows, with_compute_times
+from gradlane.lab.runs.cells import missing_strategies, with_compute_times
+from gradlane.lab.runs.rows import Row, read_rows
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
+from gradlane.report.markdown import markdown_table
 from gradlane.training.options.options import RING
 
 FITTED_WORKLOAD = "resnet50"
@@ -60,12 +62,12 @@ def predict_grid(
     chosen = [
         row
         for row in in_grid_order(rows)
-        if can_predict(row) and (not workloads or row["workload"] in workloads)
+        if can_predict(row) and (not workloads or row.workload in workloads)
     ]
     costs = MachineCosts() if costs_path is None else read_costs(costs_path)
     content: dict[str, Any] = {}
     if fit:
-        training = [row for row in chosen if row["workload"] == FITTED_WORKLOAD]
+        training = [row for row in chosen if row.workload == FITTED_WORKLOAD]
         spread, error = fit_spread(training, costs, lambda text: console.print(text, style="dim"))
         console.print(
             f"{FITTED_CONSTANT} {spread:.3f} fits {len(training)} rows of {FITTED_WORKLOAD} best: "
@@ -98,7 +100,7 @@ def with_spread(costs: MachineCosts, spread: float) -> MachineCosts:
 
 
 def fit_spread(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     costs: MachineCosts,
     on_trial: Callable[[str], None] = lambda text: None,
 ) -> tuple[float, float]:
@@ -134,25 +136,17 @@ def _by_workload(predictions: Sequence[Prediction]) -> list[tuple[str, list[Pred
 
 def table_of(predictions: Sequence[Prediction]) -> str:
     """Return every cell as a table: measured, predicted, error."""
-    lines = [
-        "| workload | rate | dilation | strategy | measured | predicted | error |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {it.workload} | {format_rate(it.rate_bps)} | {it.dilation:g} | {it.strategy} "
-        f"| {it.measured_step_s * 1e3:.1f} ms | {it.predicted_step_s * 1e3:.1f} ms "
-        f"| {it.error * 100:+.1f} % |"
+    columns = ("workload", "rate", "dilation", "strategy", "measured", "predicted", "error")
+    rows = [
+        (it.workload, format_rate(it.rate_bps), f"{it.dilation:g}", it.strategy, *it.figures)
         for it in predictions
     ]
-    return "\n".join(lines)
+    return markdown_table(columns, rows, numbers="-nn-nnn")
 
 
 def verdict_of(predictions: Sequence[Prediction]) -> str:
     """Return the errors of each workload and of those that nothing was fitted to, as a table."""
-    lines = [
-        "| workload | runs | median error | worst error |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    rows = []
     groups = _by_workload(predictions)
     tested = [it for it in predictions if it.workload != FITTED_WORKLOAD]
     for name, group in [
@@ -162,14 +156,13 @@ def verdict_of(predictions: Sequence[Prediction]) -> str:
     ]:
         if group:
             summary = summary_of(group)
-            lines.append(
-                f"| {name} | {len(group)} | {summary['median_error'] * 100:.1f} % "
-                f"| {summary['worst_error'] * 100:.1f} % |"
-            )
-    return "\n".join(lines)
+            errors = (summary["median_error"], summary["worst_error"])
+            rows.append((name, len(group), *(f"{error * 100:.1f} %" for error in errors)))
+    columns = ("workload", "runs", "median error", "worst error")
+    return markdown_table(columns, rows, numbers="-nnn")
 
 
-def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]) -> str:
+def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
     """Return the page: what was done, the errors, every cell, and what was measured beside it.
 
     Args:
@@ -178,9 +171,9 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
     """
     summary = summary_of(predictions)
     first = rows[0]
-    warmups = sorted({int(row["warmup"]) for row in rows})
-    busiest = max(float(row["cpu_share"]) for row in rows)
-    baselines = [row for row in rows if str(row["strategy"]).startswith("ddp")]
+    warmups = sorted({row.warmup for row in rows})
+    busiest = max(row.cpu_share or 0.0 for row in rows)
+    baselines = [row for row in rows if row.strategy.startswith("ddp")]
     parts = [
         "# Predictions against the lab\n",
         "Written by `gradlane lab grid docs/predictions.json --markdown docs/predictions.md` from "
@@ -196,9 +189,9 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
         "(`gradlane lab calibrate`, "
         "`crates/gradlane-sim/src/costs.rs`). Compute time is that of the cell's own run without\n"
         "communication. Steps are nominal: dilation is divided out.\n",
-        f"Measured: {first['steps']} steps after {warmups[0]} to {warmups[-1]} of warm-up, "
-        f"{first['machine']['processors']} processors, Linux {first['versions']['kernel']}, "
-        f"torch {first['versions']['torch']}; the machine was\nbusy to {busiest * 100:.0f} % at "
+        f"Measured: {first.steps} steps after {warmups[0]} to {warmups[-1]} of warm-up, "
+        f"{first.machine['processors']} processors, Linux {first.versions['kernel']}, "
+        f"torch {first.versions['torch']}; the machine was\nbusy to {busiest * 100:.0f} % at "
         "most.\n",
         "## Every cell\n",
         table_of(predictions) + "\n",
@@ -227,54 +220,49 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Mapping[str, Any]]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def auto_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def auto_table(rows: Sequence[Row]) -> str:
     """Return the rows of `auto` beside the best fixed strategy of their cells; empty for none."""
-    usable = [row for row in rows if not row["cpu_bound"] and row["codec"] == "raw"]
+    usable = [row for row in rows if row.is_evidence and row.codec == "raw"]
     lines = []
     for row in usable:
-        strategy = parse_strategy(str(row["strategy"]))
+        strategy = parse_strategy(row.strategy)
         if not strategy.is_planned:
             continue
         others = [one for one in usable if is_beside(one, row, strategy)]
-        best = min(others, key=lambda one: float(one["step_s_median"]), default=None)
-        plan = row["metrics"].get("plan", {})
+        best = min(others, key=lambda one: one.step_s_median, default=None)
+        plan = row.metrics.get("plan", {})
         over, fixed = "-", "-"
         if best is not None:
-            ratio = float(row["step_s_median"]) / float(best["step_s_median"])
-            over = f"{(ratio - 1.0) * 100:+.1f} %"
-            fixed = f"{float(best['step_s_median']) * 1e3:.1f} ms ({best['strategy']})"
+            over = f"{(row.step_s_median / best.step_s_median - 1.0) * 100:+.1f} %"
+            fixed = f"{best.step_s_median * 1e3:.1f} ms ({best.strategy})"
         predicted_s = plan.get("prediction", {}).get("step_s")
         # A session plans for the cluster as it is, dilated and all.
-        nominal_ms = None if predicted_s is None else predicted_s * 1e3 / float(row["dilation"])
-        predicted = "-" if nominal_ms is None else f"{nominal_ms:.1f} ms"
+        predicted = "-" if predicted_s is None else f"{predicted_s * 1e3 / row.dilation:.1f} ms"
+        measured = f"{row.step_s_median * 1e3:.1f} ms"
         lines.append(
-            f"| {row['workload']} | {format_rate(row['rate_bps'])} | {row['strategy']} | {fixed} "
-            f"| {float(row['step_s_median']) * 1e3:.1f} ms | {over} | {predicted} "
-            f"| {_chosen(plan)} |"
+            (
+                *(row.workload, format_rate(row.rate_bps), row.strategy),
+                *(fixed, measured, over, predicted, _chosen(plan)),
+            )
         )
-    if not lines:
-        return ""
-    head = [
-        "| workload | rate | strategy | best fixed | measured | over it | it expected | it chose |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    return "\n".join([*head, *sorted(lines)])
+    columns = ("workload", "rate", "strategy", "best fixed", "measured", "over it", "it expected")
+    table = markdown_table((*columns, "it chose"), sorted(lines), numbers="-n-nnnn-")
+    return table if lines else ""
 
 
-def is_beside(one: Mapping[str, Any], row: Mapping[str, Any], strategy: Strategy) -> bool:
-    """Whether a row is a fixed strategy of gradlane's in the cell of another row.
+def is_beside(one: Row, row: Row, strategy: Strategy) -> bool:
+    """Return whether a row is a fixed strategy of gradlane's in the cluster of another row.
 
     Args:
         one: the row that is asked for.
         row: of a strategy that finds its own plan.
         strategy: that strategy.
     """
-    keys = ("workload", "rate_bps", "workers", "dilation")
-    fixed = parse_strategy(str(one["strategy"]))
+    fixed = parse_strategy(one.strategy)
     same_bits = fixed.sums_in_rank_order and not fixed.sends_factors
     comparable = same_bits or strategy.any_rounding
     is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
-    return is_fixed and comparable and all(one.get(key) == row.get(key) for key in keys)
+    return is_fixed and comparable and one.cluster == row.cluster
 
 
 def _chosen(plan: Mapping[str, Any]) -> str:
@@ -288,7 +276,7 @@ def _chosen(plan: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _missing(rows: Sequence[Row]) -> list[str]:
     """Return a line for each cell of the grid that lacks runs."""
     lines = []
     for cell in cells_of([]):
@@ -299,26 +287,25 @@ def _missing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _baseline_table(
-    baselines: Sequence[Mapping[str, Any]], predictions: Sequence[Prediction]
-) -> str:
+def _baseline_table(baselines: Sequence[Row], predictions: Sequence[Prediction]) -> str:
     measured = {
         (it.workload, it.rate_bps): it.measured_step_s for it in predictions if it.strategy == "p3"
     }
-    lines = [
-        "| workload | rate | compute | DDP | buckets | p3 | DDP over p3 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    slowest_first = sorted(baselines, key=lambda it: float(it["step_s_median"]), reverse=True)
-    fastest = {(it["workload"], it["rate_bps"]): it for it in slowest_first}
-    for _, row in sorted(fastest.items()):
-        p3_s = measured.get((row["workload"], float(row["rate_bps"])))
-        own = ["-", "-"]
-        if p3_s is not None:
-            own = [f"{p3_s * 1e3:.1f} ms", f"{row['step_s_median'] / p3_s:.2f}"]
+    lines = []
+    slowest_first = sorted(baselines, key=lambda it: it.step_s_median, reverse=True)
+    fastest = {(it.workload, it.rate_bps): it for it in slowest_first}
+    for key, row in sorted(fastest.items()):
+        p3_s = measured.get(key)
         lines.append(
-            f"| {row['workload']} | {format_rate(row['rate_bps'])} "
-            f"| {row['compute_s'] * 1e3:.1f} ms | {row['step_s_median'] * 1e3:.1f} ms "
-            f"| {parse_strategy(str(row['strategy'])).bucket_mb:g} MB | {own[0]} | {own[1]} |"
+            (
+                row.workload,
+                format_rate(row.rate_bps),
+                f"{row.compute_s * 1e3:.1f} ms",
+                f"{row.step_s_median * 1e3:.1f} ms",
+                f"{parse_strategy(row.strategy).bucket_mb:g} MB",
+                None if p3_s is None else f"{p3_s * 1e3:.1f} ms",
+                None if p3_s is None else f"{row.step_s_median / p3_s:.2f}",
+            )
         )
-    return "\n".join(lines)
+    columns = ("workload", "rate", "compute", "DDP", "buckets", "p3", "DDP over p3")
+    return markdown_table(columns, lines, numbers="-nnnnnn")

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradlane.lab.runs.evidence import NO_EVIDENCE, measures_machine
+from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 
 
 def print_constants(console: Console, content: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""Where ranks are born: one process that has loaded torch forks every rank into its namespace.
+"""One process that has loaded torch and forks programs, such as ranks into their namespaces.
 
 Torch and its compiler take a processor some five seconds to load, and a preset starts its ranks
 anew for every cell: loaded once, ranks start in milliseconds and share the memory.
 
-The nursery is started by the first pool of ranks and serves all later ones of its process. It ends
-with that process, whatever ends it, since its control socket closes then; it holds no namespace
-and no end of a rank's pipes, so it keeps nothing alive.
+The fork server of a process is started by its first pool of ranks and serves all later ones. It
+ends with that process, whatever ends it, since its control socket closes then; it holds no
+namespace and no end of a program's pipes, so it keeps nothing alive. A forked program ends as the
+interpreter would end it: by the excepthook and exit functions, with the same exit status.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from gradlane.formats.signals import signals_blocked
@@ -36,43 +37,43 @@ _STDERR_TAIL_BYTES = 6000
 _END_TIMEOUT_S = 5.0
 
 
-class ForkedRank:
-    """A rank's process and pipes, with what `subprocess.Popen` has of them.
+class ForkedProgram:
+    """A program's process and pipes, with the interface of `subprocess.Popen`.
 
     Attributes:
         pid: process identifier.
-        stdin: what the rank reads.
-        stdout: what the rank writes.
+        stdin: what the program reads.
+        stdout: what the program writes; nothing where it writes to a file.
     """
 
-    def __init__(self, nursery: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        """Stand for a process that the nursery has forked."""
-        self._nursery = nursery
+    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        """Stand for a process that the server has forked."""
+        self._server = server
         self.pid = pid
         self.stdin = stdin
         self.stdout = stdout
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return how the rank ended, as `Popen.returncode` has it; None where nobody knows.
+        """Return the exit status as `Popen.returncode` has it; None where the server is gone.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended in so many seconds.
+            subprocess.TimeoutExpired: the program still runs after so many seconds.
         """
-        return self._nursery.code_of(self.pid, timeout)
+        return self._server.code_of(self.pid, timeout)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank if it has not ended."""
-        if not self._nursery.has_ended(self.pid):
+        """Send a signal to the program if it has not ended."""
+        if not self._server.has_ended(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the rank at once."""
+        """End the program at once."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """The owner's side of the process that forks ranks."""
+    """The owner's side of the process that forks programs."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it; torch is loaded while the caller goes on.
@@ -86,7 +87,7 @@ class ForkServer:
         self._forked: list[int] = []
         self._is_ready = False
         self._running: set[int] = set()
-        self._stderr = os.memfd_create("last words of the nursery")
+        self._stderr = os.memfd_create("last words of the fork server")
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gradlane.lab.cluster.fork_server", str(theirs.fileno())],
@@ -105,31 +106,35 @@ class ForkServer:
 
     def fork(
         self,
-        rank: int,
-        module: str,
+        program: str,
+        arguments: Sequence[str],
         *,
-        namespace: int,
         environment: Mapping[str, str],
         stderr: IO[bytes],
+        stdout: IO[bytes] | None = None,
+        namespace: int | None = None,
+        folder: str | Path = ".",
         timeout_s: float,
-    ) -> ForkedRank:
-        """Run a module as a program with the rank as its argument, in a network namespace.
+    ) -> ForkedProgram:
+        """Run a program in a process of its own.
 
         Args:
-            rank: its argument.
-            module: name of the module.
-            namespace: open descriptor of the namespace.
+            program: name of a module, or path of a file that ends in `.py`.
+            arguments: of the program.
             environment: added to this process's environment.
             stderr: a file for what it writes to standard error.
-            timeout_s: for the nursery's own start, too.
+            stdout: a file for what it writes to standard output; None: a pipe.
+            namespace: open descriptor of the network namespace that it runs in; None: this one's.
+            folder: where it runs.
+            timeout_s: for the server's own start, too.
 
         Raises:
-            LabError: the nursery has ended, or did not come up in time.
+            LabError: the server has ended, or did not come up in time.
         """
         request = {
-            "rank": rank,
-            "module": module,
-            "folder": os.getcwd(),
+            "program": program,
+            "arguments": list(arguments),
+            "folder": os.path.abspath(folder),
             "environment": {**os.environ, **environment},
         }
         deadline_s = time.monotonic() + timeout_s
@@ -138,9 +143,10 @@ class ForkServer:
                 raise self._gone()
         # A signal in between would leave a process that nobody knows.
         with signals_blocked():
-            (stdin, requests), (answers, stdout) = os.pipe(), os.pipe()
+            (stdin, requests), (answers, written) = os.pipe(), os.pipe()
             try:
-                theirs = [namespace, stdin, stdout, stderr.fileno()]
+                theirs = [stdin, written if stdout is None else stdout.fileno(), stderr.fileno()]
+                theirs += [] if namespace is None else [namespace]
                 socket.send_fds(self._control, [json.dumps(request).encode()], theirs)
                 while not self._forked:
                     if not self._hear(deadline_s - time.monotonic()):
@@ -156,8 +162,8 @@ class ForkServer:
                 raise
             finally:
                 os.close(stdin)
-                os.close(stdout)
-        return ForkedRank(self, pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
+                os.close(written)
+        return ForkedProgram(self, pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
     def _gone(self) -> LabError:
         size = os.fstat(self._stderr).st_size
@@ -189,28 +195,28 @@ class ForkServer:
         return True
 
     def has_ended(self, pid: int) -> bool:
-        """Return whether a rank is known to have ended."""
+        """Return whether a program is known to have ended."""
         while pid not in self._codes and self._hear(0.0):
             pass
         return pid in self._codes
 
     def code_of(self, pid: int, timeout_s: float | None) -> int | None:
-        """Wait for a rank to end, and return how it did; None where the nursery is gone.
+        """Wait for a program to end, and return its exit status; None where the server is gone.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended in time.
+            subprocess.TimeoutExpired: the program still runs.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._codes:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
-                raise subprocess.TimeoutExpired(f"rank with process {pid}", timeout_s or 0.0)
+                raise subprocess.TimeoutExpired(f"the program with process {pid}", timeout_s or 0.0)
             if not self._hear(left_s) and self._process.poll() is not None:
                 return self._codes.get(pid)
         return self._codes[pid]
 
     def close(self) -> None:
-        """End the nursery and what still runs of its ranks."""
+        """End the server and the programs that still run."""
         if self.owner == os.getpid():
             for pid in tuple(self._running):
                 if not self.has_ended(pid):
@@ -225,30 +231,30 @@ class ForkServer:
 
 
 _running: dict[str | None, ForkServer] = {}
-"""By the module search path that it was started with: what it has loaded, all its ranks have."""
+"""By the module search path that it was started with: what it has loaded, all its programs have."""
 
 
 def running_fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """Return this process's nursery for the `PYTHONPATH` of an environment; start it if need be."""
+    """Return this process's server for the `PYTHONPATH` of an environment; start it if need be."""
     sources = environment.get("PYTHONPATH")
-    nursery = _running.get(sources)
-    if nursery is None or not nursery.is_up:
+    server = _running.get(sources)
+    if server is None or not server.is_up:
         with signals_blocked():
-            if nursery is not None:
-                nursery.close()
-            nursery = _running[sources] = ForkServer(environment)
-    return nursery
+            if server is not None:
+                server.close()
+            server = _running[sources] = ForkServer(environment)
+    return server
 
 
 @atexit.register
 def _close() -> None:
-    for nursery in _running.values():
-        if nursery.owner == os.getpid():
-            nursery.close()
+    for server in _running.values():
+        if server.owner == os.getpid():
+            server.close()
 
 
 def main() -> None:
-    """Fork ranks as the control socket in argument one asks, until it closes."""
+    """Fork programs as the control socket in argument one asks, until it closes."""
     import torch._dynamo
 
     del torch
@@ -296,32 +302,38 @@ def _report_ends(control: socket.socket) -> None:
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Turn this process, just forked, into the rank that is asked for."""
-    code = 1
+    """Turn this process, just forked, into the program that is asked for."""
+    code = 0
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        namespace, *streams = descriptors
-        for descriptor, number in zip(streams, (0, 1, 2), strict=True):
+        for number, descriptor in enumerate(descriptors[:3]):
             os.dup2(descriptor, number)
         # No thread exists yet, so that all later ones live in the namespace.
-        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"cannot enter the network namespace: {reason}")
+        for namespace in descriptors[3:]:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise RuntimeError(f"cannot enter the network namespace: {reason}")
         for descriptor in descriptors:
             os.close(descriptor)
         os.setsid()
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        sys.argv[1:] = [str(request["rank"])]
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-        code = 0
+        program: str = request["program"]
+        sys.argv = [program, *request["arguments"]]
+        if program.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(program))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else 1
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
+        code = 1
     finally:
+        atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

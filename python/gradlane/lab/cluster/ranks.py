@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
-from gradlane.lab.cluster.fork_server import ForkedRank, running_fork_server
+from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 from gradlane.lab.cluster.namespaces import Cluster
 
 _START_TIMEOUT_S = 180.0
@@ -37,7 +37,7 @@ class _Member:
     """One rank's process and pipes."""
 
     def __init__(
-        self, rank: int, child: subprocess.Popen[bytes] | ForkedRank, stderr: IO[bytes]
+        self, rank: int, child: subprocess.Popen[bytes] | ForkedProgram, stderr: IO[bytes]
     ) -> None:
         self.rank = rank
         self.child = child
@@ -133,12 +133,12 @@ class RankPool:
 
     def _start(
         self, rank: int, environment: Mapping[str, str], stderr: IO[bytes]
-    ) -> subprocess.Popen[bytes] | ForkedRank:
+    ) -> subprocess.Popen[bytes] | ForkedProgram:
         node = rank // self._ranks_per_node
         if self._program[0] == "-m":
             return running_fork_server(environment).fork(
-                rank,
                 self._program[1],
+                [str(rank)],
                 namespace=self._cluster.namespace_descriptor(node),
                 environment=environment,
                 stderr=stderr,

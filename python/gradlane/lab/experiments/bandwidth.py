@@ -8,121 +8,66 @@ compute alone. The simulator fills in the curve between the measured rates.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from gradlane.lab.experiments.preset import Preset, Rows
+from rich.table import Table as TextTable
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.experiments import findings, parts
+from gradlane.lab.experiments.findings import Findings
+from gradlane.lab.experiments.preset import GBIT, Preset
 from gradlane.lab.experiments.simulated import Simulation, compute_times
-from gradlane.lab.runs.cells import CEILING, MEASURED, STEPS, WORKERS, Cell, dilation_by_load
-from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.lab.runs.cells import dilation_by_load
+from gradlane.lab.runs.rows import CEILING, NO_EVIDENCE, Row
+from gradlane.report.curves import Points, curve_plot
+from gradlane.report.page import Block, Cell, Figure, Paragraph, Section, Table
+from gradlane.report.plots import Plot
 from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 
-NAME = "bandwidth"
-GBIT = 1_000_000_000
-BASELINES = ("ddp-gloo:25", "ddp-gloo:4", "ddp-gloo:1")
-"""DDP's bucket sizes; the best of them is what gradlane is compared with."""
-STRATEGIES = (CEILING, "p3", "slicing", "wfbp", "kvstore", "deferred-pull", *BASELINES)
-RATES_BPS: Mapping[str, tuple[int, ...]] = {
-    "resnet50": tuple(round(rate * GBIT) for rate in (1.5, 3, 4, 6, 10)),
-    "inception_v3": tuple(round(rate * GBIT) for rate in (1.5, 2.5, 3.2, 5, 8)),
-    "sockeye": tuple(round(rate * GBIT) for rate in (2, 3, 4, 6, 8)),
-    "vgg19": tuple(round(rate * GBIT) for rate in (5, 10, 15, 30)),
-}
-"""The slowest is where a port needs over twice the compute time, the fastest where it is idle."""
-QUICK_STRATEGIES = (CEILING, "p3", "kvstore", "ddp-gloo:25")
-QUICK_RATES_BPS: Mapping[str, tuple[int, ...]] = {
-    "resnet50": tuple(round(rate * GBIT) for rate in (1.5, 4, 6)),
-    "sockeye": tuple(round(rate * GBIT) for rate in (2, 4, 8)),
-}
 QUICK_LIMIT_S = 15 * 60
 LIMIT_S = 2 * 3600
 """What measuring may take on two cores; a test holds the estimates against it."""
 SIMULATED_BETWEEN = 2
 """Simulated rates between two measured ones."""
+DDP = "best DDP"
+GAIN = "p3"
+"""The strategy whose gains the page tells first."""
+_TABLE = (
+    parts.RATE,
+    parts.STRATEGY,
+    parts.SAMPLES,
+    parts.STEP,
+    parts.TO_BOUND,
+    ("× best DDP", lambda row, found: _times_ddp(row, found)),
+    parts.SIMULATED_MS,
+    parts.ERROR,
+    parts.PORTS,
+    parts.CPU,
+    parts.BUSY,
+)
+_CAPTION = (
+    "Medians of the measured steps, nominal. × best DDP: how many times as fast as the fastest "
+    "DDP of the same cluster. Error: simulated over measured step, minus one. Ports: share of "
+    f"the goodput used. CPU: of all processors of this machine; * {NO_EVIDENCE}. "
+    "The fastest that communicates is set off."
+)
 
 
-def bandwidth(
-    *,
-    quick: bool = False,
-    workloads: Sequence[str] = (),
-    rates_bps: Sequence[int] = (),
-    strategies: Sequence[str] = (),
-    workers: int = WORKERS,
-    dilation: float | None = None,
-    steps: int = STEPS,
-) -> Preset:
-    """Return the preset.
-
-    Args:
-        quick: two networks, three rates and three strategies.
-        workloads: only these networks; all of the preset where none is named.
-        rates_bps: nominal rates in place of the preset's.
-        strategies: in place of the preset's; compute alone is always measured.
-        workers: ranks, each on a node of its own.
-        dilation: real over nominal time; None: what two cores carry with ease.
-        steps: measured steps of a run.
-
-    Raises:
-        ValueError: a network is not in the preset, or a strategy is unknown.
-    """
-    rates = QUICK_RATES_BPS if quick else RATES_BPS
-    chosen = chosen_workloads(workloads, tuple(RATES_BPS)) or list(rates)
-    names = chosen_strategies(strategies) or (QUICK_STRATEGIES if quick else STRATEGIES)
-    cells = [
-        Cell(
-            workload,
-            rate_bps,
-            names,
-            dilation_by_load(workload, rate_bps, workers) if dilation is None else dilation,
-            workers=workers,
-            steps=steps,
-        )
-        for workload in chosen
-        for rate_bps in rates_bps or rates.get(workload, RATES_BPS[workload])
-    ]
-
-    return Preset(NAME, cells, curves)
-
-
-def chosen_workloads(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the named networks.
-
-    Raises:
-        ValueError: one is not known.
-    """
-    for workload in named:
-        if workload not in known:
-            raise ValueError(
-                f"there is no network {workload!r} here; there are: {', '.join(known)}"
-            )
-    return list(dict.fromkeys(named))
-
-
-def chosen_strategies(named: Sequence[str]) -> tuple[str, ...]:
-    """Return the named strategies after compute alone, which sets the ceiling and the bound.
-
-    Raises:
-        ValueError: one is unknown.
-    """
-    texts = [parse_strategy(text).text for text in named]
-    return tuple(dict.fromkeys((CEILING, *texts))) if texts else ()
-
-
-def curves(rows: Rows) -> list[Simulation]:
+def curves(rows: Sequence[Row]) -> list[Simulation]:
     """Return what is simulated: all of the engine's strategies, at and between the measured rates.
 
     Args:
         rows: the rows so far; each network in them gets its curves.
     """
-    measured = [row for row in rows if row.get("source") == MEASURED]
     found = []
     for workload, compute_s in compute_times(rows).items():
-        own = [row for row in measured if row["workload"] == workload]
-        dilations = {int(row["rate_bps"]): float(row["dilation"]) for row in own}
-        strategies = dict.fromkeys(
-            str(row["strategy"]) for row in own if row["strategy"] in ENGINE_STRATEGIES
-        )
+        own = [row for row in rows if row.workload == workload and not row.is_simulated]
+        dilations = {row.rate_bps: row.dilation for row in own}
+        strategies = dict.fromkeys(row.strategy for row in own if row.strategy in ENGINE_STRATEGIES)
         found += [
-            Simulation(workload, strategy, int(own[0]["workers"]), rate_bps, dilation, compute_s)
+            Simulation(workload, strategy, own[0].workers, rate_bps, dilation, compute_s)
             for strategy in strategies
             for rate_bps, dilation in between(dilations).items()
         ]
@@ -146,3 +91,240 @@ def between(dilations: Mapping[int, float]) -> dict[int, float]:
             found[rate_bps] = round(rate_bps / real_bps, 2)
     found.update({rate_bps: dilations[rate_bps] for rate_bps in ordered[-1:]})
     return found
+
+
+def _summary(found: Findings) -> str:
+    gains = found.gains(GAIN)
+    if not gains:
+        return ""
+    best = max(gains, key=lambda gain: gain.ratio)
+    over = best.row.over_bound
+    distance = "compared with" if over is None else f"{over - 1.0:+.1%} to"
+    return (
+        f"{GAIN} trains up to {best.ratio:.2f} times as fast as the best DDP: "
+        f"{best.row.cluster.title}, where its step is {distance} the bound."
+    )
+
+
+def _figures(found: Findings) -> Iterator[Figure]:
+    ratios = [gain.ratio for gain in found.gains(GAIN)]
+    if ratios:
+        tone = "good" if min(ratios) > 1.0 - findings.TOLERANCE else "bad"
+        yield Figure(f"{max(ratios):.2f}×", f"{GAIN} over the best DDP, at most", "good")
+        yield Figure(f"{min(ratios):.2f}×", f"{GAIN} over the best DDP, at least", tone)
+    distances = [ratio for _, ratio in found.over_bound(GAIN)]
+    if distances:
+        near = [ratio for ratio in distances if ratio <= findings.GOAL_OVER_BOUND]
+        yield Figure(
+            f"{len(near)} of {len(distances)}",
+            f"clusters with {GAIN} within 5 % of the bound",
+            "good" if len(near) == len(distances) else "bad",
+        )
+        middle = statistics.median(distances)
+        yield Figure(f"{middle - 1.0:+.1%}", f"{GAIN} to the bound, median")
+    errors = found.prediction_errors()
+    if errors:
+        middle = statistics.median(map(abs, errors))
+        yield Figure(f"{middle:.1%}", "error of the simulator's steps, median")
+
+
+def _remarks(found: Findings) -> Iterator[Block]:
+    beaten = found.faster_than_bound()
+    if beaten:
+        names = ", ".join(f"{row.strategy} ({row.cluster.title})" for row in beaten)
+        yield Paragraph(f"Faster than their bound, so something is wrong: {names}.")
+
+
+def _sections(found: Findings) -> Iterator[Section]:
+    for workload in dict.fromkeys(row.workload for row in found.measured):
+        own = found.of_workload(workload)
+        yield Section(workload, [_throughput(own, workload), _distance(own, workload), _rows(own)])
+    yield Section("Order of the strategies", _order(found))
+
+
+def _by_strategy(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each of the engine's strategies that has some."""
+    groups = {name: [row for row in rows if row.strategy == name] for name in ENGINE_STRATEGIES}
+    return {name: group for name, group in groups.items() if group}
+
+
+def _throughput(found: Findings, workload: str) -> Plot:
+    measured = _by_strategy(found.measured)
+    if found.baselines:
+        measured[DDP] = found.baselines
+
+    def curve(rows: Sequence[Row]) -> Points:
+        return parts.points(
+            rows,
+            lambda row: row.gbps,
+            lambda row: row.samples_per_s,
+            lambda row: parts.tooltip(row, found),
+        )
+
+    # The bound over the rates is from simulated rows where there are any: they are denser.
+    source = found.simulated or found.measured
+    bounds = {row.rate_bps: row for row in source if row.bound_step_s and row.communicates}
+    bound = parts.points(
+        bounds.values(),
+        lambda row: row.gbps,
+        parts.bound_samples,
+        lambda row: (
+            f"<b>bound</b> at {format_rate(row.rate_bps)}<br>"
+            f"{parts.bound_samples(row):.1f} samples/s, step {(row.bound_step_s or 0) * 1e3:.1f} ms"
+        ),
+    )
+    return curve_plot(
+        f"Throughput of {workload}",
+        {name: curve(rows) for name, rows in measured.items()},
+        {name: curve(rows) for name, rows in _by_strategy(found.simulated).items()},
+        {parts.BOUND: bound},
+        x_label="rate of every port, Gbit/s",
+        y_label="samples/s, all workers",
+        colors={**parts.COLORS, DDP: "text"},
+        x_ticks={rate: f"{rate:g}" for rate in sorted({row.gbps for row in found.measured})},
+        is_log=True,
+        note="Dots: measured. Lines: simulated. Dashed: the perfect-overlap bound. Click a name to "
+        "hide or show it.",
+    )
+
+
+def _distance(found: Findings, workload: str) -> Plot:
+    groups = {**_by_strategy(found.measured), DDP: found.baselines}
+    known = {name: [row for row in rows if row.over_bound] for name, rows in groups.items()}
+    rates = sorted({row.gbps for row in found.measured})
+    goal = 100.0 * (findings.GOAL_OVER_BOUND - 1.0)
+    return curve_plot(
+        f"Distance of {workload} to the bound",
+        {
+            name: parts.points(
+                rows,
+                lambda row: row.gbps,
+                lambda row: 100.0 * ((row.over_bound or 1.0) - 1.0),
+                lambda row: parts.tooltip(row, found),
+            )
+            for name, rows in known.items()
+            if rows
+        },
+        {},
+        {"5 %": Points(rates, [goal] * len(rates), ["5 % over the bound"] * len(rates))},
+        x_label="rate of every port, Gbit/s",
+        y_label="step over the bound, %",
+        colors={**parts.COLORS, DDP: "text"},
+        x_ticks={rate: f"{rate:g}" for rate in rates},
+        is_log=True,
+        note="Measured; lower is better.",
+    )
+
+
+def _times_ddp(row: Row, found: Findings) -> float | None:
+    speedup = found.speedup(row)
+    return round(speedup, 3) if speedup is not None and row.communicates else None
+
+
+def _fastest(rows: Sequence[Row]) -> Row | None:
+    sending = [row for row in rows if row.communicates]
+    return min(sending, key=lambda row: row.step_s_median, default=None)
+
+
+def _rows(found: Findings) -> Table:
+    fastest = {
+        (cluster, best.strategy)
+        for cluster, rows in found.clusters.items()
+        if (best := _fastest(rows)) is not None
+    }
+    runs = [row for row in found.rows if not row.is_simulated]
+    runs.sort(key=lambda row: (row.rate_bps, parts.strategy_order(row)))
+    return parts.row_table(
+        _TABLE, runs, found, _CAPTION, lambda row: (row.cluster, row.strategy) in fastest
+    )
+
+
+def _order(found: Findings) -> list[Block]:
+    expected = "; ".join(
+        f"{first} before {second} ({reason})" for first, second, reason in findings.ORDER
+    )
+    intro = Paragraph(
+        f"By what the strategies do, this order is expected: {expected}. Steps that differ by "
+        f"less than {findings.TOLERANCE:.0%} count as equal."
+    )
+    body: list[list[Cell]] = [
+        [
+            it.slower.workload,
+            it.slower.gbps,
+            it.slower.strategy,
+            it.faster.strategy,
+            parts.percent(it.ratio - 1.0),
+            it.explanation,
+        ]
+        for it in found.reversals()
+    ]
+    if not body:
+        return [intro, Paragraph("Every measured cluster has this order.")]
+    columns = ("network", "rate, Gbit/s", "slower than expected", "than", "by, %", "what is known")
+    return [intro, Table(columns, body, "Where the measured order is another.")]
+
+
+def _tables(found: Findings) -> Iterator[TextTable]:
+    """A line for each measured cluster: the fastest strategy, the best DDP and the bound."""
+    lines = [
+        (cluster, best, next((row for row in rows if row.strategy == GAIN), None))
+        for cluster, rows in found.clusters.items()
+        if (best := _fastest(rows)) is not None
+    ]
+
+    def of_p3(row: Row | None, find: Callable[[Row], float | None], spelling: str) -> str:
+        return parts.text_or_dash(None if row is None else find(row), spelling)
+
+    yield parts.text_table(
+        "throughput against bandwidth, samples/s",
+        (
+            ("cluster", lambda line: line[0].title),
+            ("p3", lambda line: parts.samples_text(line[2])),
+            ("fastest", lambda line: line[1].strategy),
+            ("best DDP", lambda line: parts.samples_text(found.baseline(line[0]))),
+            ("p3 x DDP", lambda line: of_p3(line[2], found.speedup, ".3f")),
+            ("p3 to bound", lambda line: of_p3(line[2], parts.to_bound, "+.1%")),
+            ("simulated", lambda line: parts.samples_text(line[2] and found.counterpart(line[2]))),
+        ),
+        lines,
+    )
+
+
+BANDWIDTH = Preset(
+    name="bandwidth",
+    title="Throughput against bandwidth",
+    # The slowest is where a port needs over twice the compute time, the fastest where it is idle.
+    rates_bps={
+        "resnet50": tuple(round(rate * GBIT) for rate in (1.5, 3, 4, 6, 10)),
+        "inception_v3": tuple(round(rate * GBIT) for rate in (1.5, 2.5, 3.2, 5, 8)),
+        "sockeye": tuple(round(rate * GBIT) for rate in (2, 3, 4, 6, 8)),
+        "vgg19": tuple(round(rate * GBIT) for rate in (5, 10, 15, 30)),
+    },
+    # The best of DDP's bucket sizes is what gradlane is compared with.
+    strategies=(
+        *(CEILING, "p3", "slicing", "wfbp", "kvstore", "deferred-pull"),
+        *("ddp-gloo:25", "ddp-gloo:4", "ddp-gloo:1"),
+    ),
+    dilation=dilation_by_load,
+    simulations=curves,
+    tables=_tables,
+    summary=_summary,
+    figures=_figures,
+    remarks=_remarks,
+    sections=_sections,
+    text="Each dot is a run of real processes, sockets and bytes between emulated nodes; the "
+    "accelerators are replayed. Each line is the simulator's. The bound is what perfect overlap of "
+    "compute and communication would reach, so no exact strategy can be above it. DDP is PyTorch's "
+    "own, over Gloo, at the best of its bucket sizes.",
+)
+QUICK = replace(
+    BANDWIDTH,
+    workloads=("resnet50", "sockeye"),
+    rates_bps={
+        **BANDWIDTH.rates_bps,
+        "resnet50": tuple(round(rate * GBIT) for rate in (1.5, 4, 6)),
+        "sockeye": tuple(round(rate * GBIT) for rate in (2, 4, 8)),
+    },
+    strategies=(CEILING, "p3", "kvstore", "ddp-gloo:25"),
+)
+"""Two networks, three rates and three strategies."""

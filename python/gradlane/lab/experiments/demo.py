@@ -6,8 +6,7 @@ links are about as slow as the compute is long: there communication can be hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.console import Console
 from gradlane.formats.rates import format_rate
 from gradlane.lab.runs.display import bar_progress, print_tables
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row, save_rows
+from gradlane.lab.runs.rows import Row, save_rows
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.report.console import format_time
@@ -69,8 +68,13 @@ def run_demo(
             f"nodes at {format_rate(options.rates_bps[0])}",
             highlight=False,
         )
+
+        def keep(finished: list[Row], before: Sequence[Row] = tuple(rows)) -> None:
+            if json_path is not None:
+                save_rows([*before, *finished], json_path)
+
         with bar_progress(console, options.steps_in_total) as progress:
-            part = run_lab(options, progress=progress, on_rows=_keeper(json_path, rows))
+            part = run_lab(options, progress=progress, on_rows=keep)
         rows += part
         print_tables(console, part)
         for sentence in verdict(part):
@@ -80,27 +84,15 @@ def run_demo(
         save_rows(rows, json_path)
         console.print(f"wrote {json_path}", highlight=False)
     if html_path is not None:
-        from gradlane.lab.experiments.pages.results import report_from_results
+        from gradlane.lab.experiments.runs_page import report_from_results
 
-        report_from_results(
-            [asdict(row) for row in rows], html_path, title="gradlane beside DDP, four nodes"
-        )
+        report_from_results(rows, html_path, title="gradlane beside DDP, four nodes")
         console.print(f"wrote {html_path}", highlight=False)
-
-
-def _keeper(json_path: Path | None, before: Sequence[Row]) -> Callable[[list[Row]], None]:
-    """Return what saves finished rows of a part behind those of earlier parts."""
-
-    def keep(rows: list[Row]) -> None:
-        if json_path is not None:
-            save_rows([*before, *rows], json_path)
-
-    return keep
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
     """Return what summarized rows of one workload at one rate say, in sentences."""
-    baselines = [row for row in rows if parse_strategy(row.strategy).is_baseline]
+    baselines = [row for row in rows if row.is_baseline]
     ours = [row for row in rows if parse_strategy(row.strategy).family == "gradlane"]
     sentences: list[str] = []
     for row in ours:
@@ -113,7 +105,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         sentences.append(text + ".")
         equal = "bit-identical" if row.params_equal else "NOT identical"
         sentences.append(f"{row.strategy}: parameters are {equal} on all {row.workers} ranks.")
-        if baselines and any(row.loss):
+        if baselines and row.has_losses:
             difference = abs(row.loss[-1] - baselines[0].loss[-1]) / abs(baselines[0].loss[-1])
             sentences.append(
                 f"{row.strategy}: the last loss is {row.loss[-1]:.4f}, {baselines[0].strategy}'s "
@@ -121,8 +113,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             )
         if row.cpu_bound:
             sentences.append(
-                f"This machine's processors were {row.cpu_share:.0%} busy, {row.stolen_share:.0%} "
-                "for other virtual machines: a quieter machine, or more dilation, is needed for "
-                "evidence."
+                f"This machine's processors were {row.cpu_share or 0:.0%} busy, "
+                f"{row.stolen_share:.0%} for other virtual machines: a quieter machine, or more "
+                "dilation, is needed for evidence."
             )
     return sentences

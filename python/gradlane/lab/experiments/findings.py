@@ -1,4 +1,4 @@
-"""What rows of the bandwidth experiment show: gains, distances to the bound, and their order.
+"""What rows of experiments show together: gains, distances to the bound, and their order.
 
 Each comparison is of rows of one cluster: the same network, ranks, rate and dilation.
 """
@@ -6,15 +6,15 @@ Each comparison is of rows of one cluster: the same network, ranks, rate and dil
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from gradlane.lab.experiments.simulated import SIMULATED
-from gradlane.lab.runs.cells import CEILING, MEASURED
-from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.lab.experiments.simulated import bound_of
+from gradlane.lab.runs.rows import ClusterKey, Row
+from gradlane.lab.workloads import REPLAY_NAMES
+from gradlane.training.options.options import ASGD
 
-Row = Mapping[str, Any]
 ORDER = (
     ("p3", "slicing", "the same slices, the most urgent first"),
     ("slicing", "wfbp", "finer slices, and no barrier between steps"),
@@ -65,122 +65,149 @@ class Reversal:
         return f"the simulator has the expected order ({self.simulated_ratio - 1:+.1%})"
 
 
-def measured(rows: Sequence[Row]) -> list[Row]:
-    """Return the measured rows that are evidence."""
-    return [row for row in rows if row.get("source", MEASURED) == MEASURED and not row["cpu_bound"]]
+class Findings:
+    """Rows of an experiment, and what they show beside one another.
 
+    Attributes:
+        rows: all of them.
+        measured: the measured ones that are evidence.
+        simulated: the simulated ones.
+    """
 
-def simulated(rows: Sequence[Row]) -> list[Row]:
-    """Return the simulated rows."""
-    return [row for row in rows if row.get("source") == SIMULATED]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """Compare rows."""
+        self.rows = rows
+        self.measured = [row for row in rows if row.is_evidence]
+        self.simulated = [row for row in rows if row.is_simulated]
 
+    def of_workload(self, workload: str) -> Findings:
+        """Return what the rows of one network show."""
+        return Findings([row for row in self.rows if row.workload == workload])
 
-def cluster_of(row: Row) -> tuple[Any, ...]:
-    """Return what rows that are compared have in common."""
-    return row["workload"], row.get("workers"), row["rate_bps"], row.get("dilation")
+    @cached_property
+    def clusters(self) -> dict[ClusterKey, list[Row]]:
+        """The evidence by cluster: by network as it comes, then by workers and rate."""
+        return clusters_of(self.measured)
 
+    @cached_property
+    def _baselines(self) -> dict[ClusterKey, Row]:
+        fastest_first = sorted(self.measured, key=lambda row: row.step_s_median)
+        return {row.cluster: row for row in reversed(fastest_first) if row.is_baseline}
 
-def clusters_of(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
-    """Return the clusters in the rows, by network as it comes, then by rate."""
-    workloads = list(dict.fromkeys(str(row["workload"]) for row in rows))
-    found = dict.fromkeys(cluster_of(row) for row in rows)
-    return sorted(found, key=lambda it: (workloads.index(it[0]), it[1] or 0, it[2], it[3] or 0))
+    @cached_property
+    def _simulations(self) -> dict[tuple[ClusterKey, str, int | None], Row]:
+        return {
+            (row.cluster, row.strategy, row.slice_elems): row for row in reversed(self.simulated)
+        }
 
+    def baseline(self, cluster: ClusterKey) -> Row | None:
+        """Return the fastest measured DDP of a cluster, or None."""
+        return self._baselines.get(cluster)
 
-def best_baseline(rows: Sequence[Row], cluster: tuple[Any, ...]) -> Row | None:
-    """Return the fastest measured DDP of a cluster, or None."""
-    found = [
-        row
-        for row in measured(rows)
-        if cluster_of(row) == cluster and parse_strategy(str(row["strategy"])).is_baseline
-    ]
-    return min(found, key=lambda row: float(row["step_s_median"]), default=None)
+    @property
+    def baselines(self) -> list[Row]:
+        """The fastest measured DDP of each cluster that has one."""
+        return [self._baselines[one] for one in self.clusters if one in self._baselines]
 
+    def speedup(self, row: Row) -> float | None:
+        """Return the best DDP's step time over a row's; None without DDP."""
+        baseline = self.baseline(row.cluster)
+        return None if baseline is None else baseline.step_s_median / row.step_s_median
 
-def gains(rows: Sequence[Row], strategy: str) -> list[Gain]:
-    """Return a strategy's gain over the best DDP for each cluster that has both."""
-    found = []
-    for row in measured(rows):
-        baseline = best_baseline(rows, cluster_of(row))
-        if row["strategy"] == strategy and baseline is not None:
-            ratio = float(baseline["step_s_median"]) / float(row["step_s_median"])
-            found.append(Gain(row, str(baseline["strategy"]), ratio))
-    return found
+    def counterpart(self, row: Row) -> Row | None:
+        """Return the simulated row of the same cluster and settings, or None."""
+        return self._simulations.get((row.cluster, row.strategy, row.slice_elems))
 
+    def prediction_error(self, row: Row) -> float | None:
+        """Return predicted over measured step, minus one; None without a simulated row."""
+        other = self.counterpart(row)
+        return None if other is None else other.step_s_median / row.step_s_median - 1.0
 
-def over_bound(rows: Sequence[Row], strategy: str) -> list[tuple[Row, float]]:
-    """Return a strategy's measured rows that have a bound, with step time over bound."""
-    return [
-        (row, float(row["step_s_median"]) / float(row["bound_step_s"]))
-        for row in measured(rows)
-        if row["strategy"] == strategy and row.get("bound_step_s")
-    ]
+    def gains(self, strategy: str) -> list[Gain]:
+        """Return a strategy's gain over the best DDP for each cluster that has both."""
+        return [
+            Gain(row, other.strategy, other.step_s_median / row.step_s_median)
+            for row in self.measured
+            if row.strategy == strategy and (other := self.baseline(row.cluster)) is not None
+        ]
 
+    def over_bound(self, strategy: str) -> list[tuple[Row, float]]:
+        """Return a strategy's measured rows that have a bound, with step time over bound."""
+        own = [row for row in self.measured if row.strategy == strategy]
+        return [(row, row.over_bound) for row in own if row.over_bound is not None]
 
-def counterpart(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Return the simulated row of the same cluster and settings, or None."""
-    return next(
-        (
-            other
-            for other in simulated(rows)
-            if cluster_of(other) == cluster_of(row)
-            and other["strategy"] == row["strategy"]
-            and other.get("slice_elems") == row.get("slice_elems")
-        ),
-        None,
-    )
+    def prediction_errors(self) -> list[float]:
+        """Return the errors of all measured rows that were simulated."""
+        errors = map(self.prediction_error, self.measured)
+        return [error for error in errors if error is not None]
 
-
-def prediction_errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Return measured rows that were simulated, with predicted over measured step, minus one."""
-    found = []
-    for row in measured(rows):
-        other = counterpart(row, rows)
-        if other is not None:
-            found.append((row, float(other["step_s_median"]) / float(row["step_s_median"]) - 1.0))
-    return found
-
-
-def reversals(rows: Sequence[Row]) -> list[Reversal]:
-    """Return where the order of two strategies is not the expected one."""
-    found = []
-    evidence = measured(rows)
-    for cluster in clusters_of(evidence):
-        here = {str(row["strategy"]): row for row in evidence if cluster_of(row) == cluster}
-        for first, second, reason in ORDER:
-            if first not in here or second not in here:
-                continue
-            ratio = float(here[first]["step_s_median"]) / float(here[second]["step_s_median"])
-            if ratio > 1.0 + TOLERANCE:
-                found.append(
-                    Reversal(
-                        here[second],
-                        here[first],
-                        reason,
-                        ratio,
-                        _simulated_ratio(here[first], here[second], rows),
-                        max(_spread(here[first]), _spread(here[second])),
+    def reversals(self) -> Iterator[Reversal]:
+        """Find where the order of two strategies is not the expected one."""
+        for rows in self.clusters.values():
+            here = {row.strategy: row for row in rows}
+            for first, second, reason in ORDER:
+                if first not in here or second not in here:
+                    continue
+                ought, other = here[first], here[second]
+                ratio = ought.step_s_median / other.step_s_median
+                if ratio > 1.0 + TOLERANCE:
+                    a, b = self.counterpart(ought), self.counterpart(other)
+                    yield Reversal(
+                        faster=other,
+                        slower=ought,
+                        reason=reason,
+                        ratio=ratio,
+                        simulated_ratio=a.step_s_median / b.step_s_median if a and b else None,
+                        spread=max(_spread(ought), _spread(other)),
                     )
-                )
-    return found
+
+    def faster_than_bound(self) -> list[Row]:
+        """Return measured rows that beat their bound by more than runs differ: all are wrong."""
+        return [
+            row
+            for row in self.measured
+            if row.communicates and row.over_bound and row.over_bound < 1.0 - TOLERANCE
+        ]
 
 
-def faster_than_bound(rows: Sequence[Row]) -> list[Row]:
-    """Return measured rows that beat their bound by more than runs differ: something is wrong."""
-    return [
-        row
-        for row in measured(rows)
-        if row["strategy"] != CEILING
-        and row.get("bound_step_s")
-        and float(row["step_s_median"]) < (1.0 - TOLERANCE) * float(row["bound_step_s"])
-    ]
-
-
-def _simulated_ratio(first: Row, second: Row, rows: Sequence[Row]) -> float | None:
-    a, b = counterpart(first, rows), counterpart(second, rows)
-    return None if a is None or b is None else float(a["step_s_median"]) / float(b["step_s_median"])
+def clusters_of(rows: Sequence[Row]) -> dict[ClusterKey, list[Row]]:
+    """Return rows by cluster: by network as it comes, then by workers and rate."""
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    keys = sorted({row.cluster for row in rows}, key=lambda it: (workloads.index(it[0]), it[1:]))
+    return {key: [row for row in rows if row.cluster == key] for key in keys}
 
 
 def _spread(row: Row) -> float:
-    steps = [float(step_s) for step_s in row.get("step_s") or ()]
+    steps = row.step_s
     return (max(steps) - min(steps)) / statistics.median(steps) if steps else 0.0
+
+
+def completed(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with the figures that need other rows: compute time, bound, gain over DDP.
+
+    Runs of one cluster may come from several calls, so these are worked out anew from all rows.
+    `compute_s` is that of the cluster's `none` row; `bound_step_s` follows from it and from the
+    row's own goodput; rows that are no evidence keep what they have.
+    """
+    found = Findings(rows)
+    alone = {row.cluster: row.step_s_median for row in found.measured if not row.communicates}
+
+    def complete(row: Row) -> Row:
+        row = replace(row, compute_s=alone.get(row.cluster, row.compute_s))
+        if row.strategy == ASGD:
+            # The bound is that of steps which wait for their own gradients.
+            row = replace(row, bound_step_s=None, bound_binding=None)
+        elif row.workload in REPLAY_NAMES:
+            bound = bound_of(
+                row.workload,
+                row.dilation,
+                workers=row.workers,
+                goodput_bps=row.goodput_bps,
+                compute_s=row.compute_s,
+            )
+            row = replace(row, bound_step_s=bound.step_s, bound_binding=bound.binding)
+        if not row.communicates:
+            return row
+        return replace(row, step_over_bound=row.over_bound, speedup_over_ddp=found.speedup(row))
+
+    return [complete(row) if row.is_evidence else row for row in rows]

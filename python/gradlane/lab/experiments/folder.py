@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.runs.cells import replace_or_say, write_failure
-from gradlane.lab.runs.columns import ROW_COLUMNS
+from gradlane.lab.runs.rows import ROW_COLUMNS, replace_or_say, write_failure
 
 NEEDED_BYTES = 24 * 10**6
 """The page carries the plotting library, 5 MB; rows with what ports did over time are as large."""

@@ -1,37 +1,49 @@
-"""Running a preset: measure what is missing, simulate what is missing, write table and page."""
+"""An experiment of a paper, declared: its cells, its simulations, its tables and its page.
+
+Running one measures what is missing, simulates what is missing, and writes table and page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table as TextTable
 
 from gradlane.formats.signals import Terminated
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.experiments.completed import completed
-from gradlane.lab.experiments.findings import measured
+from gradlane.lab.experiments.findings import Findings, completed
 from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.experiments.parts import all_rows, measurement
 from gradlane.lab.experiments.simulated import Simulation, simulate_missing
 from gradlane.lab.runs.cells import (
-    MEASURED,
+    STEPS,
+    WORKERS,
     Cell,
-    compact,
     measure_missing,
-    read_rows,
     remaining_estimate_s,
-    replace_or_say,
-    save_rows,
     still_missing,
+    usual_dilation,
 )
 from gradlane.lab.runs.display import runs_progress
-from gradlane.lab.runs.evidence import NO_EVIDENCE
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.rows import (
+    CEILING,
+    MEASURED,
+    NO_EVIDENCE,
+    Row,
+    compact,
+    read_rows,
+    replace_or_say,
+    save_rows,
+)
 from gradlane.lab.runs.run import run_lab
+from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.report.page import Block, Figure, Figures, Paragraph, Section, write_report
 
-Rows = Sequence[Mapping[str, Any]]
+GBIT = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -40,42 +52,136 @@ class Preset:
 
     Attributes:
         name: of the command, and in the rows.
-        cells: what is measured.
+        title: of the page.
+        rates_bps: nominal rates of the ports, by network.
+        strategies: the first is compute alone, which sets the ceiling and the bound.
+        text: what the page says of the experiment, beside its key figures.
+        figures: key figures of the page.
+        sections: the page's further sections.
+        tables: what is printed at the end; the page and the rows say more.
+        summary: a sentence or two of findings; may be empty.
         simulations: what is simulated beside it, from all rows so far.
-        extra: further fields of a measured row.
-        finish: what is added to all rows at the end.
+        remarks: what the page says between figures and text.
+        is_shown: whether the page has use for a row.
+        workloads: networks that are measured where none is named; empty: all.
+        workers: numbers of ranks, each on a node of its own.
+        sizes: elements of a slice at most; None: each strategy's own.
+        steps: measured steps of a run.
+        dilation: real over nominal time of a network, a rate and a number of workers.
+        cells: what is measured, as `choose` says.
         run: what measures.
+        finish: what is added to all rows at the end.
     """
 
     name: str
-    cells: Sequence[Cell]
-    simulations: Callable[[Rows], Sequence[Simulation]]
-    extra: Callable[[Row], Mapping[str, Any]] = lambda row: {}
+    title: str
+    rates_bps: Mapping[str, tuple[int, ...]]
+    strategies: tuple[str, ...]
+    text: str
+    figures: Callable[[Findings], Iterable[Figure]]
+    sections: Callable[[Findings], Iterable[Section]]
+    tables: Callable[[Findings], Iterable[TextTable]]
+    summary: Callable[[Findings], str]
+    simulations: Callable[[Sequence[Row]], Sequence[Simulation]] = lambda rows: []
+    remarks: Callable[[Findings], Iterable[Block]] = lambda found: ()
+    is_shown: Callable[[Row], bool] = lambda row: True
+    workloads: tuple[str, ...] = ()
+    workers: tuple[int, ...] = (WORKERS,)
+    sizes: tuple[int | None, ...] = (None,)
+    steps: int = STEPS
+    dilation: Callable[[str, int, int], float] = lambda workload, rate_bps, workers: usual_dilation(
+        workload, rate_bps
+    )
+    cells: Sequence[Cell] = ()
     run: Callable[..., list[Row]] = run_lab
-    finish: Callable[[Rows], list[dict[str, Any]]] = completed
+    finish: Callable[[Sequence[Row]], list[Row]] = completed
 
-    def __post_init__(self) -> None:
-        """Refuse what the lab would refuse in the middle of the runs.
+    def choose(
+        self,
+        *,
+        workloads: Sequence[str] = (),
+        rates_bps: Sequence[int] = (),
+        strategies: Sequence[str] = (),
+        workers: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+        dilation: float | None = None,
+        steps: int | None = None,
+    ) -> Preset:
+        """Return the preset with its cells.
+
+        Args:
+            workloads: only these networks; all of the preset where none is named.
+            rates_bps: nominal rates in place of the preset's.
+            strategies: in place of the preset's; compute alone is always measured.
+            workers: numbers of ranks in place of the preset's.
+            sizes: elements of a slice at most, in place of the preset's.
+            dilation: real over nominal time; None: what two cores carry with ease.
+            steps: measured steps of a run in place of the preset's.
 
         Raises:
-            ValueError: a cell has a strategy, a rate or a number that makes no sense.
+            ValueError: a network is not in the preset, or the lab would refuse a strategy, a rate
+                or a number in the middle of the runs.
         """
-        for cell in self.cells:
+        for workload in workloads:
+            if workload not in self.rates_bps:
+                raise ValueError(
+                    f"there is no network {workload!r} here; there are: {', '.join(self.rates_bps)}"
+                )
+        named = [CEILING, *(parse_strategy(text).text for text in strategies)]
+        names = tuple(dict.fromkeys(named)) if strategies else self.strategies
+        chosen_sizes = sorted(set(sizes)) or self.sizes
+        cells = [
+            Cell(
+                workload,
+                rate_bps,
+                # Compute alone knows no slices: once is enough.
+                tuple(one for one in names if one != CEILING or size == chosen_sizes[0]),
+                self.dilation(workload, rate_bps, count) if dilation is None else dilation,
+                workers=count,
+                slice_elems=size,
+                steps=self.steps if steps is None else steps,
+            )
+            for workload in dict.fromkeys(workloads) or self.workloads or self.rates_bps
+            for rate_bps in rates_bps or self.rates_bps[workload]
+            for count in workers or self.workers
+            for size in chosen_sizes
+        ]
+        for cell in cells:
             cell.options(cell.strategies)
+        return replace(self, cells=cells)
 
     @property
     def estimate_s(self) -> float:
         """About how long all measuring takes, in real seconds."""
         return remaining_estimate_s(self.cells, [])
 
-    def describe(self, row: Row) -> dict[str, Any]:
+    def describe(self, row: Row) -> Row:
         """Return what is kept of a measured row."""
         kept = compact(row)
-        kept["machine"]["command"] = list(row.machine.get("command", []))
-        return {"preset": self.name, "source": MEASURED, **kept, **self.extra(row)}
+        machine = {**kept.machine, "command": list(row.machine.get("command", []))}
+        return replace(kept, preset=self.name, source=MEASURED, machine=machine)
+
+    def write_page(self, rows: Sequence[Row], path: str | Path) -> None:
+        """Write the page.
+
+        Args:
+            rows: measured and simulated rows.
+            path: the HTML file to write.
+
+        Raises:
+            ValueError: no row is evidence.
+            OSError: the file cannot be written.
+        """
+        found = Findings(rows)
+        if not any(map(self.is_shown, found.measured)):
+            raise ValueError("no row is evidence: measure on an idle machine")
+        blocks = [Figures(list(self.figures(found))), *self.remarks(found), Paragraph(self.text)]
+        sections = [Section("In short", blocks), *self.sections(found)]
+        sections += [all_rows(rows), measurement(rows)]
+        write_report(path, self.title, sections, summary=self.summary(found))
 
 
-def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[dict[str, Any]]:
+def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[Row]:
     """Run a preset from where it stopped, and write its files.
 
     Args:
@@ -93,44 +199,28 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[d
     """
     folder.prepare()
     rows = read_rows(folder.results)
-    _require_own(preset, rows, folder)
+    for row in rows:
+        if row.preset not in (preset.name, None):
+            raise ValueError(
+                f"{folder.results} holds rows of `gradlane lab {row.preset}`: name another "
+                "folder with --output"
+            )
     if still_missing(preset.cells, rows):
         if rows:
             console.print(f"going on with {folder.results}", highlight=False)
         _measure(preset, folder, console)
     rows = _simulate(preset, completed(read_rows(folder.results)), folder, console)
     rows = preset.finish(rows)
-    if not measured(rows):
-        save_rows(rows, folder.results)
+    save_rows(rows, folder.results)
+    if not any(row.is_evidence for row in rows):
         raise LabError(
             f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"
         )
-    write_files(rows, folder)
+    folder.write_table([row.to_json() for row in rows])
+    replace_or_say(folder.page, lambda partial: preset.write_page(rows, partial))
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
     return rows
-
-
-def write_files(rows: Rows, folder: PresetFolder) -> None:
-    """Write rows, table and page.
-
-    Raises:
-        LabError: a file cannot be written.
-    """
-    from gradlane.lab.experiments.pages.presets import report_from_preset
-
-    save_rows(rows, folder.results)
-    folder.write_table(rows)
-    replace_or_say(folder.page, lambda partial: report_from_preset(rows, partial))
-
-
-def _require_own(preset: Preset, rows: Rows, folder: PresetFolder) -> None:
-    for row in rows:
-        if row.get("preset", preset.name) != preset.name:
-            raise ValueError(
-                f"{folder.results} holds rows of `gradlane lab {row['preset']}`: name another "
-                "folder with --output"
-            )
 
 
 def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
@@ -159,8 +249,8 @@ def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
 
 
 def _simulate(
-    preset: Preset, rows: list[dict[str, Any]], folder: PresetFolder, console: Console
-) -> list[dict[str, Any]]:
+    preset: Preset, rows: Sequence[Row], folder: PresetFolder, console: Console
+) -> list[Row]:
     simulations = preset.simulations(rows)
     columns = (TextColumn("simulating {task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -179,4 +269,4 @@ def _simulate(
             keep=lambda so_far: save_rows(so_far, folder.results),
             on_run=show,
         )
-    return [{"preset": preset.name, **row} for row in found]
+    return [replace(row, preset=preset.name) for row in found]

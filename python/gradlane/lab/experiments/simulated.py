@@ -10,23 +10,20 @@ import os
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.calibration.prediction import SEEDS, STEPS, replayed_profile, reports_of
-from gradlane.lab.runs.cells import CEILING, MEASURED
+from gradlane.lab.runs.rows import SIMULATED, Row
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.bound import Bound, bound_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import timings_in
 from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster, run_scenario, scenario_of
-
-SIMULATED = "simulated"
-"""Source of a row that was not run."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,12 @@ class Simulation:
             f"{format_rate(self.rate_bps)}"
         )
 
-    def is_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row is this simulation's."""
-        return all(row.get(name) == value for name, value in self._inputs().items())
+    def is_row(self, row: Row) -> bool:
+        """Return whether a row is this simulation's."""
+        return all(getattr(row, name) == value for name, value in self.inputs().items())
 
-    def _inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
+        """Return the fields of the row that say what is simulated."""
         if self.strategy == RING_FUSED:
             slice_elems = None
         else:
@@ -87,14 +85,17 @@ class Simulation:
         report: dict[str, Any] = run_scenario(scenario_of(profile, cluster))["report"]
         return report
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Row:
         """Simulate, and return a row.
 
         Raises:
             ValueError: the simulator refuses the cluster.
         """
-        inputs = self._inputs()
-        reports = [self._real_report()] if self.is_real else reports_of(inputs, seeds=self.seeds)
+        if self.is_real:
+            reports = [self._real_report()]
+        else:
+            run = Row.of(step_s_median=0.0, **self.inputs())
+            reports = reports_of(run, seeds=self.seeds)
         bound = bound_of(
             self.workload,
             self.dilation,
@@ -110,25 +111,25 @@ class Simulation:
 
         batch_size = ARCHITECTURES[self.workload]().batch_size
         step_s = mean("step_s") / self.dilation
-        return {
-            **inputs,
-            "codec": "raw",
-            "steps": STEPS,
-            "batch_size": batch_size,
-            "samples_per_s": self.workers * batch_size / step_s,
-            "step_s_median": step_s,
-            "wall_step_s_median": None,
-            "bound_step_s": bound.step_s,
-            "bound_binding": bound.binding,
-            "step_over_bound": step_s / bound.step_s,
-            "goodput_bps": self.rate_bps * GOODPUT_SHARE,
-            "tx_bytes_per_step": mean("tx_bytes_per_step_mean"),
-            "link_utilization": mean("tx_utilization"),
-            "io_utilization": mean("io_utilization"),
-            "cpu_s_per_step": None,
-            "cpu_bound": False,
-            "param_digest": None,
-        }
+        return Row.of(
+            **self.inputs(),
+            codec="raw",
+            steps=STEPS,
+            batch_size=batch_size,
+            samples_per_s=self.workers * batch_size / step_s,
+            step_s_median=step_s,
+            wall_step_s_median=None,
+            bound_step_s=bound.step_s,
+            bound_binding=bound.binding,
+            step_over_bound=step_s / bound.step_s,
+            goodput_bps=self.rate_bps * GOODPUT_SHARE,
+            tx_bytes_per_step=mean("tx_bytes_per_step_mean"),
+            link_utilization=mean("tx_utilization"),
+            io_utilization=mean("io_utilization"),
+            cpu_s_per_step=None,
+            cpu_bound=False,
+            param_digest=None,
+        )
 
 
 def bound_of(
@@ -150,29 +151,24 @@ def bound_of(
     )
 
 
-def compute_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compute_times(rows: Sequence[Row]) -> dict[str, float]:
     """Return the compute time of each workload in the rows: measured alone, else as planned."""
     times: dict[str, float] = {}
-    for workload in dict.fromkeys(str(row["workload"]) for row in rows):
-        own = [row for row in rows if row["workload"] == workload and row.get("source") == MEASURED]
-        alone = [
-            float(row["step_s_median"])
-            for row in own
-            if row["strategy"] == CEILING and not row["cpu_bound"]
-        ]
-        planned = [float(row["compute_s"]) for row in own]
-        if alone or planned:
-            times[workload] = statistics.median(alone or planned)
+    for workload in dict.fromkeys(row.workload for row in rows):
+        own = [row for row in rows if row.workload == workload and not row.is_simulated]
+        alone = [row.step_s_median for row in own if not row.communicates and row.is_evidence]
+        if own:
+            times[workload] = statistics.median(alone or [row.compute_s for row in own])
     return times
 
 
 def simulate_missing(
     simulations: Sequence[Simulation],
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     *,
-    keep: Callable[[list[dict[str, Any]]], None],
+    keep: Callable[[list[Row]], None],
     on_run: Callable[[Simulation], None] = lambda simulation: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Simulate what no row has, and drop simulated rows that nothing asks for any more.
 
     Args:
@@ -184,11 +180,9 @@ def simulate_missing(
     Returns:
         All rows: the measured ones first, then one for each simulation.
     """
-    measured = [row for row in rows if row.get("source") != SIMULATED]
-    before = [row for row in rows if row.get("source") == SIMULATED]
-    found: list[dict[str, Any] | None] = [
-        next((row for row in before if simulation.is_row(row)), None) for simulation in simulations
-    ]
+    measured = [row for row in rows if not row.is_simulated]
+    before = [row for row in rows if row.is_simulated]
+    found = [next(filter(simulation.is_row, before), None) for simulation in simulations]
     missing = [number for number, row in enumerate(found) if row is None]
     runs = _in_threads([simulations[number] for number in missing])
     for number, run in zip(missing, runs, strict=True):
@@ -198,14 +192,14 @@ def simulate_missing(
     return [*measured, *(row for row in found if row is not None)]
 
 
-def _in_threads(simulations: Sequence[Simulation]) -> list[Future[dict[str, Any]]]:
+def _in_threads(simulations: Sequence[Simulation]) -> list[Future[Row]]:
     """Run simulations on all processors, since the compiled core lets other threads run.
 
     The threads are nobody's to wait for: a simulation of a thousand workers takes a minute, and
     whoever ends the program shall not have to wait for it.
     """
-    todo: queue.SimpleQueue[tuple[Simulation, Future[dict[str, Any]]]] = queue.SimpleQueue()
-    runs: list[Future[dict[str, Any]]] = []
+    todo: queue.SimpleQueue[tuple[Simulation, Future[Row]]] = queue.SimpleQueue()
+    runs: list[Future[Row]] = []
     for simulation in simulations:
         runs.append(Future())
         todo.put((simulation, runs[-1]))

@@ -7,102 +7,69 @@ choice is shown beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from rich.table import Table as TextTable
 
 from gradlane.lab.calibration.prediction import SEEDS, replayed_profile
-from gradlane.lab.experiments import findings
-from gradlane.lab.experiments.bandwidth import GBIT, chosen_workloads
-from gradlane.lab.experiments.completed import completed
-from gradlane.lab.experiments.preset import Preset, Rows
+from gradlane.lab.experiments import parts
+from gradlane.lab.experiments.findings import Findings, clusters_of, completed
+from gradlane.lab.experiments.preset import GBIT, Preset
 from gradlane.lab.experiments.simulated import Simulation, compute_times
-from gradlane.lab.runs.cells import CEILING, MEASURED, STEPS, WORKERS, Cell, usual_dilation
+from gradlane.lab.runs.rows import CEILING, ClusterKey, Row
 from gradlane.planning.planner.search import search
+from gradlane.report.console import format_time
+from gradlane.report.curves import Points, curve_plot
+from gradlane.report.page import Figure, Section, Table
+from gradlane.report.plots import Plot
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
-NAME = "slices"
 STRATEGY = "p3"
 SLICES = (1_000, 2_000, 5_000, 16_667, 33_334, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 """From the smallest to the largest of the paper; all that the planner tries is among them."""
-RATES_BPS: Mapping[str, tuple[int, ...]] = {"resnet50": (4 * GBIT,), "vgg19": (10 * GBIT,)}
+GOAL_OVER_BEST = 1.02
+BEST = "best measured"
+PLANNED = "planner's choice"
 _PLAN_BUDGET_S = 60.0
 _MANY_SLICES = 5_000
 """Below this size a simulation takes long, and one draw has to do."""
 
 
-def slices(
-    *,
-    workloads: Sequence[str] = (),
-    rates_bps: Sequence[int] = (),
-    sizes: Sequence[int] = (),
-    workers: int = WORKERS,
-    dilation: float | None = None,
-    steps: int = STEPS,
-) -> Preset:
-    """Return the preset.
-
-    Args:
-        workloads: only these networks; all of the preset where none is named.
-        rates_bps: nominal rates in place of the preset's.
-        sizes: elements of a slice at most, in place of the preset's.
-        workers: ranks, each on a node of its own.
-        dilation: real over nominal time; None: what two cores carry with ease.
-        steps: measured steps of a run.
-
-    Raises:
-        ValueError: a network is not in the preset, or a size is below 1.
-    """
-    chosen_sizes = sorted(set(sizes or SLICES))
-    cells = [
-        Cell(
-            workload,
-            rate_bps,
-            # Compute alone knows no slices: once is enough.
-            (CEILING, STRATEGY) if size == chosen_sizes[0] else (STRATEGY,),
-            usual_dilation(workload, rate_bps) if dilation is None else dilation,
-            workers=workers,
-            slice_elems=size,
-            steps=steps,
-        )
-        for workload in chosen_workloads(workloads, tuple(RATES_BPS)) or RATES_BPS
-        for rate_bps in rates_bps or RATES_BPS[workload]
-        for size in chosen_sizes
-    ]
-    return Preset(NAME, cells, _simulations, finish=_with_plans)
-
-
-def _simulations(rows: Rows) -> list[Simulation]:
+def _simulations(rows: Sequence[Row]) -> list[Simulation]:
     compute_s = compute_times(rows)
     return [
         Simulation(
-            str(row["workload"]),
+            row.workload,
             STRATEGY,
-            int(row["workers"]),
-            int(row["rate_bps"]),
-            float(row["dilation"]),
-            compute_s[str(row["workload"])],
-            slice_elems=int(row["slice_elems"]),
-            seeds=SEEDS if int(row["slice_elems"]) >= _MANY_SLICES else SEEDS[:1],
+            row.workers,
+            row.rate_bps,
+            row.dilation,
+            compute_s[row.workload],
+            slice_elems=row.slice_elems,
+            seeds=SEEDS if _size(row) >= _MANY_SLICES else SEEDS[:1],
         )
         for row in rows
-        if row.get("source") == MEASURED and row["strategy"] == STRATEGY
+        if not row.is_simulated and row.strategy == STRATEGY
     ]
 
 
-def _with_plans(rows: Rows) -> list[dict[str, Any]]:
-    """Add the planner's choice for each cluster to its rows, unless it is there."""
+def _size(row: Row) -> int:
+    assert row.slice_elems is not None, "every strategy of the sweep has slices of one size"
+    return row.slice_elems
+
+
+def _with_plans(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with the planner's choice for each cluster, unless it is there."""
     full = completed(rows)
-    for cluster in findings.clusters_of(full):
-        here = [row for row in full if findings.cluster_of(row) == cluster]
-        known = [row["planned_slice_elems"] for row in here if "planned_slice_elems" in row]
-        size = known[0] if known else planned_slice_elems(here)
-        for row in here:
-            row["planned_slice_elems"] = size
-    return full
+    sizes: dict[ClusterKey, int | None] = {}
+    for cluster, here in clusters_of(full).items():
+        known = [row.planned_slice_elems for row in here if row.has("planned_slice_elems")]
+        sizes[cluster] = known[0] if known else planned_slice_elems(here)
+    return [row.with_field("planned_slice_elems", sizes[row.cluster]) for row in full]
 
 
-def planned_slice_elems(rows: Rows) -> int | None:
+def planned_slice_elems(rows: Sequence[Row]) -> int | None:
     """Return the slice size that the planner chooses for the emulated cluster, as it really is.
 
     Compute takes dilation times longer and ports are that much slower, while the host takes its
@@ -112,11 +79,10 @@ def planned_slice_elems(rows: Rows) -> int | None:
         rows: of one cluster.
     """
     row = rows[0]
-    dilation = float(row["dilation"])
-    compute_s = compute_times(rows).get(str(row["workload"]), float(row["compute_s"]))
+    compute_s = compute_times(rows).get(row.workload, row.compute_s)
     found = search(
-        replayed_profile(str(row["workload"]), dilation, compute_s),
-        ClusterFacts(int(row["workers"]), float(row["rate_bps"]) / dilation, 0.0, "worker"),
+        replayed_profile(row.workload, row.dilation, compute_s),
+        ClusterFacts(row.workers, row.rate_bps / row.dilation, 0.0, "worker"),
         Settings(),
         budget_s=_PLAN_BUDGET_S,
     )
@@ -127,14 +93,14 @@ def planned_slice_elems(rows: Rows) -> int | None:
 class Sweep:
     """The slice sizes of one cluster, smallest first."""
 
-    cluster: tuple[Any, ...]
-    rows: Sequence[Mapping[str, Any]]
+    cluster: ClusterKey
+    rows: Sequence[Row]
     """Measured, and evidence."""
 
     @property
-    def best(self) -> Mapping[str, Any]:
+    def best(self) -> Row:
         """The fastest row."""
-        return min(self.rows, key=lambda row: float(row["step_s_median"]))
+        return min(self.rows, key=lambda row: row.step_s_median)
 
     @property
     def is_interior(self) -> bool:
@@ -142,25 +108,169 @@ class Sweep:
         return self.best is not self.rows[0] and self.best is not self.rows[-1]
 
     @property
-    def planned(self) -> Mapping[str, Any] | None:
+    def planned(self) -> Row | None:
         """The row with the planner's choice; None where it was not measured."""
-        size = self.rows[0].get("planned_slice_elems")
-        return next((row for row in self.rows if row["slice_elems"] == size), None)
+        size = self.rows[0].planned_slice_elems
+        return next((row for row in self.rows if row.slice_elems == size), None)
 
     @property
     def planned_over_best(self) -> float | None:
         """Step time with the planner's choice over the best one."""
-        planned = self.planned
-        if planned is None:
-            return None
-        return float(planned["step_s_median"]) / float(self.best["step_s_median"])
+        return None if self.planned is None else self.over_best(self.planned)
+
+    def over_best(self, row: Row) -> float:
+        """Return a row's step time over the best one."""
+        return row.step_s_median / self.best.step_s_median
+
+    def marks(self, row: Row) -> list[str]:
+        """Return what distinguishes a row."""
+        found = [BEST] if row is self.best else []
+        return [*found, PLANNED] if row is self.planned else found
 
 
-def sweeps_of(rows: Rows) -> list[Sweep]:
+def sweeps_of(found: Findings) -> list[Sweep]:
     """Return the measured sweeps in the rows."""
-    evidence = [row for row in findings.measured(rows) if row["strategy"] == STRATEGY]
-    found = []
-    for cluster in findings.clusters_of(evidence):
-        here = [row for row in evidence if findings.cluster_of(row) == cluster]
-        found.append(Sweep(cluster, sorted(here, key=lambda row: int(row["slice_elems"]))))
-    return found
+    evidence = [row for row in found.measured if row.strategy == STRATEGY]
+    return [
+        Sweep(cluster, sorted(rows, key=_size)) for cluster, rows in clusters_of(evidence).items()
+    ]
+
+
+def _summary(found: Findings) -> str:
+    parts_found = []
+    for sweep in sweeps_of(found):
+        part = f"{sweep.cluster.workload} is fastest with {_size(sweep.best):,} elements"
+        if sweep.planned is not None:
+            over = sweep.over_best(sweep.planned)
+            part += f" (the planner takes {_size(sweep.planned):,}, {over - 1:+.1%})"
+        parts_found.append(part)
+    return f"{'; '.join(parts_found)}."
+
+
+def _figures(found: Findings) -> Iterator[Figure]:
+    for sweep in sweeps_of(found):
+        name, over = sweep.cluster.workload, sweep.planned_over_best
+        where = ", between slower ones" if sweep.is_interior else ", at the end of the sweep"
+        yield Figure(
+            f"{_size(sweep.best):,}",
+            f"{name}: elements of the best slice{where}",
+            "good" if sweep.is_interior else "bad",
+        )
+        if over is not None:
+            yield Figure(
+                f"{over - 1:+.1%}",
+                f"{name}: step with the planner's choice, to the best",
+                "good" if over <= GOAL_OVER_BEST else "bad",
+            )
+        slowest = max(sweep.rows, key=lambda row: row.step_s_median)
+        label = f"{name}: slowest size ({_size(slowest):,}) over the best"
+        yield Figure(f"{sweep.over_best(slowest):.2f}×", label)
+
+
+def _sections(found: Findings) -> Iterator[Section]:
+    for sweep in sweeps_of(found):
+        yield Section(sweep.cluster.title, [_plot(sweep, found), _rows(sweep, found)])
+
+
+def _plot(sweep: Sweep, found: Findings) -> Plot:
+    def curve(rows: Sequence[Row | None]) -> Points:
+        return parts.points(
+            filter(None, rows),
+            _size,
+            lambda row: row.samples_per_s,
+            lambda row: f"{_size(row):,} elements<br>{parts.tooltip(row, found)}",
+        )
+
+    simulated = [row for row in found.simulated if row.cluster == sweep.cluster]
+    bound = parts.points(
+        [row for row in sweep.rows if row.bound_step_s],
+        _size,
+        parts.bound_samples,
+        lambda row: f"<b>bound</b><br>{parts.bound_samples(row):.1f} samples/s",
+    )
+    stars = {BEST: curve([sweep.best]), PLANNED: curve([sweep.planned])}
+    return curve_plot(
+        "Throughput",
+        {"measured": curve(sweep.rows)},
+        {"simulated": curve(simulated)} if simulated else {},
+        {parts.BOUND: bound},
+        x_label="elements of a slice at most",
+        y_label="samples/s, all workers",
+        colors={"measured": 0, "simulated": 1},
+        x_ticks={float(_size(row)): _short(_size(row)) for row in sweep.rows},
+        is_log=True,
+        is_from_zero=False,
+        stars={name: star for name, star in stars.items() if star.xs},
+        note="The star is the best that was measured, the diamond what the planner chooses.",
+    )
+
+
+def _short(size: int) -> str:
+    return f"{size / 1e6:g}M" if size >= 1_000_000 else f"{size / 1e3:g}k"
+
+
+def _rows(sweep: Sweep, found: Findings) -> Table:
+    columns: tuple[parts.Column, ...] = (
+        ("elements", lambda row, _: row.slice_elems),
+        parts.SAMPLES,
+        parts.STEP,
+        ("to best, %", lambda row, _: parts.percent(sweep.over_best(row) - 1)),
+        parts.TO_BOUND,
+        parts.SIMULATED_MS,
+        parts.ERROR,
+        parts.PORTS,
+        parts.CPU,
+        parts.BUSY,
+        ("", lambda row, _: ", ".join(sweep.marks(row))),
+    )
+    runs = [row for row in found.rows if row.cluster == sweep.cluster and not row.is_simulated]
+    swept = sorted((row for row in runs if row.strategy == STRATEGY), key=_size)
+    caption = "Nominal times. Set off: the best, and the planner's choice."
+    return parts.row_table(columns, swept, found, caption, lambda row: bool(sweep.marks(row)))
+
+
+def _tables(found: Findings) -> Iterator[TextTable]:
+    """A table for each sweep."""
+    for sweep in sweeps_of(found):
+
+        def size(row: Row, sweep: Sweep = sweep) -> str:
+            mark = " best" if row is sweep.best else ""
+            return f"{_size(row):,}{mark}" + (" planned" if row is sweep.planned else "")
+
+        def to_best(row: Row, sweep: Sweep = sweep) -> str:
+            return f"{sweep.over_best(row) - 1:+.1%}"
+
+        yield parts.text_table(
+            f"{sweep.cluster.title} with {STRATEGY}",
+            (
+                ("elements of a slice", size),
+                ("samples/s", parts.samples_text),
+                ("step", lambda row: format_time(row.step_s_median)),
+                ("to best", to_best),
+                ("to bound", lambda row: parts.text_or_dash(parts.to_bound(row), "+.1%")),
+                ("simulated", lambda row: parts.samples_text(found.counterpart(row))),
+                ("CPU", lambda row: parts.text_or_dash(row.cpu_share, ".0%")),
+            ),
+            sweep.rows,
+        )
+
+
+SWEEP = Preset(
+    name="slices",
+    title="Throughput against the size of slices",
+    rates_bps={"resnet50": (4 * GBIT,), "vgg19": (10 * GBIT,)},
+    strategies=(CEILING, STRATEGY),
+    sizes=SLICES,
+    simulations=_simulations,
+    finish=_with_plans,
+    is_shown=lambda row: row.strategy == STRATEGY,
+    tables=_tables,
+    summary=_summary,
+    figures=_figures,
+    sections=_sections,
+    text="A slice is the unit of aggregation and of placement; frames of 65 kB are the unit of "
+    "sending, so that also within a large slice what is urgent need not wait. Small slices cost "
+    "every rank a frame and a piece of work each, large ones wait longer for their last "
+    "contribution and share tensors less evenly. Time is dilated here, so a host's cost counts for "
+    "less than at the nominal rate: the planner is asked about the cluster as it really is.",
+)

@@ -6,89 +6,370 @@ is time lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.table import Table as TextTable
+
 from gradlane.lab.cluster.counters import Recording
-from gradlane.lab.experiments.activity import activity_of
-from gradlane.lab.experiments.bandwidth import GBIT, chosen_strategies, chosen_workloads
-from gradlane.lab.experiments.preset import Preset
-from gradlane.lab.runs.cells import CEILING, WORKERS, Cell, usual_dilation
+from gradlane.lab.experiments import parts
+from gradlane.lab.experiments.findings import Findings, clusters_of
+from gradlane.lab.experiments.preset import GBIT, Preset
+from gradlane.lab.runs.notes import EVEN_BELOW
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.run import LabProgress, run_lab
+from gradlane.lab.runs.traffic import Activity, Balance, activity_of
+from gradlane.report.console import format_time
+from gradlane.report.page import Block, Cell, Figure, Section, Table
+from gradlane.report.plots import Plot
 
-NAME = "utilization"
-STEPS = 3
-STRATEGIES = (CEILING, "p3", "slicing", "kvstore", "ddp-gloo:25")
-RATES_BPS: Mapping[str, tuple[int, ...]] = {
-    "resnet50": (round(1.5 * GBIT), 4 * GBIT),
-    "sockeye": (4 * GBIT,),
-    "vgg19": (10 * GBIT,),
-}
-
-
-class _Recorder:
-    """Runs the lab, and keeps what was sampled until the row is written."""
-
-    def __init__(self) -> None:
-        self._activities: dict[int, tuple[Row, dict[str, Any]]] = {}
-
-    def run(
-        self,
-        options: LabOptions,
-        *,
-        progress: LabProgress,
-        on_rows: Callable[[list[Row]], None],
-    ) -> list[Row]:
-        """Run as `run_lab` does."""
-        self._activities.clear()
-
-        def keep(row: Row, recording: Recording) -> None:
-            # The row is kept, too, so that no other object gets its identity.
-            self._activities[id(row)] = row, activity_of(recording, options.dilation)
-
-        return run_lab(options, progress=progress, on_rows=on_rows, on_recording=keep)
-
-    def extra(self, row: Row) -> Mapping[str, Any]:
-        """Return what a row keeps beside the usual."""
-        return {"activity": self._activities[id(row)][1]} if id(row) in self._activities else {}
+IDLE_BELOW = 0.05
+"""A port that carries less than this share of its goodput in an interval is idle in it."""
+GOAL_IDLE = 0.05
+STEPS_SHOWN = 2
+"""Steps in the plots; the rows have them all."""
+CPU_TOGETHER = 5
+"""Intervals whose processor time is shown as one: the kernel hands it out in larger pieces."""
 
 
-def utilization(
-    *,
-    workloads: Sequence[str] = (),
-    rates_bps: Sequence[int] = (),
-    strategies: Sequence[str] = (),
-    workers: int = WORKERS,
-    dilation: float | None = None,
-    steps: int = STEPS,
-) -> Preset:
-    """Return the preset.
+@dataclass(frozen=True)
+class PortUse:
+    """One direction of one node's port over the measured steps."""
 
-    Args:
-        workloads: only these networks; all of the preset where none is named.
-        rates_bps: nominal rates in place of the preset's.
-        strategies: in place of the preset's; compute alone is always measured.
-        workers: ranks, each on a node of its own.
-        dilation: real over nominal time; None: what two cores carry with ease.
-        steps: measured steps of a run.
+    node: int
+    direction: str
+    """`in` or `out`."""
+    bytes_per_step: float
+    idle_share: float
+    """Share of the intervals in which it carried almost nothing."""
+    unused_share: float
+    """Share of what it could have carried that it did not."""
 
-    Raises:
-        ValueError: a network is not in the preset, or a strategy is unknown.
-    """
-    names = chosen_strategies(strategies) or STRATEGIES
-    cells = [
-        Cell(
-            workload,
-            rate_bps,
-            names,
-            usual_dilation(workload, rate_bps) if dilation is None else dilation,
-            workers=workers,
-            steps=steps,
+
+def _activity(row: Row) -> Activity:
+    assert row.activity is not None, "only rows whose ports were sampled are shown"
+    return row.activity
+
+
+def ports_of(row: Row) -> list[PortUse]:
+    """Return the use of every port and direction in a row with `activity`."""
+    activity = _activity(row)
+    carriable = row.goodput_bps / row.dilation / 8 * activity.wall_interval_s
+    return [
+        PortUse(
+            node,
+            direction,
+            sum(moved) / row.steps,
+            sum(count < IDLE_BELOW * carriable for count in moved) / len(moved),
+            1.0 - sum(moved) / (carriable * len(moved)),
         )
-        for workload in chosen_workloads(workloads, tuple(RATES_BPS)) or RATES_BPS
-        for rate_bps in rates_bps or RATES_BPS[workload]
+        for direction, nodes in (("in", activity.received_bytes), ("out", activity.sent_bytes))
+        for node, moved in enumerate(nodes)
     ]
-    recorder = _Recorder()
-    return Preset(NAME, cells, lambda rows: [], extra=recorder.extra, run=recorder.run)
+
+
+def busiest_port(row: Row) -> PortUse:
+    """Return the port and direction that carried the most bytes."""
+    return max(ports_of(row), key=lambda port: port.bytes_per_step)
+
+
+def is_communication_bound(row: Row) -> bool:
+    """Return whether even perfect overlap leaves compute waiting: then a port need not be idle."""
+    return row.bound_step_s is not None and row.bound_step_s > 1.001 * row.compute_s
+
+
+def least_unused(row: Row) -> float | None:
+    """Return the share of its capacity that the busiest port must leave unused even at the bound.
+
+    It is above nothing where the bound is set by what comes late and is needed early.
+    """
+    if not row.bound_step_s:
+        return None
+    port_s = 8 * busiest_port(row).bytes_per_step / row.goodput_bps
+    return max(0.0, 1.0 - port_s / row.bound_step_s)
+
+
+def summed(values: Sequence[float], together: int) -> list[float]:
+    """Return sums of so many neighbouring intervals; a rest at the end is left out."""
+    whole = len(values) // together
+    return [sum(values[index * together : (index + 1) * together]) for index in range(whole)]
+
+
+def _limit(row: Row) -> str:
+    return "communication" if is_communication_bound(row) else "compute"
+
+
+def with_activity(row: Row, recording: Recording) -> Row:
+    """Return a row with what was sampled for it."""
+    return replace(row, activity=activity_of(recording, row.dilation))
+
+
+def _run(
+    options: LabOptions, *, progress: LabProgress, on_rows: Callable[[list[Row]], None]
+) -> list[Row]:
+    return run_lab(options, progress=progress, on_rows=on_rows, on_recording=with_activity)
+
+
+def is_shown(row: Row) -> bool:
+    """Return whether a row is evidence of what ports did."""
+    return row.is_evidence and row.communicates and row.activity is not None
+
+
+def _shown(found: Findings) -> list[Row]:
+    return [row for row in found.measured if is_shown(row)]
+
+
+def _bound_rows(found: Findings) -> dict[str, list[Row]]:
+    """Return the rows by strategy in which communication is the limit."""
+    bound = [row for row in _shown(found) if is_communication_bound(row)]
+    names = dict.fromkeys(row.strategy for row in _shown(found))
+    groups = {name: [row for row in bound if row.strategy == name] for name in names}
+    return {name: rows for name, rows in groups.items() if rows}
+
+
+def _summary(found: Findings) -> str:
+    parts_found = [
+        f"{statistics.fmean(busiest_port(row).idle_share for row in rows):.1%} with {strategy}"
+        for strategy, rows in _bound_rows(found).items()
+    ]
+    if not parts_found:
+        return ""
+    text = ", ".join(parts_found)
+    return f"Idle time of the busiest port where communication is the limit: {text}."
+
+
+def _figures(found: Findings) -> Iterator[Figure]:
+    for strategy, rows in _bound_rows(found).items():
+        worst = max(rows, key=lambda row: busiest_port(row).idle_share)
+        idle = busiest_port(worst).idle_share
+        tone = ("good" if idle < GOAL_IDLE else "bad") if strategy == "p3" else ""
+        label = f"{strategy}: busiest port idle, at worst ({worst.cluster.title})"
+        yield Figure(f"{idle:.1%}", label, tone)
+
+
+def _sections(found: Findings) -> Iterator[Section]:
+    for cluster, rows in clusters_of(_shown(found)).items():
+        plots = [plot(row) for row in rows for plot in (_port_plot, _cpu_plot)]
+        blocks: list[Block] = [_idle_table(rows, found), *plots, _balance_table(rows)]
+        yield Section(cluster.title, blocks)
+
+
+def _idle_table(rows: Sequence[Row], found: Findings) -> Table:
+    columns: tuple[parts.Column, ...] = (
+        parts.STRATEGY,
+        parts.STEP,
+        parts.TO_BOUND,
+        ("busiest port", lambda row, _: _name(busiest_port(row), ", ")),
+        ("idle, %", lambda row, _: parts.percent(busiest_port(row).idle_share)),
+        ("unused, %", lambda row, _: parts.percent(busiest_port(row).unused_share)),
+        ("unused at the bound, %", lambda row, _: parts.percent(least_unused(row))),
+        ("limit", lambda row, _: _limit(row)),
+    )
+    body = [[cell(row, found) for _, cell in columns] for row in rows]
+    caption = "Idle and unused: of the port and direction that carried most."
+    return Table([heading for heading, _ in columns], body, caption)
+
+
+def _name(port: PortUse, between: str = " ") -> str:
+    return f"node {port.node}{between}{port.direction}"
+
+
+def _port_plot(row: Row) -> Plot:
+    activity = _activity(row)
+    interval_s = activity.wall_interval_s / row.dilation
+    count = _count_shown(activity, interval_s)
+    times_s = [round((index + 0.5) * interval_s, 5) for index in range(count)]
+    traces: list[dict[str, Any]] = []
+    for node in range(len(activity.sent_bytes)):
+        for name, moved, color in (
+            ("out", activity.sent_bytes[node], 1),
+            ("in", activity.received_bytes[node], 0),
+        ):
+            rates = [round(8 * one / interval_s / 1e9, 3) for one in moved[:count]]
+            color += 2 * node
+            traces.append(_line(f"node {node} {name}", times_s, rates, color, "%{y:.2f} Gbit/s"))
+            if node > 0:
+                traces[-1]["visible"] = "legendonly"
+    ends = [times_s[0], times_s[-1]] if times_s else []
+    level = _line("goodput", ends, [round(row.goodput_bps / 1e9, 3)] * len(ends), "text", "")
+    del level["hovertemplate"]
+    level["line"]["dash"], level["hoverinfo"] = "dash", "skip"
+    layout = _layout("Gbit/s")
+    layout["shapes"] = [
+        {
+            "type": "line",
+            "x0": start_s,
+            "x1": start_s,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "line": {"width": 1, "dash": "dot", "color": "gray"},
+        }
+        for start_s in activity.step_starts_s
+        if start_s <= (times_s[-1] if times_s else 0.0)
+    ]
+    return Plot(
+        f"{row.strategy}: bytes in and out of a port",
+        [*traces, level],
+        layout,
+        "Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes. An "
+        "interval may be above the goodput where a sample came late.",
+        is_low=True,
+    )
+
+
+def _count_shown(activity: Activity, interval_s: float) -> int:
+    starts_s = activity.step_starts_s
+    end_s = starts_s[min(STEPS_SHOWN, len(starts_s) - 1)]
+    return min(len(activity.sent_bytes[0]), max(1, int(end_s / interval_s)))
+
+
+def _cpu_plot(row: Row) -> Plot:
+    activity = _activity(row)
+    count = _count_shown(activity, activity.wall_interval_s / row.dilation)
+    together_s = CPU_TOGETHER * activity.wall_interval_s
+    traces = []
+    for rank, used_s in enumerate(activity.rank_cpu_s):
+        sums = summed(used_s[:count], CPU_TOGETHER)
+        middles_s = [
+            round((index + 0.5) * together_s / row.dilation, 5) for index in range(len(sums))
+        ]
+        shares = [round(100 * value / together_s, 1) for value in sums]
+        traces.append(_line(f"rank {rank}", middles_s, shares, 2 * rank, "%{y:.0f} %"))
+    note = (
+        f"Share of one processor, over {1e3 * together_s:g} ms of real time each. "
+        f"Compute is asleep here, so this is what communication costs, with time {row.dilation:g} "
+        "times as long as it nominally is."
+    )
+    layout = _layout("% of a processor")
+    return Plot(f"{row.strategy}: processors", traces, layout, note, is_low=True)
+
+
+def _line(
+    name: str, xs: Sequence[float], ys: Sequence[float], color: int | str, hover: str
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": xs,
+        "y": ys,
+        "line": {"width": 1.25},
+        "meta": {"color": color},
+        "hovertemplate": hover,
+    }
+
+
+def _layout(y_label: str) -> dict[str, Any]:
+    return {
+        "xaxis": {"title": {"text": "nominal time, s"}, "automargin": True},
+        "yaxis": {"title": {"text": y_label}, "automargin": True, "rangemode": "tozero"},
+    }
+
+
+def _balance_table(rows: Sequence[Row]) -> Table:
+    columns = (
+        "strategy",
+        "node",
+        "out, MB/step",
+        "in, MB/step",
+        "out to mean, %",
+        "in to mean, %",
+        "idle out, %",
+        "idle in, %",
+        "CPU s/step",
+    )
+    body: list[list[Cell]] = []
+    for row in rows:
+        ports = ports_of(row)
+        used_s = _activity(row).rank_cpu_s
+        into = [port for port in ports if port.direction == "in"]
+        out = [port for port in ports if port.direction == "out"]
+        for node in range(len(out)):
+            both = (out[node], into[node])
+            body.append(
+                [
+                    row.strategy,
+                    node,
+                    *(round(port.bytes_per_step / 1e6, 1) for port in both),
+                    *(_from_mean(port, all_) for port, all_ in zip(both, (out, into), strict=True)),
+                    *(parts.percent(port.idle_share) for port in both),
+                    round(sum(used_s[node]) / row.steps, 3) if used_s else None,
+                ]
+            )
+    return Table(columns, body, "Balance over the nodes; processor seconds are real.")
+
+
+def _from_mean(port: PortUse, ports: Sequence[PortUse]) -> float | None:
+    mean = statistics.fmean(one.bytes_per_step for one in ports)
+    return parts.percent(port.bytes_per_step / mean - 1) if mean > 0 else None
+
+
+def _tables(found: Findings) -> Iterator[TextTable]:
+    """A line for each measured run: how idle its busiest port was; and uneven clusters' ports."""
+    yield parts.text_table(
+        "use of the network",
+        (
+            ("run", lambda row: f"{row.cluster.title}, {row.strategy}"),
+            ("step", lambda row: format_time(row.step_s_median)),
+            ("busiest port", lambda row: _name(busiest_port(row))),
+            ("idle", lambda row: f"{busiest_port(row).idle_share:.1%}"),
+            ("unused", lambda row: f"{busiest_port(row).unused_share:.1%}"),
+            ("at bound", lambda row: parts.text_or_dash(least_unused(row), ".1%")),
+            ("CPU", lambda row: parts.text_or_dash(row.cpu_share, ".0%")),
+            ("limit", _limit),
+        ),
+        _shown(found),
+    )
+    shown = [(row, row.balance) for row in found.measured if row.balance and row.balance.nodes]
+    shown = [(row, balance) for row, balance in shown if row.communicates]
+    uneven = {row.cluster for row, balance in shown if balance.port_imbalance >= EVEN_BELOW}
+    for cluster in sorted(uneven, key=str):
+        here = [(row.strategy, balance) for row, balance in shown if row.cluster == cluster]
+        count = max(len(balance.nodes) for _, balance in here)
+        yield parts.text_table(
+            f"{cluster.title}: MB a step out of and into each node",
+            (
+                ("strategy", lambda it: it[0]),
+                *((f"node {node}", _node_text(node)) for node in range(count)),
+                ("largest / mean", lambda it: f"{it[1].port_imbalance:.2f}"),
+            ),
+            here,
+        )
+
+
+def _node_text(number: int) -> Callable[[tuple[str, Balance]], str]:
+    def text(line: tuple[str, Balance]) -> str:
+        if number >= len(line[1].nodes):
+            return ""
+        node = line[1].nodes[number]
+        return f"{node.tx_bytes_per_step / 1e6:.0f} / {node.rx_bytes_per_step / 1e6:.0f}"
+
+    return text
+
+
+UTILIZATION = Preset(
+    name="utilization",
+    title="Use of the network over time",
+    rates_bps={
+        "resnet50": (round(1.5 * GBIT), 4 * GBIT),
+        "sockeye": (4 * GBIT,),
+        "vgg19": (10 * GBIT,),
+    },
+    strategies=(CEILING, "p3", "slicing", "kvstore", "ddp-gloo:25"),
+    steps=3,
+    run=_run,
+    is_shown=is_shown,
+    tables=_tables,
+    summary=_summary,
+    figures=_figures,
+    sections=_sections,
+    text="Every port was read every 10 ms of real time in both directions. An interval in which "
+    f"a port carries less than {IDLE_BELOW:.0%} of its goodput counts as idle; what is unused is "
+    "all that it could have carried and did not. Only steps whose bound is above compute are "
+    "counted: elsewhere a port has to be idle. Where late gradients of layers that are needed "
+    "early set the bound, even perfect overlap leaves ports unused.",
+)

@@ -25,6 +25,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import Cluster
+from gradlane.report.markdown import markdown_table
 
 DTYPES = {
     "gpt2_small": "bf16",
@@ -305,12 +306,8 @@ def print_study(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "| --- | " + " | ".join("---:" for _ in COLUMNS[1:-1]) + " | --- |",
-    ]
-    lines += ["| " + " | ".join(cells_of(row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    numbers = f"-{'n' * (len(COLUMNS) - 2)}-"
+    return markdown_table(COLUMNS, map(cells_of, rows), numbers=numbers) + "\n"
 
 
 def _assumptions(row: Row) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gradlane.lab.papers.comparison import Comparison, Curve
 from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of
+from gradlane.report.markdown import markdown_table
 
 COLUMNS = ("number", "paper", "ours", "difference", "why")
 
@@ -94,9 +95,7 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
         parts.append(f"### `{one.figure.name}`: {one.figure.title}\n")
         parts.append(f"Ours: {one.figure.setting}.\n")
         if one.rows:
-            lines = ["| " + " | ".join(COLUMNS) + " |", "| --- | ---: | ---: | ---: | --- |"]
-            lines += ["| " + " | ".join(cells_of(row)) + " |" for row in one.rows]
-            parts.append("\n".join(lines) + "\n")
+            parts.append(markdown_table(COLUMNS, map(cells_of, one.rows), numbers="-nnn-") + "\n")
         if one.curves:
             parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
     missing = [figure for figure in FIGURES.values() if figure.run is None]

@@ -6,19 +6,13 @@ again, and rows of a machine that was too busy count as missing.
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from gradlane.formats.atomic_io import atomic_write
-from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.rows import CEILING, Row, compact, read_rows, save_rows
 from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.strategy import AUTO, parse_strategy
 from gradlane.planning.models import ARCHITECTURES, Architecture
@@ -26,8 +20,6 @@ from gradlane.planning.simulation.bound import port_bytes
 from gradlane.training.options.options import RING
 
 WORKERS = 4
-CEILING = "none"
-"""The strategy that measures compute time alone."""
 WARMUP_PRIORITY = 3
 """The first forward shows the order of priorities, which is in force from the third step on; what
 was sent before then is waited for in the next forward."""
@@ -46,8 +38,6 @@ longer: less dilated, the hosts' own work counts for more.
 DILATION_MIN = {"vgg19": 8.0}
 DILATION_USUAL = 4.0
 """Least dilation: compute that is shorter than this sleeps inexactly."""
-MEASURED = "measured"
-"""Source of a row that was run; those that were not are `simulated`."""
 SETUP_S = 12.0
 """What a cell takes for its namespaces, its ranks and the goodput of its ports."""
 _MODEL_S_PER_BYTE = 0.04e-6
@@ -90,23 +80,23 @@ class Cell:
         """Return about how long the whole cell takes, in real seconds."""
         return SETUP_S + sum(self.run_estimate_s(strategy) for strategy in self.strategies)
 
-    def is_of(self, row: Mapping[str, Any], strategy: str) -> bool:
-        """Whether a row is a measurement of this strategy of this cell, of however many steps."""
+    def is_of(self, row: Row, strategy: str) -> bool:
+        """Return whether a row measures this strategy of this cell, in however many steps."""
         return (
-            row.get("source", MEASURED) == MEASURED
-            and row["strategy"] == strategy
-            and (row["workload"], row["rate_bps"]) == (self.workload, self.rate_bps)
-            and (row.get("workers", WORKERS), row.get("dilation", self.dilation))
+            not row.is_simulated
+            and (row.strategy, row.workload, row.rate_bps)
+            == (strategy, self.workload, self.rate_bps)
+            and (row.workers or WORKERS, row.dilation or self.dilation)
             == (self.workers, self.dilation)
-            and row.get("slice_elems") == parse_strategy(strategy).slice_elems(self.slice_elems)
+            and row.slice_elems == parse_strategy(strategy).slice_elems(self.slice_elems)
         )
 
-    def holds(self, row: Mapping[str, Any], strategy: str) -> bool:
-        """Whether a row is all that is asked for of this strategy of this cell."""
+    def holds(self, row: Row, strategy: str) -> bool:
+        """Return whether a row is all that is asked for of this strategy of this cell."""
         return (
             self.is_of(row, strategy)
-            and not row["cpu_bound"]
-            and row.get("steps", self.steps) >= self.steps
+            and not row.cpu_bound
+            and (row.steps or self.steps) >= self.steps
         )
 
     def options(self, strategies: Sequence[str]) -> LabOptions:
@@ -177,76 +167,7 @@ def warmup_of(strategy: str) -> int:
     return WARMUP_PRIORITY if by_priority else WARMUP_USUAL
 
 
-def read_json(path: Path) -> Any:
-    """Return what a file of rows holds; no rows where there is no file yet.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
-    if not path.exists():
-        return []
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; move it away to begin anew") from error
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that were measured so far; none where there is no file yet.
-
-    Raises:
-        ValueError: the file is none of rows.
-    """
-    rows = read_json(path)
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and {"workload", "strategy", "rate_bps", "cpu_bound"} <= row.keys()
-        for row in rows
-    ):
-        raise ValueError(f"{path} holds no rows of a lab run; move it away to begin anew")
-    return rows
-
-
-def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write rows; the file is the old one or the new one, and whole.
-
-    Raises:
-        LabError: the disk is full, or the file cannot be written.
-    """
-
-    def write(partial: Path) -> None:
-        with partial.open("w", encoding="utf-8") as file:
-            # A row a line: to be searched and compared with the tools for lines.
-            file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    replace_or_say(path, write)
-
-
-def replace_or_say(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole, see `whole_files.atomic_write`.
-
-    Raises:
-        LabError: the file cannot be written.
-    """
-    try:
-        atomic_write(path, write)
-    except OSError as failure:
-        raise write_failure(path, failure) from failure
-
-
-def write_failure(path: Path, failure: OSError) -> LabError:
-    """Return the error for a file that could not be written: what, where, and what to do."""
-    what = f"cannot write {path}: {failure.strerror}"
-    if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LabError(
-            f"{what}; make room there, then give the same command again: it goes on after the "
-            "last run that was written"
-        )
-    return LabError(what)
-
-
-def missing_strategies(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def missing_strategies(cell: Cell, rows: Sequence[Row]) -> list[str]:
     """Return the strategies of a cell that no row has; rows that are no evidence do not count."""
     return [
         strategy
@@ -255,38 +176,17 @@ def missing_strategies(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[st
     ]
 
 
-def still_missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]]) -> int:
+def still_missing(cells: Sequence[Cell], rows: Sequence[Row]) -> int:
     """Return how many runs of these cells no row has."""
     return sum(len(missing_strategies(cell, rows)) for cell in cells)
 
 
-def remaining_estimate_s(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]]) -> float:
+def remaining_estimate_s(cells: Sequence[Cell], rows: Sequence[Row]) -> float:
     """Return about how many real seconds it takes to measure what no row has."""
     missing = [(cell, missing_strategies(cell, rows)) for cell in cells]
     return sum(
         replace(cell, strategies=tuple(names)).estimate_s() for cell, names in missing if names
     )
-
-
-def compact(row: Row) -> dict[str, Any]:
-    """Return a row without its use of the ports over time, its losses and its command.
-
-    Of its metrics the numbers stay, and of a plan that was found what it chose and expects.
-    """
-    content = asdict(row)
-    del content["utilization_over_time"], content["loss"]
-    content["machine"].pop("command", None)
-    plan = content["metrics"].get("plan")
-    content["metrics"] = {
-        name: value
-        for name, value in content["metrics"].items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    if plan is not None:
-        found = {key: plan[key] for key in ("settings", "prediction", "summary")}
-        schemes = {choice["setting"]: choice["value"] for choice in plan["choices"]}
-        content["metrics"]["plan"] = {**found, "schemes": schemes.get("schemes")}
-    return content
 
 
 def measure_missing(
@@ -295,7 +195,7 @@ def measure_missing(
     *,
     progress: CellsProgress,
     budget_s: float = float("inf"),
-    describe: Callable[[Row], dict[str, Any]] = compact,
+    describe: Callable[[Row], Row] = compact,
     now: Callable[[], float] = time.monotonic,
     run: Callable[..., list[Row]] = run_lab,
 ) -> int:
@@ -372,12 +272,12 @@ class _RunProgress(LabProgress):
 def _measure(
     cell: Cell,
     strategies: Sequence[str],
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     path: Path,
     progress: CellsProgress,
-    describe: Callable[[Row], dict[str, Any]],
+    describe: Callable[[Row], Row],
     run: Callable[..., list[Row]],
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure some strategies of a cell in turn, and return all rows of the file."""
     told = _RunProgress(cell, strategies, progress)
     # What is measured anew takes the place of what was no evidence, or had fewer steps.
@@ -394,23 +294,12 @@ def _measure(
     return read_rows(path)
 
 
-def with_compute_times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that are evidence, each with the compute time of its cell's `none` row.
+def with_compute_times(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that are evidence, each with the compute time of its cluster's `none` row.
 
-    Runs of one cell may have been measured in several pieces; where the `none` row is missing, a
+    Runs of one cluster may have been measured in several pieces; where the `none` row is missing, a
     row keeps the compute time that it has.
     """
-    ceilings = {
-        _cell_key(row): float(row["step_s_median"])
-        for row in rows
-        if row["strategy"] == CEILING and not row["cpu_bound"]
-    }
-    return [
-        {**row, "compute_s": ceilings.get(_cell_key(row), row["compute_s"])}
-        for row in rows
-        if not row["cpu_bound"]
-    ]
-
-
-def _cell_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["workload"], row["rate_bps"], row.get("workers"), row.get("dilation")
+    evidence = [row for row in rows if row.is_evidence]
+    alone = {row.cluster: row.step_s_median for row in evidence if not row.communicates}
+    return [replace(row, compute_s=alone.get(row.cluster, row.compute_s)) for row in evidence]

@@ -22,14 +22,10 @@ from rich.progress import (
 from rich.table import Table
 
 from gradlane.formats.rates import format_rate
-from gradlane.lab.runs.balance import balance_notes
 from gradlane.lab.runs.cells import CellsProgress
-from gradlane.lab.runs.evidence import NO_EVIDENCE
-from gradlane.lab.runs.factor_notes import factor_notes
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_table
+from gradlane.lab.runs.rows import NO_EVIDENCE, Row
 from gradlane.lab.runs.run import LabProgress
-from gradlane.lab.runs.straggler_notes import loss_table
-from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.report.console import format_time
 from gradlane.report.time_left import TimeLeft, format_duration
 from gradlane.training.options.server_places import servers_text
@@ -215,9 +211,9 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
         rows: summarized rows that differ in strategy and repeat only.
         title: the table's heading.
     """
-    shows_loss = any(any(row.loss) for row in rows)
+    shows_loss = any(row.has_losses for row in rows)
     cpu_bound = any(row.cpu_bound for row in rows)
-    notes = [note for find in (factor_notes, balance_notes) for note in find(map(vars, rows))]
+    notes = [*factor_notes(rows), *balance_notes(rows)]
     table = Table(
         title=title,
         caption="\n".join(
@@ -267,12 +263,12 @@ def _left_out(group: Sequence[Row], rank: int) -> list[str]:
 
 def _parameters(group: Sequence[Row]) -> str:
     """Return the beginning of the digest that all ranks and repeats share, or that they do not."""
-    if not parse_strategy(group[0].strategy).communicates:
+    if not group[0].communicates:
         return "-"
     if not all(row.params_equal for row in group):
         return "ranks differ"
     digests = {row.param_digest for row in group}
-    return group[0].param_digest[:8] if len(digests) == 1 else "repeats differ"
+    return str(group[0].param_digest)[:8] if len(digests) == 1 else "repeats differ"
 
 
 def print_tables(console: Console, rows: Sequence[Row]) -> None:

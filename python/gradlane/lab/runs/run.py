@@ -33,11 +33,10 @@ from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.straggling import Bursts
-from gradlane.lab.runs.balance import balance_of
-from gradlane.lab.runs.evidence import STOLEN_SHARE_MAX, measures_machine
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row, summarize
+from gradlane.lab.runs.rows import STOLEN_SHARE_MAX, Row, measures_machine, summarize
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.runs.traffic import balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.training.monitoring.recorded import rank_path
@@ -81,7 +80,7 @@ def run_lab(
     *,
     progress: LabProgress | None = None,
     on_rows: Callable[[list[Row]], None] | None = None,
-    on_recording: Callable[[Row, Recording], None] | None = None,
+    on_recording: Callable[[Row, Recording], Row] | None = None,
 ) -> list[Row]:
     """Build the cluster, measure its goodput, run everything and return a row for each run.
 
@@ -89,7 +88,7 @@ def run_lab(
         options: what to run.
         progress: told about steps and phases.
         on_rows: called with all finished rows after each run, so that none is lost.
-        on_recording: called with each row and what was sampled for it, before `on_rows`.
+        on_recording: called with each row and what was sampled for it; returns the row to keep.
 
     Raises:
         LabError: the cluster could not be built, or a rank failed.
@@ -115,12 +114,11 @@ def run_lab(
                 repeat_rows: list[Row] = []
                 for strategy in order:
                     progress.phase(f"{options.workload} with {strategy.text}")
-                    repeat_rows.append(runner.run(strategy, rate_bps, repeat, goodput))
+                    row = runner.run(strategy, rate_bps, repeat, goodput)
                     if on_recording is not None and runner.recording is not None:
-                        on_recording(repeat_rows[-1], runner.recording)
-                    runner.set_bounds(repeat_rows)
-                    finished = [*rows, *repeat_rows]
-                    summarize(finished)
+                        row = on_recording(row, runner.recording)
+                    repeat_rows = runner.with_bounds([*repeat_rows, row])
+                    finished = summarize([*rows, *repeat_rows])
                     if on_rows is not None:
                         on_rows(finished)
                 rows = finished
@@ -326,8 +324,6 @@ class _Runner:
             wall_step_s_median=wall_step_s_median,
             step_s=[wall_step_s / dilation for wall_step_s in wall_steps_s],
             compute_s=results[0]["compute_s"],
-            bound_step_s=None,
-            bound_binding=None,
             goodput_bps=goodput.bps,
             tx_bytes_per_step=tx_bytes / counted_steps,
             link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
@@ -357,46 +353,52 @@ class _Runner:
             machine=self._machine,
         )
 
-    def set_bounds(self, repeat_rows: Sequence[Row]) -> None:
-        """Set compute time and bound of a repeat's rows, from its `none` row if it has one."""
-        ceilings = [row.step_s_median for row in repeat_rows if row.strategy == "none"]
-        for row in repeat_rows:
-            if ceilings:
-                row.compute_s = ceilings[0]
-            wire_bytes = self._wire_bytes.get(row.strategy)
-            schemes = self._schemes.get(row.strategy, [])
-            if parse_strategy(row.strategy).local != "off":
-                schemes = ["hierarchical"] * len(self._timings)
-            if wire_bytes and row.strategy != ASGD:
-                row.expected_tx_bytes = sum(
-                    port_bytes(
-                        size_bytes,
-                        workers=row.workers,
-                        scheme=scheme,
-                        local_ranks=row.ranks_per_node,
-                        answer_bytes=timing.size_bytes,
-                    )
-                    if scheme != "ps" or not row.serving
-                    # All of a worker's gradients leave it, and nothing else does.
-                    else size_bytes
-                    for timing, size_bytes, scheme in zip(
-                        self._timings, wire_bytes, schemes, strict=True
-                    )
-                )
-            # What a hook of DDP's sends is not known here: the bound is that of full precision.
-            if row.compute_s > 0 and self._timings and not parse_strategy(row.strategy).hook:
-                bound = bound_step_s(
-                    self._timings,
+    def with_bounds(self, rows: Sequence[Row]) -> list[Row]:
+        """Return a repeat's rows with compute time and bound, from its `none` row if it has one."""
+        ceilings = [row.step_s_median for row in rows if not row.communicates]
+        return [
+            self._with_bound(replace(row, compute_s=ceilings[0]) if ceilings else row)
+            for row in rows
+        ]
+
+    def _with_bound(self, row: Row) -> Row:
+        strategy = parse_strategy(row.strategy)
+        wire_bytes = self._wire_bytes.get(row.strategy)
+        schemes = self._schemes.get(row.strategy, [])
+        if strategy.local != "off":
+            schemes = ["hierarchical"] * len(self._timings)
+        if wire_bytes and row.strategy != ASGD:
+            expected_bytes = sum(
+                port_bytes(
+                    size_bytes,
                     workers=row.workers,
-                    goodput_bps=row.goodput_bps,
-                    compute_s=row.compute_s,
-                    wire_bytes=wire_bytes or None,
-                    schemes=schemes,
+                    scheme=scheme,
                     local_ranks=row.ranks_per_node,
-                    servers=row.servers,
-                    serving=row.serving,
+                    answer_bytes=timing.size_bytes,
                 )
-                row.bound_step_s, row.bound_binding = bound.step_s, bound.binding
+                if scheme != "ps" or not row.serving
+                # All of a worker's gradients leave it, and nothing else does.
+                else size_bytes
+                for timing, size_bytes, scheme in zip(
+                    self._timings, wire_bytes, schemes, strict=True
+                )
+            )
+            row = replace(row, expected_tx_bytes=expected_bytes)
+        # What a hook of DDP's sends is not known here: the bound is that of full precision.
+        if row.compute_s <= 0 or not self._timings or strategy.hook:
+            return row
+        bound = bound_step_s(
+            self._timings,
+            workers=row.workers,
+            goodput_bps=row.goodput_bps,
+            compute_s=row.compute_s,
+            wire_bytes=wire_bytes or None,
+            schemes=schemes,
+            local_ranks=row.ranks_per_node,
+            servers=row.servers,
+            serving=row.serving,
+        )
+        return replace(row, bound_step_s=bound.step_s, bound_binding=bound.binding)
 
 
 def _columns(results: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[float, ...]]:

@@ -22,7 +22,7 @@ from typing import Any
 from gradlane.lab.cluster.awake import kept_awake
 from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
 from gradlane.lab.cluster.ranks import RankPool
-from gradlane.lab.runs.evidence import measures_machine
+from gradlane.lab.runs.rows import measures_machine
 from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.training.options.option_fields import check_options, on_command_line, option

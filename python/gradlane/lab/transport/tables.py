@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradlane.formats.rates import format_rate
-from gradlane.lab.runs.evidence import NO_EVIDENCE
+from gradlane.lab.runs.rows import NO_EVIDENCE
 from gradlane.lab.transport.measurement import Row
 
 

@@ -1,4 +1,4 @@
-"""A lab without machines: rows as runs give them, on a clock of its own."""
+"""A lab that runs nothing: rows as runs give them, on a clock of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.results import Row
+from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.run import LabProgress
 from gradlane.lab.runs.strategy import parse_strategy
 
 
-def made_row(
+def fake_row(
     options: LabOptions, strategy: str, *, step_s: float | None = None, cpu_bound: bool = False
 ) -> Row:
     """Return the row of a run; a step takes a second, or 0.3 without communication.
@@ -42,8 +42,6 @@ def made_row(
         wall_step_s_median=step_s * options.dilation,
         step_s=[step_s] * options.steps,
         compute_s=0.2,
-        bound_step_s=None,
-        bound_binding=None,
         goodput_bps=0.956 * options.rates_bps[0],
         tx_bytes_per_step=0.0,
         link_utilization=0.0,
@@ -63,7 +61,7 @@ def made_row(
     )
 
 
-class Machine:
+class FakeMachine:
     """A lab whose runs take as long as they are estimated to, on a clock of its own."""
 
     def __init__(
@@ -91,6 +89,6 @@ class Machine:
             self.now_s += 25.0
             self.runs.append((options.workload, options.rates_bps[0], strategy.text))
             step_s = self._steps_s.get(strategy.text)
-            rows.append(made_row(options, strategy.text, step_s=step_s, cpu_bound=self._busy))
+            rows.append(fake_row(options, strategy.text, step_s=step_s, cpu_bound=self._busy))
             on_rows(rows)
         return rows

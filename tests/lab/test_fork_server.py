@@ -22,8 +22,8 @@ def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> Non
             environment = {"PYTHONPATH": os.pathsep.join(map(str, (first, tmp_path)))}
             with (tmp_path / "errors").open("w+b") as errors:
                 child = running_fork_server(environment).fork(
-                    0,
                     "where",
+                    [],
                     namespace=cluster.namespace_descriptor(0),
                     environment=environment,
                     stderr=errors,

@@ -1,0 +1,215 @@
+"""What tables, plots and pages of experiments are made of."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich import box
+from rich.table import Table as TextTable
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.experiments.findings import Findings
+from gradlane.lab.experiments.folder import table_columns
+from gradlane.lab.runs.rows import CEILING, MEASURED, NO_EVIDENCE, SIMULATED, Row
+from gradlane.planning.simulation.scenarios import RING_FUSED
+from gradlane.report.curves import Points
+from gradlane.report.page import Cell, Measurement, Section, Table
+from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
+
+T = TypeVar("T")
+Column = tuple[str, Callable[[Row, Findings], Cell]]
+"""A heading, and the cell of a row."""
+COLORS: Mapping[str, int | str] = {name: number for number, name in enumerate(ENGINE_STRATEGIES)}
+BOUND = "bound"
+HIDDEN_FIELDS = ("preset", "seed", "repeat", "warmup", "batch_size")
+"""Fields of rows that the table of all rows leaves out."""
+
+
+def percent(share: float | None) -> float | None:
+    """Return a share as a table shows it."""
+    return None if share is None else round(100.0 * share, 1)
+
+
+def to_bound(row: Row) -> float | None:
+    """Return by what share a step is longer than its bound; None where nothing is sent."""
+    comparable = row.communicates and row.strategy != RING_FUSED
+    return row.over_bound - 1.0 if comparable and row.over_bound is not None else None
+
+
+def _simulated_ms(row: Row, found: Findings) -> float | None:
+    other = found.counterpart(row)
+    return None if other is None else round(1e3 * other.step_s_median, 1)
+
+
+RATE: Column = ("rate, Gbit/s", lambda row, _: row.gbps)
+STRATEGY: Column = ("strategy", lambda row, _: row.strategy)
+SAMPLES: Column = ("samples/s", lambda row, _: round(row.samples_per_s, 1))
+STEP: Column = ("step, ms", lambda row, _: round(1e3 * row.step_s_median, 1))
+TO_BOUND: Column = ("to bound, %", lambda row, _: percent(to_bound(row)))
+SIMULATED_MS: Column = ("simulated, ms", _simulated_ms)
+ERROR: Column = ("error, %", lambda row, found: percent(found.prediction_error(row)))
+PORTS: Column = (
+    "ports, %",
+    lambda row, _: percent(row.link_utilization) if row.communicates else None,
+)
+CPU: Column = ("CPU, %", lambda row, _: percent(row.cpu_share))
+BUSY: Column = ("no evidence", lambda row, _: True if row.cpu_bound else None)
+
+
+def row_table(
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    found: Findings,
+    caption: str,
+    is_set_off: Callable[[Row], bool] = lambda row: False,
+) -> Table:
+    """Return a line for each row, without columns that are empty in all of them."""
+    body = [[cell(row, found) for _, cell in columns] for row in rows]
+    highlight = frozenset(number for number, row in enumerate(rows) if is_set_off(row))
+    return used_columns([heading for heading, _ in columns], body, caption, highlight)
+
+
+def used_columns(
+    columns: Sequence[str],
+    body: Sequence[Sequence[Cell]],
+    caption: str,
+    highlight: frozenset[int] = frozenset(),
+) -> Table:
+    """Return a table without the columns that are empty in every line."""
+    used = [index for index in range(len(columns)) if any(line[index] is not None for line in body)]
+    return Table(
+        [columns[index] for index in used],
+        [[line[index] for index in used] for line in body],
+        caption,
+        highlight,
+    )
+
+
+def text_table(
+    title: str, columns: Sequence[tuple[str, Callable[[T], str]]], lines: Iterable[T]
+) -> TextTable:
+    """Return a table for a terminal, whose first column is text and whose others are numbers."""
+    table = TextTable(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for index, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(cell(line) for _, cell in columns))
+    return table
+
+
+def text_or_dash(value: float | None, spelling: str) -> str:
+    """Return a number in this spelling, or a dash."""
+    return "-" if value is None else format(value, spelling)
+
+
+def samples_text(row: Row | None) -> str:
+    """Return the samples a second of a row, or a dash."""
+    return text_or_dash(None if row is None else row.samples_per_s, ".1f")
+
+
+def points(
+    rows: Iterable[Row],
+    x: Callable[[Row], float],
+    y: Callable[[Row], float],
+    text: Callable[[Row], str],
+) -> Points:
+    """Return a point for each row, from left to right."""
+    ordered = sorted(rows, key=x)
+    xs = [float(x(row)) for row in ordered]
+    return Points(xs, list(map(y, ordered)), list(map(text, ordered)))
+
+
+def bound_samples(row: Row) -> float:
+    """Return the samples a second that perfect overlap would reach."""
+    assert row.bound_step_s, "rows without a bound have no such point"
+    return row.workers * row.batch_size / row.bound_step_s
+
+
+def tooltip(row: Row, found: Findings) -> str:
+    """Return what a row's point says when it is pointed at."""
+    source = SIMULATED if row.is_simulated else MEASURED
+    lines = [
+        f"<b>{row.strategy}</b>, {source}, {format_rate(row.rate_bps)}",
+        f"{row.samples_per_s:.1f} samples/s",
+        f"step {row.step_s_median * 1e3:.1f} ms",
+    ]
+    if row.over_bound is not None:
+        lines.append(f"{row.over_bound - 1.0:+.1%} to the bound")
+    baseline = found.baseline(row.cluster)
+    if baseline is not None and not row.is_simulated:
+        lines.append(f"{baseline.step_s_median / row.step_s_median:.2f}× {baseline.strategy}")
+    if row.link_utilization is not None:
+        lines.append(f"ports used {row.link_utilization:.0%}")
+    return "<br>".join(lines)
+
+
+def strategy_order(row: Row) -> int:
+    """Return where a strategy stands in a table: compute alone, then the engine's, then others."""
+    order = (CEILING, *ENGINE_STRATEGIES)
+    return order.index(row.strategy) if row.strategy in order else len(order)
+
+
+def all_rows(rows: Sequence[Row]) -> Section:
+    """Return a folded section with every field of every row that is a number or a text."""
+    contents = [row.to_json() for row in rows]
+    columns = [name for name in table_columns(contents) if name not in HIDDEN_FIELDS]
+    body = [[plain_cell(name, content.get(name)) for name in columns] for content in contents]
+    caption = (
+        "Times ending in _s are nominal, dilation divided out; only wall_ and cpu_s_per_step are "
+        "real. The same table is in results.csv."
+    )
+    return Section(f"All {len(rows)} rows", [Table(columns, body, caption)], is_folded=True)
+
+
+def plain_cell(name: str, value: Any) -> Cell:
+    """Return a field of a row as a table shows it."""
+    if name == "param_digest" and isinstance(value, str):
+        return value[:12]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def measurement(rows: Sequence[Row]) -> Section:
+    """Return the box that says what was run, with what, where, and how busy the machine was."""
+    runs = [row for row in rows if not row.is_simulated]
+    machines = [row.machine for row in runs]
+    commands = dict.fromkeys(_command(machine) for machine in machines if machine)
+    facts: dict[str, str] = {}
+
+    def add_distinct(sources: Sequence[Mapping[str, Any]], *names: str) -> None:
+        for name in names:
+            values = dict.fromkeys(str(source[name]) for source in sources if name in source)
+            if values:
+                facts[name.replace("_", " ")] = ", ".join(values)
+
+    dates = sorted({str(machine["when"]) for machine in machines if machine.get("when")})
+    if dates:
+        facts["measured"] = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    add_distinct(machines, "processor_model", "processors")
+    add_distinct([row.versions for row in runs], "kernel", "gradlane", "torch", "numpy", "python")
+    loads = [float(it["load_average_at_start"]) for it in machines if "load_average_at_start" in it]
+    if loads:
+        facts["load average at the start of runs"] = f"{min(loads):.2f} to {max(loads):.2f}"
+    shares = [row.cpu_share for row in runs if row.cpu_share is not None]
+    if shares:
+        facts["machine CPU, busiest run"] = f"{max(shares):.0%}"
+    busy = sum(row.cpu_bound for row in runs)
+    facts["runs"] = f"{len(runs) - busy} measured, {len(rows) - len(runs)} simulated"
+    if busy:
+        facts[f"runs with {NO_EVIDENCE}"] = str(busy)
+    for text, values in (
+        ("workers", {row.workers for row in runs}),
+        ("dilation", {row.dilation for row in runs}),
+        ("steps a run", {row.steps for row in runs}),
+    ):
+        low, high = min(values, default=0), max(values, default=0)
+        if high:
+            facts[text] = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return Section("", [Measurement("\n".join(commands) or "nothing was measured", facts)])
+
+
+def _command(machine: Mapping[str, Any]) -> str:
+    words = [str(word) for word in machine.get("command", [])]
+    return shlex.join([os.path.basename(words[0]), *words[1:]]) if words else ""

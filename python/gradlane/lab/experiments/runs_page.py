@@ -1,0 +1,341 @@
+"""A page from the rows of a lab run: what was fastest, how near the bound, and what the link did.
+
+Only fields that a row has are shown, so rows of older versions and of other tools still make a
+page. Medians over repeats are taken here; ratios are taken within a repeat first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from gradlane.formats.rates import format_rate
+from gradlane.lab.experiments.parts import percent, plain_cell, used_columns
+from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
+from gradlane.lab.runs.rows import CEILING, NO_EVIDENCE, ROW_COLUMNS, Row
+from gradlane.report.page import (
+    Cell,
+    Measurement,
+    Section,
+    Table,
+    measured_here,
+    write_report,
+)
+from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
+
+K = TypeVar("K")
+BASELINE = "ddp"
+"""Strategies whose names begin so are what others are compared with."""
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def report_from_results(
+    rows: Sequence[Row], path: str | Path, *, title: str = "", command: str | None = None
+) -> None:
+    """Write a page about the rows of a lab run.
+
+    Args:
+        rows: of one or several runs.
+        path: the HTML file to write.
+        title: heading; made from workloads and workers where it is empty.
+        command: what was run; this process' own command line where it is None.
+
+    Raises:
+        ValueError: there are no rows.
+        OSError: the file cannot be written.
+    """
+    sections = sections_from_results(rows)
+    sections.append(Section("Measurement", [_measurement(rows, command)]))
+    workers = ", ".join(str(count) for count in dict.fromkeys(row.workers for row in rows) if count)
+    title = title or f"{', '.join(_groups(rows, _workload))} on {workers} workers"
+    write_report(path, title, sections, summary=_summary(rows))
+
+
+def sections_from_results(rows: Sequence[Row]) -> list[Section]:
+    """Make the sections of a page about rows: one for each workload, and one with all rows.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("there are no result rows to report")
+    colors = {name: index for index, name in enumerate(_groups(rows, _strategy))}
+    sections = []
+    for workload, own in _groups(rows, _workload).items():
+        rates = list(_groups(own, _rate))
+        title = f"{workload} at {format_rate(rates[0])}" if len(rates) == 1 else workload
+        sections.append(Section(title, [_overview(own), *_plots(own, colors)]))
+    contents = [row.to_json() for row in rows]
+    columns = [key for key in ROW_COLUMNS if any(one.get(key) is not None for one in contents)]
+    body = [[plain_cell(key, content.get(key)) for key in columns] for content in contents]
+    caption = "Times ending in _s are nominal; only wall_ is real time."
+    return [*sections, Section("All rows", [Table(columns, body, caption)])]
+
+
+def _workload(row: Row) -> str:
+    return row.workload
+
+
+def _strategy(row: Row) -> str:
+    return row.strategy
+
+
+def _rate(row: Row) -> int:
+    return row.rate_bps
+
+
+def _groups(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    """Return rows by a key, in the order of first appearance."""
+    groups: dict[K, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _step_s(rows: Iterable[Row]) -> float | None:
+    return _median(row.step_s_median for row in rows)
+
+
+def _bound_s(rows: Iterable[Row]) -> float | None:
+    return _median(row.bound_step_s for row in rows if row.communicates)
+
+
+def _samples(rows: Iterable[Row]) -> float | None:
+    return _median(row.samples_per_s or None for row in rows)
+
+
+def _speedup(rows: Sequence[Row], strategy: str) -> float | None:
+    """Return the median over repeats of the best baseline's step time over this strategy's."""
+    ratios = []
+    for repeat in _groups(rows, lambda row: row.repeat).values():
+        peers = [row.step_s_median for row in repeat if _is_baseline(row.strategy)]
+        own = [row.step_s_median for row in repeat if row.strategy == strategy]
+        ratios += [min(peers) / step_s for step_s in own if peers]
+    return _median(ratios)
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Return a sentence: the largest gain over the baseline, and where it was."""
+    best: tuple[float, str] | None = None
+    for workload, own in _groups(rows, _workload).items():
+        for rate_bps, here in _groups(own, _rate).items():
+            for strategy in _groups(here, _strategy):
+                speedup = _speedup(here, strategy)
+                if strategy == CEILING or _is_baseline(strategy) or speedup is None:
+                    continue
+                if best is None or speedup > best[0]:
+                    best = (
+                        speedup,
+                        f"{strategy} took {1 / speedup:.2f} of the step time of the best DDP "
+                        f"({speedup:.2f} times as fast) on {workload} at {format_rate(rate_bps)}",
+                    )
+    return "" if best is None else f"Largest difference: {best[1]}."
+
+
+def _overview(rows: Sequence[Row]) -> Table:
+    columns = (
+        "rate",
+        "strategy",
+        "step, s",
+        "samples/s",
+        f"{_TIMES} DDP",
+        f"{_TIMES} bound",
+        "link, %",
+        "CPU, %",
+        "last loss",
+        "ranks equal",
+    )
+    body: list[list[Cell]] = []
+    highlight: set[int] = set()
+    caption = (
+        f"Medians over repeats; nominal seconds. {_TIMES} DDP: how many times as "
+        f"fast as the best DDP of the same repeat. {_TIMES} bound: step time over "
+        "the perfect-overlap bound. Link: share of the goodput used. CPU: share of all processors "
+        "of the machine. The fastest that communicates is set off."
+    )
+    if any(row.cpu_bound for row in rows):
+        caption += f" * {NO_EVIDENCE}."
+    by_rate = _groups(rows, _rate)
+    for rate_bps, here in by_rate.items():
+        groups = _groups(here, _strategy)
+        sending = [name for name in groups if name != CEILING]
+        fastest = min(sending, key=lambda name: _step_s(groups[name]) or 0.0, default=None)
+        rate = format_rate(rate_bps) if len(by_rate) > 1 else None
+        for strategy in groups:
+            if strategy == fastest:
+                highlight.add(len(body))
+            body.append([rate, *_overview_row(here, groups[strategy], strategy)])
+        caption = " ".join([caption, *factor_notes(here), *balance_notes(here)])
+    return used_columns(columns, body, caption, frozenset(highlight))
+
+
+def _overview_row(here: Sequence[Row], own: Sequence[Row], strategy: str) -> list[Cell]:
+    step_s, bound_s = _step_s(own), _bound_s(own)
+    equal = [row.params_equal for row in own if row.params_equal is not None]
+    mark = " *" if any(row.cpu_bound for row in own) else ""
+    return [
+        f"{strategy}{mark}",
+        step_s,
+        _samples(own),
+        _speedup(here, strategy),
+        step_s / bound_s if step_s and bound_s else None,
+        percent(_median(row.link_utilization for row in own)),
+        percent(_median(row.cpu_share for row in own)),
+        _median(row.loss[-1] for row in own if row.has_losses),
+        all(equal) if equal and strategy != CEILING else None,
+    ]
+
+
+def _is_baseline(strategy: str) -> bool:
+    """Return whether others are compared with this: DDP that encodes nothing."""
+    return strategy.startswith(BASELINE) and "+" not in strategy
+
+
+def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
+    rates = _groups(rows, _rate)
+    plots = [_rate_plot(rows, colors)] if len(rates) > 1 else []
+    plots.append(_step_bars(rows, colors))
+    for rate_bps, here in rates.items():
+        suffix = f" at {format_rate(rate_bps)}" if len(rates) > 1 else ""
+        first = [group[0] for group in _groups(here, _strategy).values()]
+        learning = [row for row in first if row.has_losses]
+        for title, x_label, y_label, series in (
+            (
+                "Loss",
+                "step",
+                "training loss",
+                {
+                    row.strategy: (range(len(row.loss)), row.loss)
+                    for row in learning
+                    if row.communicates
+                },
+            ),
+            (
+                "Loss over time",
+                "time, s",
+                "training loss",
+                {row.strategy: loss_over_time(row) for row in learning if row.straggler},
+            ),
+            (
+                "Step times",
+                "measured step",
+                "step, s",
+                {row.strategy: (range(len(row.step_s)), row.step_s) for row in first if row.step_s},
+            ),
+        ):
+            if series:
+                plots.append(
+                    line_plot(
+                        f"{title}{suffix}",
+                        series,
+                        x_label=x_label,
+                        y_label=y_label,
+                        colors=colors,
+                        y_from_zero=title == "Step times",
+                    )
+                )
+        plots += _link_plots(first, colors, suffix)
+    return plots
+
+
+def _step_bars(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
+    """Return bars grouped by rate, or one bar a strategy where there is one rate only."""
+    by_strategy, by_rate = _groups(rows, _strategy), _groups(rows, _rate)
+    if len(by_rate) == 1:
+        categories = list(by_strategy)
+        bars = {
+            name: [_step_s(own) if other == name else None for other in by_strategy]
+            for name, own in by_strategy.items()
+        }
+        bounds = list(map(_bound_s, by_strategy.values()))
+    else:
+        categories = list(map(format_rate, by_rate))
+        bars = {
+            name: [_step_s(row for row in own if row.rate_bps == rate) for rate in by_rate]
+            for name, own in by_strategy.items()
+        }
+        bounds = list(map(_bound_s, by_rate.values()))
+    return bar_plot(
+        "Step time",
+        categories,
+        bars,
+        y_label="step, s (lower is better)",
+        limits={"perfect-overlap bound": bounds} if any(bounds) else None,
+        colors=colors,
+        stacked=len(by_rate) == 1,
+        shows_names=len(by_rate) > 1,
+        note="Nominal seconds, dilation divided out; medians over repeats.",
+    )
+
+
+def _rate_plot(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
+    rates = sorted(_groups(rows, _rate))
+    series: Series = {
+        name: (
+            [rate / 1e9 for rate in rates],
+            [_samples(row for row in own if row.rate_bps == rate) for rate in rates],
+        )
+        for name, own in _groups(rows, _strategy).items()
+    }
+    return line_plot(
+        "Throughput against bandwidth",
+        series,
+        x_label="port rate, Gbit/s",
+        y_label="samples/s, all workers",
+        colors=colors,
+        dashed=(CEILING,),
+        markers=True,
+        y_from_zero=True,
+    )
+
+
+def _link_plots(rows: Sequence[Row], colors: Mapping[str, int], suffix: str) -> list[Plot]:
+    sending = sorted((row for row in rows if row.communicates), key=lambda row: row.step_s_median)
+    names = [row.strategy for row in sending]
+    # The fastest baseline and the fastest other strategy: more lines at once hide each other.
+    shown = [name for name in names if _is_baseline(name)][:1]
+    shown += [name for name in names if not _is_baseline(name)][:1]
+    plots = []
+    for key, words in (("transmit", "outbound"), ("receive", "inbound")):
+        series: Series = {
+            row.strategy: (row.utilization_over_time["time_s"], row.utilization_over_time[key])
+            for row in rows
+            if row.communicates
+            and row.utilization_over_time.get("time_s")
+            and key in row.utilization_over_time
+        }
+        if series:
+            plots.append(
+                utilization_plot(
+                    f"Use of the link over time, {words}{suffix}",
+                    series,
+                    colors=colors,
+                    hidden=[name for name in series if name not in shown],
+                    note="First repeat. Click a name in the legend to hide or show its line.",
+                )
+            )
+    return plots
+
+
+def _measurement(rows: Sequence[Row], command: str | None) -> Measurement:
+    """Return facts that the rows carry, and this process' own where they have none."""
+    here = measured_here(command)
+    recorded = {**rows[0].versions, **rows[0].machine}
+    # A page may be made elsewhere and later than its rows: what they say replaces what is here.
+    facts = {name: str(value) for name, value in recorded.items()} or dict(here.facts)
+    contents = [row.to_json() for row in rows]
+    for key in ("dilation", "seed", "warmup", "goodput_bps"):
+        values = dict.fromkeys(one[key] for one in contents if one.get(key) is not None)
+        if values:
+            facts[key] = ", ".join(f"{value:g}" for value in values)
+    shares = [row.cpu_share for row in rows if row.cpu_share is not None]
+    if shares:
+        facts["machine CPU, busiest row"] = f"{100 * max(shares):.0f} %"
+    return Measurement(here.command, facts)

@@ -1,0 +1,108 @@
+"""Sentences and tables beside the rows of one workload at one rate, on a terminal and a page."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from gradlane.lab.runs.rows import Row
+from gradlane.training.options.options import FACTOR_SCHEMES
+
+EVEN_BELOW = 1.1
+"""What is uneven by less, largest over mean, is not worth a line."""
+REPLAYED = (
+    "Replayed factors: only the elements that are checked are rebuilt, and the time of the whole "
+    "product is slept, at the speed of the step's own arithmetic. Digests are other ones than "
+    "those of strategies without factors, since gradients and factors are invented apart."
+)
+SPANS = 5
+"""Parts of the steps whose mean loss is shown."""
+
+
+def factor_notes(rows: Iterable[Row]) -> list[str]:
+    """Return what factors save by the schemes' costs and what was sent; empty without factors."""
+    last = {row.strategy: row for row in rows}
+    plain = last.get("p3")
+    notes = []
+    for strategy, row in last.items():
+        by_scheme = row.metrics.get("tensors_by_scheme", {})
+        tensors = sum(by_scheme.get(scheme, 0) for scheme in FACTOR_SCHEMES)
+        if not tensors or not row.expected_tx_bytes or not row.tx_bytes_per_step:
+            continue
+        note = (
+            f"{strategy}: factors for {tensors} tensors, {row.expected_tx_bytes / 1e6:.1f} MB a "
+            f"port and step by the schemes' costs, {row.tx_bytes_per_step / 1e6:.1f} MB sent with "
+            "headers"
+        )
+        if plain is not None and plain.expected_tx_bytes and plain.tx_bytes_per_step:
+            by_cost = row.expected_tx_bytes / plain.expected_tx_bytes
+            sent = row.tx_bytes_per_step / plain.tx_bytes_per_step
+            note += f"; {by_cost:.3f} of p3's by cost, {sent:.3f} sent"
+        notes.append(f"{note}.")
+    return [*notes, REPLAYED] if notes else []
+
+
+def balance_notes(rows: Iterable[Row]) -> list[str]:
+    """Return a line for each strategy whose ports or owners are uneven."""
+    # Greetings alone are uneven, and nobody minds.
+    last = {row.strategy: row.balance for row in rows if row.communicates}
+    notes = []
+    for strategy, balance in last.items():
+        if not balance or max(balance.port_imbalance, balance.owned_imbalance) < EVEN_BELOW:
+            continue
+        busiest = max(balance.nodes, key=lambda node: node.busier_bytes)
+        least = min(node.busier_bytes for node in balance.nodes)
+        note = (
+            f"{strategy}: node {busiest.node} is busiest with {busiest.busier_bytes / 1e6:.1f} MB "
+            f"a step one way, {balance.port_imbalance:.2f} times the mean; the least busy has "
+            f"{least / 1e6:.1f} MB"
+        )
+        if any(owner.owned_bytes for owner in balance.owners):
+            most = max(balance.owners, key=lambda owner: owner.owned_bytes)
+            note += (
+                f"; rank {most.rank} owns {most.owned_bytes / 1e6:.1f} MB, "
+                f"{balance.owned_imbalance:.2f} times the mean"
+            )
+        notes.append(f"{note}.")
+    return notes
+
+
+def loss_over_time(row: Row) -> tuple[list[float], list[float]]:
+    """Return the nominal time, in seconds, at which each measured step was over, and its loss."""
+    times_s = list(itertools.accumulate(row.step_s))
+    return times_s, row.loss[-len(times_s) :]
+
+
+def loss_table(rows: Sequence[Row]) -> Table | None:
+    """Return mean losses by steps, and when the fastest strategy ended; None without a straggler.
+
+    Late ranks cost time under `wait`, and gradients under the other rules; only both tell which is
+    worth more. Of each strategy the first row is shown.
+    """
+    first = {row.strategy: row for row in reversed(rows) if row.has_losses}
+    shown = [row for row in reversed(first.values()) if row.straggler is not None]
+    if not shown:
+        return None
+    curves = {row.strategy: loss_over_time(row) for row in shown}
+    span = max(1, shown[0].steps // SPANS)
+    end_s = min(times_s[-1] for times_s, _ in curves.values())
+    table = Table(title="mean losses", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    starts = range(0, shown[0].steps - span + 1, span)
+    for start in starts:
+        table.add_column(f"{start + 1}-{start + span}", justify="right")
+    table.add_column(f"after {end_s:.2f} s", justify="right")
+    table.add_column("test accuracy", justify="right")
+    for row in shown:
+        times_s, losses = curves[row.strategy]
+        cells = [statistics.fmean(losses[start : start + span]) for start in starts]
+        done = sum(time_s <= end_s for time_s in times_s)
+        cells.append(statistics.fmean(losses[max(0, done - span) : max(1, done)]))
+        quality = (row.evaluation or {}).get("accuracy")
+        accuracy = "-" if quality is None else f"{quality:.1%}"
+        table.add_row(row.strategy, *(f"{loss:.3f}" for loss in cells), accuracy)
+    return table

@@ -1,0 +1,115 @@
+"""Programs that tests fork from one process that has loaded torch, which takes many seconds.
+
+Programs are modules or files, with arguments, an environment and files for what they print. Tests
+take the fixture `programs` of `tests/conftest.py`, which all of them share.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from pathlib import Path
+
+from gradlane.lab.cluster.fork_server import ForkedProgram, ForkServer
+from tests.paths import ROOT
+from tests.waiting import eventually
+
+SOURCES = {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+_START_S = 120.0
+
+
+class ForkedPrograms:
+    """Programs by name, each with files for what it prints; threads may share them."""
+
+    def __init__(self) -> None:
+        """Start the fork server; torch is loaded while the first program waits."""
+        self._server = ForkServer(SOURCES)
+        self._programs: dict[str, ForkedProgram] = {}
+        self._asking = threading.Lock()
+
+    def start(
+        self,
+        name: str,
+        *,
+        program: str,
+        arguments: list[str],
+        output: str,
+        errors: str,
+        environment: dict[str, str],
+    ) -> int:
+        """Fork a program; returns its process id."""
+        with Path(output).open("wb") as stdout, Path(errors).open("wb") as stderr, self._asking:
+            forked = self._server.fork(
+                program,
+                arguments,
+                environment={**SOURCES, **environment},
+                stdout=stdout,
+                stderr=stderr,
+                folder=ROOT,
+                timeout_s=_START_S,
+            )
+        forked.stdin.close()
+        forked.stdout.close()
+        self._programs[name] = forked
+        return forked.pid
+
+    def wait(self, name: str, timeout_s: float) -> int:
+        """Wait for a program to end; returns its exit status as `Popen.returncode` has it.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+
+        def has_ended() -> bool:
+            with self._asking:
+                return self._server.has_ended(self._programs[name].pid)
+
+        if not has_ended() and not eventually(has_ended, timeout_s):
+            raise subprocess.TimeoutExpired(name, timeout_s)
+        code = self._programs[name].wait(0.0)
+        assert code is not None
+        return code
+
+    def run_all(
+        self,
+        folder: Path,
+        program: str,
+        arguments: list[str],
+        environments: list[dict[str, str]],
+        timeout_s: float = 120.0,
+    ) -> list[str]:
+        """Run a program once for each environment, at once; returns what each of them printed.
+
+        Args:
+            folder: for what they print.
+            program: name of a module, or path of a file.
+            arguments: of the program.
+            environments: added to this process's.
+            timeout_s: for each of them.
+        """
+        names = [f"{folder}-{uuid.uuid4().hex}" for _ in environments]
+        printed = [folder / f"output-{index}" for index in range(len(names))]
+        errors = [folder / f"errors-{index}" for index in range(len(names))]
+        for index, name in enumerate(names):
+            self.start(
+                name,
+                program=program,
+                arguments=arguments,
+                output=str(printed[index]),
+                errors=str(errors[index]),
+                environment=environments[index],
+            )
+        try:
+            codes = [self.wait(name, timeout_s) for name in names]
+        except subprocess.TimeoutExpired:
+            for name in names:
+                self._programs[name].kill()
+            raise
+        assert codes == [0] * len(codes), "\n".join(path.read_text() for path in errors)
+        return [path.read_text() for path in printed]
+
+    def close(self) -> None:
+        """End the fork server and its programs."""
+        self._server.close()
