@@ -148,7 +148,7 @@ pub(crate) enum MemoryError {
 pub(crate) struct MemoryTable {
     gradients: Vec<Option<UserMemory>>,
     parameters: Vec<Option<UserMemory>>,
-    buffers: Vec<Option<ScratchBlock>>,
+    buffers: Vec<Option<ScratchBuffer>>,
     pool: Pool,
 }
 
@@ -206,7 +206,7 @@ impl MemoryTable {
         })
     }
 
-    fn buffer(&mut self, buffer: BufferRef) -> &ScratchBlock {
+    fn buffer(&mut self, buffer: BufferRef) -> &ScratchBuffer {
         let index = buffer.id as usize;
         if index >= self.buffers.len() {
             self.buffers.resize_with(index + 1, || None);
@@ -233,12 +233,12 @@ impl MemoryTable {
     }
 
     /// Moves a buffer out of the table: who has it may keep it as long as it likes.
-    pub(crate) fn take(&mut self, buffer: BufferRef) -> Option<ScratchBlock> {
+    pub(crate) fn take(&mut self, buffer: BufferRef) -> Option<ScratchBuffer> {
         self.buffers.get_mut(buffer.id as usize).and_then(Option::take)
     }
 
     /// Takes what was moved out back into the pool.
-    pub(crate) fn give_back(&mut self, block: ScratchBlock) {
+    pub(crate) fn give_back(&mut self, block: ScratchBuffer) {
         self.pool.give_back(block);
     }
 
@@ -250,18 +250,18 @@ impl MemoryTable {
 
 /// One allocation of the pool.
 #[derive(Debug)]
-pub(crate) struct ScratchBlock {
+pub(crate) struct ScratchBuffer {
     pointer: *mut u8,
     layout: Layout,
 }
 
 // SAFETY: a block owns its memory, like a `Box`.
-unsafe impl Send for ScratchBlock {}
+unsafe impl Send for ScratchBuffer {}
 
 // SAFETY: through a shared reference its bytes are only read.
-unsafe impl Sync for ScratchBlock {}
+unsafe impl Sync for ScratchBuffer {}
 
-impl ScratchBlock {
+impl ScratchBuffer {
     /// The first `length` bytes, of a block that was moved out of the table.
     ///
     /// # Panics
@@ -274,7 +274,7 @@ impl ScratchBlock {
     }
 }
 
-impl Drop for ScratchBlock {
+impl Drop for ScratchBuffer {
     fn drop(&mut self) {
         // SAFETY: the pointer came from `alloc_zeroed` with this layout.
         unsafe { dealloc(self.pointer, self.layout) };
@@ -284,7 +284,7 @@ impl Drop for ScratchBlock {
 /// Free blocks by size class: four classes between a power of two and the next.
 #[derive(Debug, Default)]
 struct Pool {
-    free: std::collections::BTreeMap<usize, Vec<ScratchBlock>>,
+    free: std::collections::BTreeMap<usize, Vec<ScratchBuffer>>,
     allocated_bytes: u64,
     in_use_bytes: u64,
     /// The most that was in use at once.
@@ -303,7 +303,7 @@ impl Pool {
         bytes.next_multiple_of(step)
     }
 
-    fn take(&mut self, bytes: usize) -> ScratchBlock {
+    fn take(&mut self, bytes: usize) -> ScratchBuffer {
         let class = Pool::class(bytes);
         self.in_use_bytes += class as u64;
         self.peak_bytes = self.peak_bytes.max(self.in_use_bytes);
@@ -319,10 +319,10 @@ impl Pool {
         }
         self.allocated_bytes += class as u64;
         self.shrink();
-        ScratchBlock { pointer, layout }
+        ScratchBuffer { pointer, layout }
     }
 
-    fn give_back(&mut self, block: ScratchBlock) {
+    fn give_back(&mut self, block: ScratchBuffer) {
         self.in_use_bytes = self.in_use_bytes.saturating_sub(block.layout.size() as u64);
         self.free.entry(block.layout.size()).or_default().push(block);
     }

@@ -43,7 +43,7 @@ pub struct ChannelOptions {
     /// Whether connections are paced to their part of this rank's port.
     #[serde(default = "yes")]
     pub pacing: bool,
-    /// Works (reductions, copies) handed out at once.
+    /// JobRunner (reductions, copies) handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
     /// Slices towards one owner that are encoded ahead of sending: each holds a buffer.

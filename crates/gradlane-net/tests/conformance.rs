@@ -148,7 +148,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
             }
             channel.step_end(number).expect("the end");
             channel.wait_step(number, &mut deadline()).expect("a result");
-            assert_eq!(channel.standing(number).was_in, Some(!late));
+            assert_eq!(channel.standing(number).participated, Some(!late));
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")

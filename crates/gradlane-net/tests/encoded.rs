@@ -7,7 +7,7 @@ mod support;
 mod support_encoded;
 
 use gradlane_engine::Update;
-use gradlane_net::{Channel, Rule, SgdOptions, StateKind, StateRead, WorkKind};
+use gradlane_net::{Channel, JobKind, SgdOptions, StateKind, StateRead, UpdateRule};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::{Codec, FrameKind};
 use support::{
@@ -253,7 +253,7 @@ fn updates_on_the_servers_take_encoded_gradients_and_give_exact_parameters() {
             nesterov: false,
             maximize: false,
         };
-        let rows = (0..2).map(|it| (TensorId(it), Rule::Sgd(options))).collect();
+        let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(options))).collect();
         channel.set_optimizer(rows).expect("settings");
         let _gradients = run_step(&channel, 1).expect("a step");
         for (index, spec) in specs.iter().enumerate() {
@@ -291,12 +291,12 @@ fn encoding_is_never_done_on_the_io_thread_and_is_in_the_trace() {
             run_step(&channel, step).expect("a step");
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
-        let works = channel.take_works();
-        for kind in [WorkKind::Encode, WorkKind::Recode, WorkKind::Decode] {
-            assert!(works.iter().any(|work| work.kind == kind && work.bytes > 0), "{kind:?}");
+        let jobs = channel.take_jobs();
+        for kind in [JobKind::Encode, JobKind::Recode, JobKind::Decode] {
+            assert!(jobs.iter().any(|job| job.kind == kind && job.bytes > 0), "{kind:?}");
         }
-        let raw = works.iter().filter(|work| work.kind == WorkKind::Reduce);
-        assert!(raw.into_iter().all(|work| work.step.0 == 0));
+        let raw = jobs.iter().filter(|job| job.kind == JobKind::Reduce);
+        assert!(raw.into_iter().all(|job| job.step.0 == 0));
     });
 }
 

@@ -134,7 +134,7 @@ fn read_owners(channel: &Channel, numel: u64) -> Vec<f32> {
     }
     channel.step_end(step).expect("the end");
     channel.wait_step(step, &mut deadline()).expect("the residual");
-    assert_eq!(channel.standing(step).was_in, Some(true), "nobody is left out");
+    assert_eq!(channel.standing(step).participated, Some(true), "nobody is left out");
     let values = memory[0].bytes.chunks_exact(4);
     let values = values.map(|it| f32::from_le_bytes(it.try_into().expect("4")));
     values.take(numel as usize).collect()
@@ -209,7 +209,11 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
         for step in 1..=STEPS {
             let found = follow(&channel, &schedule, step, &given[rank as usize]);
             let was_in = schedule.late(rank, step).is_none();
-            assert_eq!(channel.standing(in_channel(step)).was_in, Some(was_in), "{schedule:?}");
+            assert_eq!(
+                channel.standing(in_channel(step)).participated,
+                Some(was_in),
+                "{schedule:?}"
+            );
             let set = schedule.contributors(step, world_size);
             for (index, oracle) in oracles.iter_mut().enumerate() {
                 let right = oracle.step_of(&set, in_channel(step).0, |rank| {

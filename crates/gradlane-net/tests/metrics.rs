@@ -3,7 +3,7 @@
 mod support;
 
 use gradlane_engine::Plan;
-use gradlane_net::{Channel, MetricsReading};
+use gradlane_net::{Channel, MetricsSnapshot};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn expected_payload(plan: &Plan, from: Rank, to: Rank) -> u64 {
     pushed_at_first + owned_by(from) + STEPS * (owned_by(to) + owned_by(from))
 }
 
-fn received_pushes(metrics: &MetricsReading) -> u64 {
+fn received_pushes(metrics: &MetricsSnapshot) -> u64 {
     metrics.rx_payload_bytes
 }
 

@@ -9,7 +9,7 @@ mod support_encoded;
 mod support_ring_encoded;
 
 use gradlane_engine::{TensorSpec, Update};
-use gradlane_net::{Channel, StateKind, StateRead, WorkKind};
+use gradlane_net::{Channel, JobKind, StateKind, StateRead};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::{FrameKind, HEADER_BYTES};
 use support::{
@@ -294,7 +294,7 @@ fn a_raw_step_is_the_exact_mean_of_the_ring() {
 }
 
 #[test]
-fn works_of_the_ring_are_in_the_trace_and_never_on_the_io_thread() {
+fn ring_jobs_are_in_the_trace_and_never_on_the_io_thread() {
     for (codec, scales) in [("qsgd:bits=4", false), ("qsgd:bits=4,ring=integer", true)] {
         let plan = ring_plan(odd_sizes(Dtype::F32), codec, 5_000, 3);
         let channels = world_with("127.0.0.1", 3, &plan, |options| options.trace = true);
@@ -303,9 +303,9 @@ fn works_of_the_ring_are_in_the_trace_and_never_on_the_io_thread() {
                 run_step(&channel, step).expect("a step");
             }
             channel.finish(PATIENCE, &mut never).expect("an orderly end");
-            let works = channel.take_works();
-            for kind in [WorkKind::Encode, WorkKind::Recode, WorkKind::Decode] {
-                assert!(works.iter().any(|work| work.kind == kind && work.bytes > 0), "{kind:?}");
+            let jobs = channel.take_jobs();
+            for kind in [JobKind::Encode, JobKind::Recode, JobKind::Decode] {
+                assert!(jobs.iter().any(|job| job.kind == kind && job.bytes > 0), "{kind:?}");
             }
             let trace = channel.take_trace();
             let of_scales = |kind: FrameKind| kind == FrameKind::RingScale;

@@ -4,7 +4,7 @@
 mod support;
 
 use gradlane_engine::{Plan, Role, Scheme, Strategy, TensorSpec, Update};
-use gradlane_net::{ChannelError, Direction, WorkKind};
+use gradlane_net::{ChannelError, Direction, JobKind};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::FrameKind;
 use std::sync::Barrier;
@@ -198,7 +198,7 @@ fn rings_and_servers_share_one_step() {
             assert!(sent.iter().any(|it| it.header.kind == kind), "{kind:?}");
         }
         assert!(trace.iter().any(|it| it.header.kind == FrameKind::Push));
-        assert!(channel.take_works().iter().any(|work| work.kind == WorkKind::Reduce));
+        assert!(channel.take_jobs().iter().any(|job| job.kind == JobKind::Reduce));
     });
 }
 

@@ -5,8 +5,8 @@ mod support;
 
 use gradlane_engine::{Role, Update};
 use gradlane_net::{
-    AdamOptions, ChannelError, Direction, Rule, SgdOptions, StateKind, StateRead, UserMemory,
-    WorkKind,
+    AdamOptions, ChannelError, Direction, JobKind, SgdOptions, StateKind, StateRead, UpdateRule,
+    UserMemory,
 };
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 use gradlane_wire::FrameKind;
@@ -229,11 +229,11 @@ fn priorities_are_switched_on_all_ranks_while_training() {
             let own: Vec<_> = own.filter(|it| it.header.kind != FrameKind::Heartbeat).collect();
             assert!(own.windows(2).all(|pair| pair[0].time_ns <= pair[1].begin_ns));
         }
-        let works = channel.take_works();
-        assert!(works.iter().any(|work| work.kind == WorkKind::Reduce && work.bytes > 0));
-        assert!(works.iter().all(|work| work.begin_ns <= work.end_ns && work.step.0 < 6));
+        let jobs = channel.take_jobs();
+        assert!(jobs.iter().any(|job| job.kind == JobKind::Reduce && job.bytes > 0));
+        assert!(jobs.iter().all(|job| job.begin_ns <= job.end_ns && job.step.0 < 6));
         assert_eq!(channel.trace_dropped(), 0);
-        assert!(channel.take_trace().is_empty() && channel.take_works().is_empty());
+        assert!(channel.take_trace().is_empty() && channel.take_jobs().is_empty());
     });
 }
 
@@ -275,7 +275,7 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
             channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
         }
         for step in 1..5 {
-            let rows = (0..2).map(|it| (TensorId(it), Rule::Sgd(sgd_options))).collect();
+            let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(sgd_options))).collect();
             channel.set_optimizer(rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
             for (index, elements) in expected.iter_mut().enumerate() {
@@ -367,7 +367,7 @@ fn adam_on_the_servers_with_state_that_goes_out_and_comes_in() {
                 let memory = parameter.memory();
                 channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
             }
-            let rule = Rule::Adam { options, steps: taken };
+            let rule = UpdateRule::Adam { options, steps: taken };
             let rows = (0..2).map(|it| (TensorId(it), rule)).collect();
             channel.set_optimizer(rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
@@ -419,7 +419,7 @@ fn adam_without_its_state_fails_the_session() {
     each_rank(world(1, &plan), move |channel| {
         let mut parameters = run_step(&channel, 0).expect("step 0");
         channel.set_parameter(TensorId(0), parameters[0].memory()).expect("a parameter");
-        let rule = Rule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
+        let rule = UpdateRule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
         channel.set_optimizer(vec![(TensorId(0), rule)]).expect("settings");
         let Err(error) = run_step(&channel, 1) else { panic!("a step without state") };
         let error = error.to_string();

@@ -5,7 +5,7 @@ use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
-    Rule, SgdOptions, StateKind, StateRead, UserMemory,
+    SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
 };
 use gradlane_units::{Priority, Step, TensorId};
 use pyo3::exceptions::PyValueError;
@@ -50,7 +50,7 @@ enum OptimizerRow {
 
 impl OptimizerRow {
     /// The rule of each tensor; `None` when the row has not as many steps as tensors.
-    fn rules(self) -> Option<Vec<(TensorId, Rule)>> {
+    fn rules(self) -> Option<Vec<(TensorId, UpdateRule)>> {
         match self {
             OptimizerRow::Sgd {
                 tensors,
@@ -63,7 +63,7 @@ impl OptimizerRow {
             } => {
                 let options =
                     SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-                let rule = Rule::Sgd(options);
+                let rule = UpdateRule::Sgd(options);
                 Some(tensors.into_iter().map(|tensor| (TensorId(tensor), rule)).collect())
             }
             OptimizerRow::Adam {
@@ -86,7 +86,8 @@ impl OptimizerRow {
                     decoupled_weight_decay,
                     maximize,
                 };
-                let rule = |(tensor, steps)| (TensorId(tensor), Rule::Adam { options, steps });
+                let rule =
+                    |(tensor, steps)| (TensorId(tensor), UpdateRule::Adam { options, steps });
                 (tensors.len() == steps.len())
                     .then(|| tensors.into_iter().zip(steps).map(rule).collect())
             }
@@ -191,7 +192,7 @@ impl Channel {
     /// step whose contributors are known).
     fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {
         let standing = self.channel.standing(Step(step));
-        (standing.was_in, standing.behind, standing.decided.0)
+        (standing.participated, standing.behind, standing.decided.0)
     }
 
     /// Hand over a gradient (in step 0 the tensor itself) until the tensor is ready in this step.
@@ -414,7 +415,7 @@ impl Channel {
             let times = (entry.begin_ns, entry.time_ns);
             (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)
         });
-        let works = self.channel.take_works().into_iter().map(|work| {
+        let works = self.channel.take_jobs().into_iter().map(|work| {
             let kind = format!("{:?}", work.kind).to_lowercase();
             let place = (plan.slice(work.slice).tensor.0, work.slice.0, 0);
             let times = (work.begin_ns, work.end_ns);

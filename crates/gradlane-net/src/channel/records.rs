@@ -1,27 +1,30 @@
 //! What a channel says of itself: counters, frames and works that were recorded, its journal.
 
-use super::Channel;
-use crate::readings::MetricsReading;
-use crate::ready::lock;
-use crate::shared::Command;
-use crate::trace::{TraceEntry, WorkEntry};
+use super::handle::Channel;
+use crate::channel::shared::Command;
+use crate::metrics::trace::{JobEntry, TraceEntry};
+use crate::metrics::MetricsSnapshot;
+use crate::sys::lock;
 use gradlane_engine::Journal;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// How long a reader of metrics waits for the depths of queues.
-const DEPTHS_WITHIN: Duration = Duration::from_millis(100);
+const QUEUE_STATS_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Channel {
     /// The counters; also after the end. Depths of queues are those of this moment, or, if the I/O
     /// thread is too busy to say, of an earlier one.
     #[must_use]
-    pub fn metrics(&self) -> MetricsReading {
+    pub fn metrics(&self) -> MetricsSnapshot {
         let shared = &self.shared;
         if !self.forgotten.load(Ordering::Relaxed) {
-            shared.metrics.depths.ask(DEPTHS_WITHIN, || shared.command(Command::ReportDepths));
+            shared
+                .metrics
+                .queue_stats
+                .request(QUEUE_STATS_TIMEOUT, || shared.command(Command::ReportDepths));
         }
-        shared.metrics.read(&self.plan)
+        shared.metrics.snapshot(&self.plan)
     }
 
     /// Time that application threads have waited so far, in nanoseconds.
@@ -36,10 +39,10 @@ impl Channel {
         self.shared.trace.take_frames()
     }
 
-    /// Works recorded since the last call; none without the option `trace`.
+    /// JobRunner recorded since the last call; none without the option `trace`.
     #[must_use]
-    pub fn take_works(&self) -> Vec<WorkEntry> {
-        self.shared.trace.take_works()
+    pub fn take_jobs(&self) -> Vec<JobEntry> {
+        self.shared.trace.take_jobs()
     }
 
     /// Frames and works that were recorded and fell out before they were taken.

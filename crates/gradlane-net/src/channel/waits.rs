@@ -1,10 +1,11 @@
 //! Waits of application threads for tensors, steps and decisions.
 
-use super::Channel;
+use super::handle::Channel;
+use crate::channel::completion::WaitTarget;
+use crate::channel::guard::ApiGuard;
+use crate::channel::shared::Command;
 use crate::error::ChannelError;
-use crate::ledger::Ledger;
-use crate::ready::{lock, Awaited};
-use crate::shared::Command;
+use crate::sys::lock;
 use gradlane_engine::UsageError;
 use gradlane_units::{Step, TensorId};
 use std::time::{Duration, Instant};
@@ -26,17 +27,17 @@ impl Channel {
     /// Tells the engine that what is missing is needed.
     fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
         for &tensor in tensors {
-            Ledger::check_tensor(&self.plan, tensor)?;
+            ApiGuard::check_tensor(&self.plan, tensor)?;
         }
-        let ready = &self.shared.ready;
-        let missing = |tensor: &TensorId| !ready.has(Awaited::Tensor(*tensor, step));
+        let completion = &self.shared.completion;
+        let missing = |tensor: &TensorId| !completion.has(WaitTarget::Tensor(*tensor, step));
         let missing: Vec<TensorId> = tensors.iter().copied().filter(missing).collect();
         if missing.is_empty() {
             return Ok(());
         }
-        let ledger = lock(&self.ledger);
-        if step > ledger.current() {
-            let current = ledger.current();
+        let guard = lock(&self.guard);
+        if step > guard.current() {
+            let current = guard.current();
             return Err(UsageError::WrongStep { call: "wait", step, current }.into());
         }
         self.shared.command(Command::Needed(missing, step));
@@ -57,7 +58,7 @@ impl Channel {
         self.check()?;
         self.request(tensors, step)?;
         for &tensor in tensors {
-            self.wait_for(Awaited::Tensor(tensor, step), interrupt)?;
+            self.wait_for(WaitTarget::Tensor(tensor, step), interrupt)?;
         }
         Ok(())
     }
@@ -75,7 +76,7 @@ impl Channel {
         let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
         let part: Vec<TensorId> = tensors.filter(|&it| self.plan.takes_part(it, step)).collect();
         self.request(&part, step)?;
-        self.wait_for(Awaited::Step(step), interrupt)
+        self.wait_for(WaitTarget::Step(step), interrupt)
     }
 
     /// Waits until the contributors of a step are known, where stragglers are left out.
@@ -92,23 +93,23 @@ impl Channel {
             let what = format!("nobody decides {step}: it waits for all ranks");
             return Err(UsageError::Argument(what).into());
         }
-        lock(&self.ledger).check_step("wait_decided", step)?;
-        self.wait_for(Awaited::Decided(step), interrupt)
+        lock(&self.guard).check_step("wait_decided", step)?;
+        self.wait_for(WaitTarget::Contributors(step), interrupt)
     }
 
     fn wait_for(
         &self,
-        awaited: Awaited,
+        target: WaitTarget,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<(), ChannelError> {
-        let ready = &self.shared.ready;
-        if ready.has(awaited) {
+        let completion = &self.shared.completion;
+        if completion.has(target) {
             return Ok(());
         }
         let start = Instant::now();
         let result = loop {
-            ready.wait(awaited, ASK_EVERY);
-            if ready.has(awaited) {
+            completion.wait(target, ASK_EVERY);
+            if completion.has(target) {
                 break Ok(());
             }
             if let Err(error) = self.check() {
@@ -118,7 +119,7 @@ impl Channel {
                 break Err(ChannelError::Interrupted);
             }
         };
-        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
+        self.shared.metrics.note_wait(target, completion.newest(), start.elapsed());
         result
     }
 
@@ -128,8 +129,8 @@ impl Channel {
     /// When the session is over, and for an unknown tensor.
     pub fn is_ready(&self, tensor: TensorId, step: Step) -> Result<bool, ChannelError> {
         self.check()?;
-        Ledger::check_tensor(&self.plan, tensor)?;
-        Ok(self.shared.ready.has(Awaited::Tensor(tensor, step)))
+        ApiGuard::check_tensor(&self.plan, tensor)?;
+        Ok(self.shared.completion.has(WaitTarget::Tensor(tensor, step)))
     }
 
     /// What became ready in a step since the last call, with whether no rank had a gradient; in the
@@ -139,7 +140,7 @@ impl Channel {
     /// When the session is over.
     pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
         self.check()?;
-        Ok(self.shared.ready.take(step))
+        Ok(self.shared.completion.take(step))
     }
 
     /// Waits until something became ready in `step` that was not taken, and takes it. For threads
@@ -160,7 +161,7 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::News(step), ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::AnyTensor(step), ASK_EVERY);
         }
     }
 
@@ -181,7 +182,7 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::Question, ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::RootRequest, ASK_EVERY);
         }
     }
 
@@ -190,7 +191,7 @@ impl Channel {
     /// # Errors
     /// When the session is over.
     pub fn take_questions(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
-        self.shared.error_of_end().map_or(Ok(()), Err)?;
-        Ok(self.shared.ready.take_questions())
+        self.shared.outcome_error().map_or(Ok(()), Err)?;
+        Ok(self.shared.completion.take_root_requests())
     }
 }

@@ -1,0 +1,94 @@
+//! The blocks that a step gathered from all ranks, in the hands of the application.
+//!
+//! Blocks of other ranks lie in scratch buffers, which move out of the channel with them: they stay
+//! readable whatever becomes of the session, and go back to its pool when they are dropped.
+
+use crate::channel::shared::{Command, Shared};
+use crate::memory::{MemoryTable, ScratchBuffer};
+use crate::sys::lock;
+use gradlane_engine::{Memory, Region};
+use gradlane_units::{Rank, Step, TensorId};
+use std::sync::Arc;
+
+/// One rank's block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Block<'a> {
+    /// The rank had none.
+    Absent,
+    /// That of this rank, of so many bytes: it is where it was given.
+    Own(u64),
+    /// That of another rank.
+    Other(&'a [u8]),
+}
+
+/// A block as the driver hands it over.
+#[derive(Debug)]
+pub(crate) enum GatheredBlock {
+    Absent,
+    Own(u64),
+    Empty,
+    Other(ScratchBuffer, usize),
+}
+
+/// All ranks' blocks of a tensor in a step. Dropping it releases them.
+#[derive(Debug)]
+pub struct Blocks {
+    tensor: TensorId,
+    step: Step,
+    held: Vec<GatheredBlock>,
+    shared: Arc<Shared>,
+}
+
+impl Blocks {
+    /// The blocks of a step that is ready, once.
+    pub(crate) fn take(shared: &Arc<Shared>, tensor: TensorId, step: Step) -> Option<Blocks> {
+        let held = lock(&shared.blocks).remove(&(tensor, step))?;
+        Some(Blocks { tensor, step, held, shared: Arc::clone(shared) })
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.held.len() as u32
+    }
+
+    /// The block of a rank; that of a rank outside of the world is absent.
+    #[must_use]
+    pub fn of(&self, rank: Rank) -> Block<'_> {
+        match self.held.get(rank.index()) {
+            None | Some(GatheredBlock::Absent) => Block::Absent,
+            Some(GatheredBlock::Own(bytes)) => Block::Own(*bytes),
+            Some(GatheredBlock::Empty) => Block::Other(&[]),
+            Some(GatheredBlock::Other(block, length)) => Block::Other(block.bytes(*length)),
+        }
+    }
+}
+
+impl Drop for Blocks {
+    fn drop(&mut self) {
+        let scratch = self.held.drain(..).filter_map(|held| match held {
+            GatheredBlock::Other(block, _) => Some(block),
+            _ => None,
+        });
+        let command = Command::ReleaseBlocks(self.tensor, self.step, scratch.collect());
+        self.shared.command(command);
+    }
+}
+
+/// Moves blocks out of the memory of the channel of `rank`.
+pub(crate) fn take_out(
+    memory: &mut MemoryTable,
+    rank: Rank,
+    blocks: &[Option<Region>],
+) -> Result<Vec<GatheredBlock>, String> {
+    let held = blocks.iter().enumerate().map(|(index, block)| match block {
+        None => Ok(GatheredBlock::Absent),
+        Some(region) if index == rank.index() => Ok(GatheredBlock::Own(region.length)),
+        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => memory
+            .take(*buffer)
+            .map(|block| GatheredBlock::Other(block, *length as usize))
+            .ok_or_else(|| format!("the block of rank {index} has no memory")),
+        Some(_) => Ok(GatheredBlock::Empty),
+    });
+    held.collect()
+}

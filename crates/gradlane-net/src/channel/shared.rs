@@ -1,0 +1,140 @@
+//! What the threads of a channel share: commands to the I/O threads, results from them.
+
+use crate::channel::blocks::GatheredBlock;
+use crate::channel::completion::CompletionTable;
+use crate::compute::{StateKind, StateRead, UpdateRule};
+use crate::error::{ChannelError, ChannelFailure};
+use crate::memory::{ScratchBuffer, UserMemory};
+use crate::metrics::counters::Metrics;
+use crate::metrics::trace::Trace;
+use crate::sys::lock;
+use crate::sys::poller::Poller;
+use gradlane_engine::{Journal, UsageError};
+use gradlane_units::{Priority, SliceId, Step, TensorId};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// What application threads tell the I/O threads.
+#[derive(Debug)]
+pub(crate) enum Command {
+    StepBegin(Step),
+    StepPass(Step),
+    StepGather(Step),
+    GradientReady(TensorId, Step, UserMemory),
+    TensorAbsent(TensorId, Step, UserMemory),
+    SetParameter(TensorId, UserMemory),
+    SetOptimizer(Vec<(TensorId, UpdateRule)>),
+    SendRaw(Step),
+    ReadState(StateRead, Step),
+    WorkerResidual(TensorId, Sender<Vec<f32>>),
+    ClearState,
+    LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
+    BlockReady(TensorId, Step, UserMemory),
+    BlockAbsent(TensorId, Step),
+    AnswerReady(TensorId, Step, UserMemory),
+    ReleaseBlocks(TensorId, Step, Vec<ScratchBuffer>),
+    StepEnd(Step),
+    Needed(Vec<TensorId>, Step),
+    SwitchPriorities(Vec<Priority>),
+    AllConnected,
+    /// Somebody wants to know how much waits.
+    ReportDepths,
+    Finish,
+    Abort(String),
+}
+
+/// How the session has ended.
+#[derive(Debug)]
+pub(crate) enum SessionOutcome {
+    /// In good order.
+    Closed,
+    /// Before its time.
+    Failed(ChannelFailure),
+}
+
+/// The shared state.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Where each I/O thread sleeps.
+    pub(crate) pollers: Vec<Poller>,
+    pub(crate) commands: Mutex<Vec<Command>>,
+    pub(crate) completion: CompletionTable,
+    /// Blocks that are complete and that nobody has taken.
+    pub(crate) blocks: Mutex<BTreeMap<(TensorId, Step), Vec<GatheredBlock>>>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) trace: Trace,
+    /// What the engine heard and decided, once the session has ended.
+    pub(crate) journal: Mutex<Option<Journal>>,
+    pub(crate) ended: OnceLock<SessionOutcome>,
+    /// The first misuse that only the engine has noticed; it is raised at the next call.
+    pub(crate) usage: Mutex<Option<UsageError>>,
+}
+
+impl Shared {
+    /// Queues a command.
+    pub(crate) fn command(&self, command: Command) {
+        lock(&self.commands).push(command);
+        self.wake(0);
+    }
+
+    /// Wakes an I/O thread, if it sleeps: the first one where it does not matter which.
+    pub(crate) fn wake(&self, io_thread: usize) {
+        if let Some(poller) = self.pollers.get(io_thread) {
+            poller.wake();
+        }
+    }
+
+    /// Keeps a misuse for the next call.
+    pub(crate) fn note_usage(&self, error: UsageError) {
+        // What the engine says after the end is said better by the reason of the end.
+        if !matches!(error, UsageError::Ended { .. }) {
+            lock(&self.usage).get_or_insert(error);
+        }
+    }
+
+    /// Ends the session for everybody who waits or calls; the first reason stands.
+    pub(crate) fn end(&self, ended: SessionOutcome) {
+        // A second end changes nothing.
+        let _ = self.ended.set(ended);
+        self.metrics.queue_stats.close();
+        self.completion.publish_end();
+    }
+
+    /// Ends the session since an I/O thread panicked.
+    pub(crate) fn end_by_panic(&self, text: &str) {
+        self.end(SessionOutcome::Failed(ChannelFailure {
+            message: format!("the I/O thread panicked: {text}"),
+            last_complete: self.completion.last_complete(),
+            peer: None,
+            timed_out: false,
+        }));
+    }
+
+    /// An error when the session is over.
+    pub(crate) fn outcome_error(&self) -> Option<ChannelError> {
+        Some(match self.ended.get()? {
+            SessionOutcome::Failed(failure) => ChannelError::Failed(failure.clone()),
+            SessionOutcome::Closed => ChannelError::Closed("the channel is closed".to_owned()),
+        })
+    }
+
+    /// An error when the session is over or was misused.
+    pub(crate) fn check(&self) -> Result<(), ChannelError> {
+        if let Some(ended) = self.outcome_error() {
+            return Err(ended);
+        }
+        match lock(&self.usage).take() {
+            Some(error) => Err(ChannelError::Usage(error)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "no text".to_owned())
+}

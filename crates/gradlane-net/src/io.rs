@@ -1,0 +1,20 @@
+//! The I/O threads: they tell the engine what happens and do what it asks for.
+//!
+//! `core` is the engine with everything that its decisions are carried out with, one for all threads
+//! and behind a lock. Each thread (`io_thread`) has the connections of its part of the peers, and does
+//! by itself what takes time: system calls, copies, checksums. `commands` holds the application's calls,
+//! `peer_sockets` what sockets take and give, `keepalive` the peers' signs of life, `shutdown` the end.
+
+mod commands;
+mod connection;
+mod core;
+mod driver;
+mod frame_reader;
+mod frame_writer;
+mod io_thread;
+mod keepalive;
+mod peer_sockets;
+mod receive;
+mod shutdown;
+
+pub(crate) use driver::Driver;

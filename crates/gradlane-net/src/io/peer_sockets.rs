@@ -1,0 +1,145 @@
+//! The sockets of peers: what they take, what comes from them, and their loss.
+
+use super::connection::Fault;
+use super::core::Core;
+use super::frame_writer::Flushed;
+use super::io_thread::IoThread;
+use super::receive::ReceivedFrames;
+use crate::flow::pacer::Pacer;
+use crate::metrics::counters::count;
+use crate::sys::lock;
+use gradlane_units::Rank;
+use std::io;
+use std::os::fd::AsFd;
+
+/// Bytes read from one connection before others get their turn.
+const RECEIVE_TURN_BYTES: usize = 512 << 10;
+
+impl IoThread<'_> {
+    /// Gives a socket what waits for it; the bytes that it took.
+    pub(super) fn flush(&mut self, rank: Rank) -> usize {
+        let core = self.core;
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return 0;
+        };
+        let (trace, sent) = (&self.shared.trace, &mut self.sent);
+        let mut total = 0;
+        let result = link.connection.flush(&mut total, |header, transmit| {
+            trace.sent(rank, header);
+            sent.push((*header, transmit));
+        });
+        self.coalescer.count(total);
+        let socket = link.connection.socket.as_fd();
+        let mut path = None;
+        if total > 0 {
+            count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
+            // A size that the kernel refuses leaves the last one in force.
+            path = link.send_buffer.sent(socket, total).ok().flatten();
+        }
+        link.send_buffer.sample_unsent(socket);
+        let takes_more = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
+        let mut core = lock(core);
+        if total > 0 {
+            link.last_sent = core.now;
+        }
+        let grown = path.and_then(|path| link.frame_size.sample(core.now, path.acknowledged_bytes));
+        if let Some(frame_bytes) = grown {
+            core.engine.handle_frame_bytes(rank, frame_bytes);
+        }
+        core.sent(rank, total, &mut self.sent);
+        link.send_buffer.paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
+        let writable = takes_more && core.may_send(rank);
+        if let Err(error) = result {
+            drop(core);
+            self.on_send_error(rank, &error);
+        } else {
+            self.set_writable(&mut core, rank, writable);
+        }
+        total
+    }
+
+    /// A peer that gives up says why and closes: its last words may be here although sending fails.
+    fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
+        while self.receive(rank) > 0 {}
+        self.core().lose(rank, &format!("connection failed: {error}"));
+    }
+
+    fn set_writable(&mut self, core: &mut Core, rank: Rank, writable: bool) {
+        core.set_writable(rank, writable);
+        if !writable {
+            self.arm(core, rank, true);
+        }
+    }
+
+    /// Asks the poller to report when the socket takes more. Once asked, it stays so while there is
+    /// more to send, and is taken back only when a report finds nothing to do.
+    fn arm(&mut self, core: &mut Core, rank: Rank, armed: bool) {
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return;
+        };
+        if link.armed == armed || !core.is_open(rank) {
+            return;
+        }
+        link.armed = armed;
+        let (socket, poller) = (link.connection.socket.as_fd(), &self.shared.pollers[self.index]);
+        if let Err(error) = poller.modify(socket, u64::from(rank.0), armed) {
+            core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
+        }
+    }
+
+    pub(super) fn on_writable(&mut self, rank: Rank) {
+        let Some(Some(link)) = self.links.get(rank.index()) else {
+            return;
+        };
+        let nothing_waits = link.connection.writer.is_empty();
+        let mut core = self.core();
+        if !core.is_open(rank) {
+            return;
+        }
+        if core.is_writable(rank) {
+            self.arm(&mut core, rank, false);
+        } else if nothing_waits {
+            // Not due yet: reported again in the next turn.
+            if core.may_send(rank) {
+                self.set_writable(&mut core, rank, true);
+            }
+        } else {
+            drop(core);
+            self.flush(rank);
+        }
+    }
+
+    /// Reads from a socket; the bytes that came.
+    pub(super) fn receive(&mut self, rank: Rank) -> usize {
+        let core = self.core;
+        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+            return 0;
+        };
+        if !lock(core).is_open(rank) {
+            return 0;
+        }
+        let mut inbound = ReceivedFrames {
+            core,
+            shared: &self.shared,
+            peer: rank,
+            heard_goodbye: &mut link.heard_goodbye,
+        };
+        let (bytes, result) = link.connection.receive(RECEIVE_TURN_BYTES, &mut inbound);
+        self.coalescer.count(bytes);
+        if bytes == 0 && result.is_ok() {
+            return 0;
+        }
+        let mut core = lock(core);
+        if bytes > 0 {
+            core.heard(rank);
+            count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
+        }
+        match result {
+            Ok(()) => {}
+            Err(Fault::Lost(reason)) => core.lose(rank, &reason),
+            Err(Fault::Broken(what)) => core.engine.reject_peer(rank, &format!("{rank} {what}")),
+            Err(Fault::Internal(what)) => core.engine.abort(&what),
+        }
+        bytes
+    }
+}

@@ -1,0 +1,169 @@
+//! The last moments of a session, when no I/O thread but the first is left.
+//!
+//! Memory of the application is let go of first; only then is anybody told that the session is
+//! over. After a failure the other ranks are told why for at most a second.
+
+use super::connection::Connection;
+use super::core::Core;
+use super::driver::ShutdownCause;
+use super::io_thread::Links;
+use crate::channel::shared::{SessionOutcome, Shared};
+use crate::error::ChannelFailure;
+use crate::sys::lock;
+use crate::sys::syscall::{EpollEvents, VectoredReceive};
+use gradlane_engine::Failure;
+use gradlane_units::Rank;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Longest time for telling the others and for letting their last bytes come.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// A session that no I/O thread drives any more.
+#[derive(Debug)]
+pub(crate) struct SessionShutdown {
+    core: Core,
+    /// Connections on which something can still come.
+    open: Vec<(Rank, Connection)>,
+}
+
+impl SessionShutdown {
+    /// What the I/O threads have left behind.
+    pub(crate) fn new(core: Core, links: Links) -> SessionShutdown {
+        let links = links.into_iter().enumerate();
+        let open = links
+            .filter_map(|(index, link)| Some((Rank(index as u32), link?.connection)))
+            .filter(|(rank, _)| core.is_open(*rank))
+            .collect();
+        SessionShutdown { core, open }
+    }
+
+    /// Tells the application and the other ranks how the session has ended.
+    pub(crate) fn run(mut self) {
+        let shared = Arc::clone(&self.core.shared);
+        self.core.jobs.stop();
+        *lock(&shared.journal) = self.core.engine.take_journal();
+        match self.core.take_shutdown() {
+            ShutdownCause::Closed => {
+                for (_, connection) in &self.open {
+                    // A peer that has closed already needs no end of stream.
+                    let _ = connection.socket.get().shutdown(Shutdown::Write);
+                }
+                shared.end(SessionOutcome::Closed);
+            }
+            ShutdownCause::Failed(failure) => {
+                self.release_memory();
+                self.send_abort_reasons();
+                shared.end(SessionOutcome::Failed(channel_failure(&failure)));
+                self.linger(&shared, Instant::now() + LINGER);
+            }
+            ShutdownCause::Panicked(text) => {
+                // The engine may be in any state: nobody is told more than that the connections close.
+                drop(self);
+                shared.end_by_panic(&text);
+            }
+        }
+    }
+
+    fn release_memory(&mut self) {
+        for (rank, connection) in &mut self.open {
+            self.core.take_chosen(*rank, connection);
+            for dropped in connection.writer.release_memory() {
+                self.core.engine.handle_sent(&dropped);
+            }
+        }
+        for (rank, _) in &self.open {
+            self.core.engine.handle_writable(*rank, true);
+        }
+    }
+
+    /// Stages and sends what the engine has left to say: the reason.
+    fn send_abort_reasons(&mut self) {
+        let core = &mut self.core;
+        while let Some(transmit) = core.engine.poll_transmit() {
+            core.stage(transmit);
+        }
+        // Who cannot be told any more is not told.
+        self.open.retain_mut(|(rank, connection)| {
+            core.take_chosen(*rank, connection);
+            let sent = |_: &_, transmit: Option<_>| {
+                if let Some(transmit) = transmit {
+                    core.engine.handle_sent(&transmit);
+                }
+            };
+            connection.flush(&mut 0, sent).is_ok()
+        });
+    }
+
+    /// Sends the rest and reads until the others have closed too: closing with unread bytes would
+    /// destroy what they have not read yet.
+    fn linger(&mut self, shared: &Shared, deadline: Instant) {
+        let mut events = EpollEvents::new();
+        let mut reports = Vec::new();
+        let mut shut = Vec::new();
+        // One poller takes them all over. Readiness to send is looked at now and then below; reported
+        // all the time, it would keep this thread busy.
+        let poller = &shared.pollers[0];
+        for (rank, connection) in &self.open {
+            let socket = connection.socket.as_fd();
+            for former in &shared.pollers {
+                // All but one have never known it, and a socket that is gone needs no change.
+                let _ = former.delete(socket);
+            }
+            // What cannot be watched is looked at now and then.
+            let _ = poller.add(socket, u64::from(rank.0), false);
+        }
+        loop {
+            self.send_abort_reasons();
+            self.open.retain(|(rank, connection)| {
+                if connection.writer.is_empty() && !shut.contains(rank) {
+                    shut.push(*rank);
+                    // A peer that has closed already needs no end of stream.
+                    let _ = connection.socket.get().shutdown(Shutdown::Write);
+                }
+                let goes_on = discard(connection.socket.as_fd());
+                if !goes_on {
+                    // The socket is closed in a moment; an error changes nothing.
+                    let _ = poller.delete(connection.socket.as_fd());
+                }
+                goes_on
+            });
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.open.is_empty() {
+                return;
+            }
+            let nap = Some(left.min(Duration::from_millis(20)));
+            if poller.wait(&mut events, nap, || true, &mut reports).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Reads and forgets what has come; `false` at the end of the stream.
+fn discard(socket: BorrowedFd<'_>) -> bool {
+    let mut room = [0_u8; 16 << 10];
+    loop {
+        let mut scatter = VectoredReceive::new();
+        scatter.push_room(&mut room);
+        match scatter.receive(socket) {
+            Ok(0) => return false,
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return false,
+        }
+    }
+}
+
+fn channel_failure(failure: &Failure) -> ChannelFailure {
+    ChannelFailure {
+        message: failure.to_string(),
+        last_complete: failure.last_complete,
+        peer: failure.peer,
+        timed_out: failure.timed_out,
+    }
+}

@@ -1,0 +1,92 @@
+//! How deep the engine's queues are, asked for by application threads.
+//!
+//! Only the I/O thread sees the engine, and counting what waits takes it some time: so it counts when
+//! it is asked, and not otherwise.
+
+use crate::sys::lock;
+use gradlane_engine::QueueDepths;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+#[derive(Debug, Default)]
+struct QueryState {
+    /// Questions asked so far.
+    requested: u64,
+    /// Questions that the depths below answer.
+    replied_to: u64,
+    stats: QueueDepths,
+    closed: bool,
+}
+
+/// Questions and the last answer.
+#[derive(Debug, Default)]
+pub(crate) struct StatsQuery {
+    state: Mutex<QueryState>,
+    replied: Condvar,
+}
+
+impl StatsQuery {
+    /// Asks, with a call that makes the I/O thread answer, and waits for so long at most.
+    pub(crate) fn request(&self, timeout: Duration, notify: impl FnOnce()) {
+        let mut state = lock(&self.state);
+        if state.closed {
+            return;
+        }
+        state.requested += 1;
+        let query = state.requested;
+        drop(state);
+        notify();
+        let waits = |state: &mut QueryState| state.replied_to < query && !state.closed;
+        let result = self.replied.wait_timeout_while(lock(&self.state), timeout, waits);
+        drop(result.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Answers all questions asked so far.
+    pub(crate) fn reply(&self, stats: QueueDepths) {
+        let mut state = lock(&self.state);
+        state.replied_to = state.requested;
+        state.stats = stats;
+        self.replied.notify_all();
+    }
+
+    /// Nothing waits any more and nobody answers.
+    pub(crate) fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        state.stats = QueueDepths::default();
+        self.replied.notify_all();
+    }
+
+    /// The last answer.
+    pub(crate) fn latest(&self) -> QueueDepths {
+        lock(&self.state).stats.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn whoever_asks_gets_an_answer_given_after_the_question() {
+        let state = Arc::new(StatsQuery::default());
+        state.reply(QueueDepths { peers: Vec::new(), works: 1 });
+        let replying = Arc::clone(&state);
+        state.request(Duration::from_secs(60), move || {
+            std::thread::spawn(move || {
+                replying.reply(QueueDepths { peers: Vec::new(), works: 2 });
+            });
+        });
+        assert_eq!(state.latest().works, 2);
+    }
+
+    #[test]
+    fn after_the_end_nobody_waits_and_nothing_is_queued() {
+        let state = StatsQuery::default();
+        state.reply(QueueDepths { peers: Vec::new(), works: 3 });
+        state.close();
+        state.request(Duration::from_secs(60), || unreachable!("nobody is left to replied"));
+        assert_eq!(state.latest(), QueueDepths::default());
+    }
+}
