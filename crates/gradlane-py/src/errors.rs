@@ -47,7 +47,7 @@ pub(crate) fn translate(error: CoreError) -> PyErr {
     let message = error.to_string();
     match error {
         CoreError::Argument(_) => PyValueError::new_err(message),
-        CoreError::Usage(gradlane_engine::UsageError::SessionOutcome { .. }) => {
+        CoreError::Usage(gradlane_engine::UsageError::Ended { .. }) => {
             ChannelError::new_err((message, None::<u64>, None::<u32>))
         }
         CoreError::Usage(_) => PyValueError::new_err(message),
