@@ -205,7 +205,7 @@ mod tests {
         let waiter = {
             let table = Arc::clone(&table);
             std::thread::spawn(move || {
-                table.wait(WaitTarget::Step(Step(9)), Duration::from_secs(60))
+                table.wait(WaitTarget::Step(Step(9)), Duration::from_secs(60));
             })
         };
         table.publish_end();
