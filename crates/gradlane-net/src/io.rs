@@ -7,6 +7,7 @@
 
 mod commands;
 mod connection;
+#[allow(unsafe_code, reason = "borrows memory for frames going out")]
 mod core;
 mod driver;
 mod frame_reader;
@@ -14,6 +15,7 @@ mod frame_writer;
 mod io_thread;
 mod keepalive;
 mod peer_sockets;
+#[allow(unsafe_code, reason = "borrows memory for frames coming in")]
 mod receive;
 mod shutdown;
 

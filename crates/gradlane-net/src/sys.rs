@@ -2,7 +2,9 @@
 
 pub(crate) mod descriptors;
 pub(crate) mod poller;
+pub(crate) mod socket;
 pub(crate) mod suspend_aware_clock;
+#[allow(unsafe_code, reason = "calls the operating system")]
 pub(crate) mod syscall;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

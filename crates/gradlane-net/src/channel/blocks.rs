@@ -4,7 +4,7 @@
 //! readable whatever becomes of the session, and go back to its pool when they are dropped.
 
 use crate::channel::shared::{Command, Shared};
-use crate::memory::{MemoryTable, ScratchBuffer};
+use crate::memory::{MemoryError, MemoryTable, ScratchBuffer};
 use crate::sys::lock;
 use gradlane_engine::{Memory, Region};
 use gradlane_units::{Rank, Step, TensorId};
@@ -75,20 +75,19 @@ impl Drop for Blocks {
     }
 }
 
-/// Moves blocks out of the memory of the channel of `rank`.
+/// Moves gathered blocks out of the memory of the channel of `rank`.
 pub(crate) fn take_out(
     memory: &mut MemoryTable,
     rank: Rank,
     blocks: &[Option<Region>],
-) -> Result<Vec<GatheredBlock>, String> {
-    let held = blocks.iter().enumerate().map(|(index, block)| match block {
+) -> Result<Vec<GatheredBlock>, MemoryError> {
+    let block = |(index, block): (usize, &Option<Region>)| match block {
         None => Ok(GatheredBlock::Absent),
         Some(region) if index == rank.index() => Ok(GatheredBlock::Own(region.length)),
-        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => memory
-            .take(*buffer)
-            .map(|block| GatheredBlock::Other(block, *length as usize))
-            .ok_or_else(|| format!("the block of rank {index} has no memory")),
+        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => {
+            Ok(GatheredBlock::Other(memory.take(*buffer)?, *length as usize))
+        }
         Some(_) => Ok(GatheredBlock::Empty),
-    });
-    held.collect()
+    };
+    blocks.iter().enumerate().map(block).collect()
 }

@@ -20,6 +20,7 @@ use crate::options::ChannelOptions;
 use crate::sys::descriptors;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
+use crate::sys::socket::Socket;
 use gradlane_engine::{check_ready_rule, Plan, Scheme, UsageError};
 use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::io;
@@ -98,8 +99,11 @@ impl Channel {
             ended: OnceLock::new(),
             usage: Mutex::new(None),
         });
-        let driver = Driver::new(options.clone(), &plan, mesh.streams, Arc::clone(&shared))
-            .map_err(system)?;
+        let socket = |stream| Arc::new(stream) as Arc<dyn Socket>;
+        let sockets = mesh.streams.into_iter().map(|stream| stream.map(socket)).collect();
+        let driver =
+            Driver::new(options.clone(), &plan, sockets, mesh.is_local, Arc::clone(&shared))
+                .map_err(system)?;
         let io = std::thread::Builder::new()
             .name("gradlane-io".to_owned())
             .spawn({
@@ -483,6 +487,6 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
     if next_slice as usize != plan.slices.len() {
         return Err(refuse("there are slices of no tensor".to_owned()));
     }
-    crate::compute::codecs::of_plan(&plan).map_err(refuse)?;
+    crate::compute::codecs::of_plan(&plan).map_err(|error| refuse(error.to_string()))?;
     Ok(Arc::new(plan))
 }

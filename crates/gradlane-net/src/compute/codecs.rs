@@ -1,7 +1,7 @@
-//! The codec of each tensor of a plan, checked against the sizes that the plan says.
+//! The codec of each tensor of a plan, checked against the plan's sizes.
 
-use gradlane_codec::{Codec, IntegerSums, TensorCodec};
-use gradlane_engine::{Coding, Encoding, Plan, RingBytes, Role, Scheme};
+use gradlane_codec::{Codec, CodecSpecError, IntegerSums, TensorCodec};
+use gradlane_engine::{Coding, Encoding, Plan, RingBytes, Role, Scheme, TensorPlan};
 use gradlane_units::{Dtype, SliceId};
 use std::sync::Arc;
 
@@ -13,61 +13,88 @@ pub(crate) struct PlannedCodec {
     pub(crate) sums: Option<IntegerSums>,
 }
 
-/// The codec of each tensor of a plan that has one.
-pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<PlannedCodec>>, String> {
-    let mut codecs = Vec::with_capacity(plan.tensors.len());
-    for tensor in &plan.tensors {
-        let Some(encoding) = &tensor.encoding else {
-            codecs.push(None);
-            continue;
-        };
-        let name = &tensor.spec.name;
-        let refuse = |text: String| Err(format!("tensor {name:?}: {text}"));
-        let short = matches!(tensor.spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
-        if tensor.spec.role != Role::Parameter || !short {
-            return refuse(format!("{} cannot be encoded", tensor.spec.dtype));
-        }
-        let found = TensorCodec::parse(&encoding.codec, tensor.spec.dtype, &encoding.sizes);
-        let codec = match found {
-            Ok(Some(codec)) => codec,
-            Ok(None) => return refuse(format!("codec {:?} changes nothing", encoding.codec)),
-            Err(error) => return refuse(error.to_string()),
-        };
-        let same = codec.name() == encoding.codec
-            && codec.granule_elems() == encoding.granule_elems
-            && codec.is_fixed() == encoding.fixed
-            && codec.residual_width() == encoding.residual_width;
-        if !same {
-            return refuse(format!("{:?} is not as {:?} says", encoding.codec, codec.name()));
-        }
-        for slice in tensor.slices.clone().map(SliceId) {
-            let slice = plan.slice(slice);
-            if let Err(text) = check_bytes(&codec, encoding, tensor.scheme, slice.length, plan) {
-                return refuse(text);
-            }
-            if !slice.start.is_multiple_of(codec.granule_elems().max(1)) {
-                return refuse(format!("a slice of {:?} begins at {}", codec.name(), slice.start));
-            }
-        }
-        let sums = match encoding.scales.is_empty() {
-            true => None,
-            false => IntegerSums::new(codec.codec().spec(), plan.workers())?,
-        };
-        codecs.push(Some(PlannedCodec { codec: Arc::clone(codec.codec()), sums }));
-    }
-    Ok(codecs)
+/// A plan whose codec does not fit its tensor.
+#[derive(Debug, thiserror::Error)]
+#[error("tensor {tensor:?}: {reason}")]
+pub(crate) struct CodecPlanError {
+    tensor: String,
+    reason: Mismatch,
 }
 
-/// The plan's sizes of a slice of so many elements must be the codec's.
+#[derive(Debug, thiserror::Error)]
+enum Mismatch {
+    #[error("{0} cannot be encoded")]
+    Dtype(Dtype),
+    #[error("codec {0:?} changes nothing")]
+    NoOp(String),
+    #[error(transparent)]
+    Spec(#[from] CodecSpecError),
+    #[error("{planned:?} is not as {found:?} says")]
+    Facts { planned: String, found: String },
+    #[error("{elements} elements are encoded in {bytes} bytes")]
+    Bytes { elements: u64, bytes: u64 },
+    #[error("a slice of {codec:?} begins at {start}")]
+    Start { codec: String, start: u64 },
+    #[error("{0}")]
+    Ring(String),
+}
+
+/// Builds the codec of each tensor of a plan that has one.
+pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<PlannedCodec>>, CodecPlanError> {
+    let codec = |tensor: &TensorPlan| {
+        let Some(encoding) = &tensor.encoding else {
+            return Ok(None);
+        };
+        of_tensor(plan, tensor, encoding)
+            .map(Some)
+            .map_err(|reason| CodecPlanError { tensor: tensor.spec.name.clone(), reason })
+    };
+    plan.tensors.iter().map(codec).collect()
+}
+
+fn of_tensor(
+    plan: &Plan,
+    tensor: &TensorPlan,
+    encoding: &Encoding,
+) -> Result<PlannedCodec, Mismatch> {
+    let dtype = tensor.spec.dtype;
+    let short = matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if tensor.spec.role != Role::Parameter || !short {
+        return Err(Mismatch::Dtype(dtype));
+    }
+    let codec = TensorCodec::parse(&encoding.codec, dtype, &encoding.sizes)?
+        .ok_or_else(|| Mismatch::NoOp(encoding.codec.clone()))?;
+    let same = codec.name() == encoding.codec
+        && codec.granule_elems() == encoding.granule_elems
+        && codec.is_fixed() == encoding.fixed
+        && codec.residual_width() == encoding.residual_width;
+    if !same {
+        return Err(Mismatch::Facts { planned: encoding.codec.clone(), found: codec.name() });
+    }
+    for slice in tensor.slices.clone().map(SliceId) {
+        let slice = plan.slice(slice);
+        check_bytes(&codec, encoding, tensor.scheme, slice.length, plan)?;
+        if !slice.start.is_multiple_of(codec.granule_elems().max(1)) {
+            return Err(Mismatch::Start { codec: codec.name(), start: slice.start });
+        }
+    }
+    let sums = match encoding.scales.is_empty() {
+        true => None,
+        false => IntegerSums::new(codec.codec().spec(), plan.workers()).map_err(Mismatch::Ring)?,
+    };
+    Ok(PlannedCodec { codec: Arc::clone(codec.codec()), sums })
+}
+
+/// Checks the plan's sizes of a slice of `elements` elements.
 fn check_bytes(
     codec: &TensorCodec,
     encoding: &Encoding,
     scheme: Scheme,
     elements: u64,
     plan: &Plan,
-) -> Result<(), String> {
+) -> Result<(), Mismatch> {
     let on_ring = match scheme {
-        Scheme::Ring => codec.ring_bytes(elements, plan.workers())?,
+        Scheme::Ring => codec.ring_bytes(elements, plan.workers()).map_err(Mismatch::Ring)?,
         _ => None,
     };
     let (scales, bytes) = match on_ring {
@@ -75,7 +102,7 @@ fn check_bytes(
         None => (None, codec.bytes_max(elements)),
     };
     if encoding.bytes_max(elements) != Some(bytes) || encoding.scale_bytes(elements) != scales {
-        return Err(format!("{elements} elements are encoded in {bytes} bytes"));
+        return Err(Mismatch::Bytes { elements, bytes });
     }
     Ok(())
 }

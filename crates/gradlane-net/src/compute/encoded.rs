@@ -1,23 +1,24 @@
-//! JobRunner on encoded slices: a contribution becomes an encoding, encodings become a mean, an encoding
+//! Kernels on encoded slices: a contribution becomes an encoding, encodings become a mean, an encoding
 //! becomes values.
 //!
-//! Where all encodings of a codec are equally long, everything is done in blocks that stay in cache:
-//! the encoding of a slice is that of its blocks one after another. What other ranks sent is only
-//! read; whatever its bytes are, it decodes to values or is an error.
+//! Where all encodings of a codec are equally long, the work is done in chunks that stay in cache: the
+//! encoding of a slice is that of its chunks one after another. Bytes of other ranks are only read;
+//! whatever they are, they decode to values or are an error.
 
-use crate::memory::Span;
+use super::error::JobError;
+use crate::memory::{as_f32, InPlace, ReadSpan};
 use gradlane_codec::{narrow, widen, Codec, IntegerSums, Place};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Elements of a block: two blocks of f32 stay in the first cache.
+/// Elements of a chunk: two chunks of f32 stay in the first cache.
 const CHUNK_ELEMS: usize = 4096;
 
-/// The codec of one slice and all that its encoding depends on beside the values.
+/// The codec of one slice, with everything that its encoding depends on beside the values.
 #[derive(Clone, Debug)]
 pub(crate) struct SliceCodec {
     pub(crate) codec: Arc<dyn Codec>,
-    /// Where codes are added up as integers, what adds them up.
+    /// Where codes are added up as integers.
     pub(crate) sums: Option<IntegerSums>,
     pub(crate) place: Place,
     pub(crate) elements: usize,
@@ -27,35 +28,37 @@ pub(crate) struct SliceCodec {
 /// Encoded contributions in rank order and how they are averaged.
 #[derive(Debug)]
 pub(crate) struct EncodedParts {
-    pub(crate) inputs: Vec<Span>,
+    pub(crate) inputs: Vec<ReadSpan>,
+    /// Whether a rank contributed nothing, which counts as zeros.
     pub(crate) absent: bool,
     pub(crate) divisor: u32,
 }
 
 /// One hop of a sum round a ring.
 #[derive(Debug)]
-pub(crate) struct Hop {
+pub(crate) struct Hop<'a> {
     /// The encoded sum of the ranks before.
-    pub(crate) received: Option<Span>,
-    /// This rank's gradient.
-    pub(crate) own: Option<Span>,
+    pub(crate) received: Option<&'a [u8]>,
     /// On the last rank the number of ranks, else 1.
     pub(crate) divisor: u32,
+    /// A residual that is added to the sum, where it has no later turn.
+    pub(crate) carried: &'a [f32],
 }
 
-/// A block: its elements, and its bytes in the encoding of the slice.
+/// A chunk: its elements, and its bytes in the encoding of the slice.
+#[derive(Debug)]
 pub(crate) struct Chunk {
     pub(crate) elements: Range<usize>,
     pub(crate) bytes: Range<usize>,
 }
 
 impl SliceCodec {
-    /// Blocks of the slice; one where encodings differ in length.
+    /// Cuts the slice into chunks; a single one where encodings differ in length.
     fn chunks(&self) -> Vec<Chunk> {
         self.chunks_by(|elements| self.codec.max_wire_bytes(elements))
     }
 
-    /// The same where so many elements take another number of bytes.
+    /// Cuts the slice into chunks whose bytes are a function of their number of elements.
     pub(crate) fn chunks_by(&self, bytes_of: impl Fn(usize) -> usize) -> Vec<Chunk> {
         let granule = usize::try_from(self.codec.granule()).unwrap_or(usize::MAX).max(1);
         let step = if self.codec.is_fixed_size() {
@@ -74,244 +77,249 @@ impl SliceCodec {
         chunks
     }
 
-    /// Where the residual of a block is in that of the slice.
+    /// The range of a chunk in the residual of the slice.
     fn residual_range(&self, chunk: &Chunk) -> Range<usize> {
         let width = self.codec.residual_width();
         chunk.elements.start * width..chunk.elements.end * width
     }
 
+    /// The range of a chunk in the memory of the slice.
+    fn memory_range(&self, chunk: &Chunk) -> Range<usize> {
+        let width = self.dtype.element_bytes();
+        chunk.elements.start * width..chunk.elements.end * width
+    }
+
+    /// The key of the random draws of a chunk.
     pub(crate) fn place_of(&self, chunk: &Chunk) -> Place {
         let first_element = self.place.first_element + chunk.elements.start as u64;
         Place { first_element, ..self.place }
     }
 
-    /// The bytes of a block in an encoding that arrived.
-    fn chunk_bytes<'a>(&self, encoded: &'a [u8], chunk: &Chunk) -> Result<&'a [u8], String> {
+    /// The bytes of a chunk in an encoding that arrived.
+    fn encoded_chunk<'a>(&self, encoded: &'a [u8], chunk: &Chunk) -> Result<&'a [u8], JobError> {
         if !self.codec.is_fixed_size() {
             return Ok(encoded);
         }
-        encoded.get(chunk.bytes.clone()).ok_or_else(|| {
-            format!("an encoding of {} bytes ends before {}", encoded.len(), chunk.bytes.end)
-        })
+        let (found, end) = (encoded.len(), chunk.bytes.end);
+        encoded.get(chunk.bytes.clone()).ok_or(JobError::EncodingEnd { found, end })
     }
 
-    fn check_length(&self, encoded: &[u8]) -> Result<(), String> {
+    fn check_encoding(&self, encoded: &[u8]) -> Result<(), JobError> {
         let expected = self.codec.max_wire_bytes(self.elements);
         let found = encoded.len();
         if found == expected || (!self.codec.is_fixed_size() && found < expected) {
             return Ok(());
         }
-        Err(format!("an encoding of {found} bytes where {expected} are expected"))
+        Err(JobError::EncodingLength { found, expected })
+    }
+
+    /// Checks that a tensor's memory has the elements of the slice.
+    pub(crate) fn check_memory(&self, memory: Option<&[u8]>) -> Result<(), JobError> {
+        let expected = self.elements * self.dtype.element_bytes();
+        match memory.map(<[u8]>::len) {
+            Some(found) if found != expected => Err(JobError::SliceLength { found, expected }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks both sides of [`SliceCodec::check_memory`].
+    pub(crate) fn check_in_place(&self, memory: &mut InPlace) -> Result<(), JobError> {
+        self.check_memory(memory.source())?;
+        self.check_memory(memory.dest().as_deref())
+    }
+
+    /// Sizes a residual that does not exist yet, and checks one that does.
+    fn fit_residual(&self, residual: Option<&mut Vec<f32>>) -> Result<(), JobError> {
+        let length = self.elements * self.codec.residual_width();
+        residual.map_or(Ok(()), |residual| fit_residual(residual, length))
+    }
+
+    /// Returns the values of a chunk as f32: in place, or widened into `wide`.
+    pub(crate) fn values<'a>(
+        &self,
+        memory: &'a [u8],
+        chunk: &Chunk,
+        wide: &'a mut Vec<f32>,
+    ) -> &'a [f32] {
+        let bytes = &memory[self.memory_range(chunk)];
+        if self.dtype == gradlane_codec::Dtype::F32 {
+            if let Some(values) = as_f32(bytes) {
+                return values;
+            }
+        }
+        wide.resize(chunk.elements.len(), 0.0);
+        widen(self.dtype, bytes, wide);
+        wide
+    }
+
+    /// Writes the values of a chunk in the tensor's dtype.
+    pub(crate) fn write_values(&self, memory: &mut [u8], chunk: &Chunk, values: &[f32]) {
+        narrow(self.dtype, values, &mut memory[self.memory_range(chunk)]);
+    }
+
+    /// Encodes the values of a chunk, and writes the values that the encoding decodes to: all ranks use
+    /// those, also this one. Returns the bytes of the encoding.
+    fn encode_chunk(
+        &self,
+        chunk: &Chunk,
+        values: &mut [f32],
+        residual: Option<&mut [f32]>,
+        room: &mut [u8],
+        copy_to: Option<&mut [u8]>,
+    ) -> Result<usize, JobError> {
+        let length = self.codec.encode(&self.place_of(chunk), values, residual, room);
+        if let Some(copy) = copy_to {
+            self.codec.decode(&room[..length], values)?;
+            self.write_values(copy, chunk, values);
+        }
+        Ok(length)
     }
 }
 
-/// Encodes values of the tensor's dtype; the bytes of the encoding. The residual, where one is kept,
-/// takes what is not sent.
+/// Encodes values of the tensor's dtype and returns the bytes of the encoding. The residual, where one is
+/// kept, takes the part that is not sent.
 pub(crate) fn encode(
-    slice_codec: &SliceCodec,
-    from: Span,
+    codec: &SliceCodec,
+    input: &[u8],
     mut residual: Option<&mut Vec<f32>>,
-    output: Span,
-) -> Result<u64, String> {
-    check_tensor_bytes(from, slice_codec)?;
-    if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements * slice_codec.codec.residual_width())?;
-    }
-    // SAFETY: both spans are registered; the engine lends the gradient to this work to read, and the
-    // output to it alone.
-    let (values, out) = unsafe { (from.bytes(), output.bytes_mut()) };
+    output: &mut [u8],
+) -> Result<u64, JobError> {
+    codec.check_memory(Some(input))?;
+    codec.fit_residual(residual.as_deref_mut())?;
     let mut wide = Vec::new();
     let mut used = 0;
-    for chunk in slice_codec.chunks() {
-        let values = as_f32(slice_codec, values, &chunk, &mut wide);
-        let residual =
-            residual.as_deref_mut().map(|it| &mut it[slice_codec.residual_range(&chunk)]);
-        let room = out.get_mut(used..).unwrap_or_default();
-        used += slice_codec.codec.encode(&slice_codec.place_of(&chunk), values, residual, room);
+    for chunk in codec.chunks() {
+        let values = codec.values(input, &chunk, &mut wide);
+        let residual = residual.as_deref_mut().map(|it| &mut it[codec.residual_range(&chunk)]);
+        let room = output.get_mut(used..).unwrap_or_default();
+        used += codec.codec.encode(&codec.place_of(&chunk), values, residual, room);
     }
     Ok(used as u64)
 }
 
-/// `output = encode((decode(inputs[0]) + …) / divisor)`; what `output` decodes to also goes to
-/// `copy_to`. The bytes of the encoding.
+/// Computes `output = encode((decode(inputs[0]) + …) / divisor)`; the values that `output` decodes to also
+/// go to `copy_to`. Returns the bytes of the encoding.
 pub(crate) fn decode_reduce_encode(
-    slice_codec: &SliceCodec,
-    from: &EncodedParts,
+    codec: &SliceCodec,
+    parts: &EncodedParts,
     mut residual: Option<&mut Vec<f32>>,
-    output: Span,
-    copy_to: Option<Span>,
-) -> Result<u64, String> {
-    if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements * slice_codec.codec.residual_width())?;
-    }
-    if let Some(copy) = copy_to {
-        check_tensor_bytes(copy, slice_codec)?;
-    }
-    let inputs = checked_inputs(slice_codec, from)?;
-    // SAFETY: the output is this work's alone, and apart from its inputs.
-    let out = unsafe { output.bytes_mut() };
+    output: &mut [u8],
+    mut copy_to: Option<&mut [u8]>,
+) -> Result<u64, JobError> {
+    codec.fit_residual(residual.as_deref_mut())?;
+    codec.check_memory(copy_to.as_deref())?;
+    check_parts(codec, parts)?;
     let mut mean = Vec::new();
     let mut used = 0;
-    for chunk in slice_codec.chunks() {
-        mean_of_chunk(slice_codec, from, &inputs, &chunk, &mut mean)?;
-        let residual =
-            residual.as_deref_mut().map(|it| &mut it[slice_codec.residual_range(&chunk)]);
-        let room = out.get_mut(used..).unwrap_or_default();
-        used += encode_chunk(slice_codec, &chunk, &mut mean, residual, room, copy_to)?;
+    for chunk in codec.chunks() {
+        mean_of_chunk(codec, parts, &chunk, &mut mean)?;
+        let residual = residual.as_deref_mut().map(|it| &mut it[codec.residual_range(&chunk)]);
+        let room = output.get_mut(used..).unwrap_or_default();
+        used += codec.encode_chunk(&chunk, &mut mean, residual, room, copy_to.as_deref_mut())?;
     }
     Ok(used as u64)
 }
 
-/// `output = encode((decode(received) + own) / divisor)`; what `output` decodes to also goes to
-/// `copy_to`. The bytes of the encoding. `late` is what is to be sent with it and has no later turn.
+/// Computes `output = encode((decode(received) + own) / divisor)`, where `memory` has `own` and takes the
+/// values that `output` decodes to. Returns the bytes of the encoding.
 pub(crate) fn hop(
-    slice_codec: &SliceCodec,
-    from: &Hop,
-    late: &[f32],
+    codec: &SliceCodec,
+    hop: &Hop<'_>,
     mut residual: Option<&mut Vec<f32>>,
-    output: Span,
-    copy_to: Option<Span>,
-) -> Result<u64, String> {
-    if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements * slice_codec.codec.residual_width())?;
+    output: &mut [u8],
+    memory: &mut InPlace,
+) -> Result<u64, JobError> {
+    codec.fit_residual(residual.as_deref_mut())?;
+    codec.check_in_place(memory)?;
+    let (found, expected) = (hop.carried.len(), codec.elements);
+    if found > 0 && found != expected {
+        return Err(JobError::ResidualLength { found, expected });
     }
-    for memory in from.own.iter().chain(&copy_to) {
-        check_tensor_bytes(*memory, slice_codec)?;
+    if let Some(encoded) = hop.received {
+        codec.check_encoding(encoded)?;
     }
-    if !late.is_empty() && late.len() != slice_codec.elements {
-        return Err(format!("{} numbers kept of {} elements", late.len(), slice_codec.elements));
-    }
-    // SAFETY: the spans are registered; nobody writes to an encoding that has arrived, and the engine
-    // lends the gradient to this work.
-    let received = from.received.map(|span| unsafe { span.bytes() });
-    if let Some(encoded) = received {
-        slice_codec.check_length(encoded)?;
-    }
-    // SAFETY: the output is this work's alone, and apart from its inputs.
-    let out = unsafe { output.bytes_mut() };
-    let absent = from.received.is_none() || from.own.is_none();
+    let absent = hop.received.is_none() || memory.source().is_none();
     let (mut sum, mut wide) = (Vec::new(), Vec::new());
     let mut used = 0;
-    for chunk in slice_codec.chunks() {
+    for chunk in codec.chunks() {
         sum.resize(chunk.elements.len(), 0.0);
-        match received {
+        match hop.received {
             Some(encoded) => {
-                let chunk_bytes = slice_codec.chunk_bytes(encoded, &chunk)?;
-                slice_codec
-                    .codec
-                    .decode(chunk_bytes, &mut sum)
-                    .map_err(|error| error.to_string())?;
+                codec.codec.decode(codec.encoded_chunk(encoded, &chunk)?, &mut sum)?;
             }
             // Adding to a negative zero changes nothing.
             None => sum.fill(-0.0),
         }
-        if let Some(own) = from.own {
-            // SAFETY: as above; where the result goes into the same memory, this block is read first.
-            let values = as_f32(slice_codec, unsafe { own.bytes() }, &chunk, &mut wide);
+        // Where the result goes to the same memory, this chunk is read first.
+        if let Some(own) = memory.source() {
+            let values = codec.values(own, &chunk, &mut wide);
             sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
         }
-        if !late.is_empty() {
-            let late = &late[chunk.elements.clone()];
-            sum.iter_mut().zip(late).for_each(|(sum, value)| *sum += value);
+        if !hop.carried.is_empty() {
+            let carried = &hop.carried[chunk.elements.clone()];
+            sum.iter_mut().zip(carried).for_each(|(sum, value)| *sum += value);
         }
-        if from.divisor > 1 {
-            divide(&mut sum, from.divisor, absent);
+        if hop.divisor > 1 {
+            divide(&mut sum, hop.divisor, absent);
         }
-        let residual =
-            residual.as_deref_mut().map(|it| &mut it[slice_codec.residual_range(&chunk)]);
-        let room = out.get_mut(used..).unwrap_or_default();
-        used += encode_chunk(slice_codec, &chunk, &mut sum, residual, room, copy_to)?;
+        let residual = residual.as_deref_mut().map(|it| &mut it[codec.residual_range(&chunk)]);
+        let room = output.get_mut(used..).unwrap_or_default();
+        used += codec.encode_chunk(&chunk, &mut sum, residual, room, memory.dest())?;
     }
     Ok(used as u64)
 }
 
-/// Encodes the values of a block, and writes what they then decode to. The bytes of the encoding.
-fn encode_chunk(
-    slice_codec: &SliceCodec,
-    chunk: &Chunk,
-    values: &mut [f32],
-    residual: Option<&mut [f32]>,
-    room: &mut [u8],
-    copy_to: Option<Span>,
-) -> Result<usize, String> {
-    let length = slice_codec.codec.encode(&slice_codec.place_of(chunk), values, residual, room);
-    if let Some(copy) = copy_to {
-        // All ranks use what they can decode, the owner as well.
-        slice_codec.codec.decode(&room[..length], values).map_err(|error| error.to_string())?;
-        write_chunk(slice_codec, copy, chunk, values);
-    }
-    Ok(length)
-}
-
-/// The mean of encoded contributions, in the tensor's dtype.
-pub(crate) fn decoded_mean(
-    slice_codec: &SliceCodec,
-    from: &EncodedParts,
-) -> Result<Vec<u8>, String> {
-    let inputs = checked_inputs(slice_codec, from)?;
-    let width = slice_codec.dtype.element_bytes();
-    let mut all = vec![0; slice_codec.elements * width];
+/// Returns the mean of encoded contributions, in the tensor's dtype.
+pub(crate) fn decoded_mean(codec: &SliceCodec, parts: &EncodedParts) -> Result<Vec<u8>, JobError> {
+    check_parts(codec, parts)?;
+    let mut all = vec![0; codec.elements * codec.dtype.element_bytes()];
     let mut mean = Vec::new();
-    for chunk in slice_codec.chunks() {
-        mean_of_chunk(slice_codec, from, &inputs, &chunk, &mut mean)?;
-        let range = chunk.elements.start * width..chunk.elements.end * width;
-        narrow(slice_codec.dtype, &mean, &mut all[range]);
+    for chunk in codec.chunks() {
+        mean_of_chunk(codec, parts, &chunk, &mut mean)?;
+        codec.write_values(&mut all, &chunk, &mean);
     }
     Ok(all)
 }
 
-/// `to = decode(from)`, in the tensor's dtype.
-pub(crate) fn decode(slice_codec: &SliceCodec, from: Span, to: Span) -> Result<(), String> {
-    check_tensor_bytes(to, slice_codec)?;
-    // SAFETY: the span is registered and nobody writes to an encoding that has arrived.
-    let encoded = unsafe { from.bytes() };
-    slice_codec.check_length(encoded)?;
+/// Computes `to = decode(from)`, in the tensor's dtype.
+pub(crate) fn decode(codec: &SliceCodec, from: &[u8], to: &mut [u8]) -> Result<(), JobError> {
+    codec.check_memory(Some(to))?;
+    codec.check_encoding(from)?;
     let mut values = Vec::new();
-    for chunk in slice_codec.chunks() {
+    for chunk in codec.chunks() {
         values.resize(chunk.elements.len(), 0.0);
-        let chunk_bytes = slice_codec.chunk_bytes(encoded, &chunk)?;
-        slice_codec.codec.decode(chunk_bytes, &mut values).map_err(|error| error.to_string())?;
-        write_chunk(slice_codec, to, &chunk, &values);
+        codec.codec.decode(codec.encoded_chunk(from, &chunk)?, &mut values)?;
+        codec.write_values(to, &chunk, &values);
     }
     Ok(())
 }
 
-fn checked_inputs<'a>(
-    slice_codec: &SliceCodec,
-    from: &'a EncodedParts,
-) -> Result<Vec<&'a [u8]>, String> {
-    if from.inputs.is_empty() || from.divisor == 0 {
-        return Err("a mean over no ranks".to_owned());
+fn check_parts(codec: &SliceCodec, parts: &EncodedParts) -> Result<(), JobError> {
+    if parts.inputs.is_empty() || parts.divisor == 0 {
+        return Err(JobError::NoRanks);
     }
-    let inputs = from.inputs.iter().map(|span| {
-        // SAFETY: the span is registered and nobody writes to an encoding that has arrived.
-        let encoded = unsafe { span.bytes() };
-        slice_codec.check_length(encoded).map(|()| encoded)
-    });
-    inputs.collect()
+    parts.inputs.iter().try_for_each(|encoded| codec.check_encoding(encoded))
 }
 
 fn mean_of_chunk(
-    slice_codec: &SliceCodec,
-    from: &EncodedParts,
-    inputs: &[&[u8]],
+    codec: &SliceCodec,
+    parts: &EncodedParts,
     chunk: &Chunk,
     mean: &mut Vec<f32>,
-) -> Result<(), String> {
+) -> Result<(), JobError> {
     mean.resize(chunk.elements.len(), 0.0);
-    for (index, encoded) in inputs.iter().enumerate() {
-        let chunk_bytes = slice_codec.chunk_bytes(encoded, chunk)?;
-        let done = match index {
-            0 => slice_codec.codec.decode(chunk_bytes, mean),
-            _ => slice_codec.codec.decode_add(chunk_bytes, mean),
-        };
-        done.map_err(|error| error.to_string())?;
+    for (index, encoded) in parts.inputs.iter().enumerate() {
+        let encoded = codec.encoded_chunk(encoded, chunk)?;
+        match index {
+            0 => codec.codec.decode(encoded, mean)?,
+            _ => codec.codec.decode_add(encoded, mean)?,
+        }
     }
-    divide(mean, from.divisor, from.absent);
+    divide(mean, parts.divisor, parts.absent);
     Ok(())
 }
 
-/// Sums become means; where a rank contributed nothing, zeros of it are added before.
+/// Turns sums into means; where a rank contributed nothing, its zeros are added first.
 fn divide(sums: &mut [f32], divisor: u32, absent: bool) {
     #[allow(clippy::cast_precision_loss, reason = "there are fewer ranks than 2^24")]
     let divisor = divisor as f32;
@@ -322,49 +330,13 @@ fn divide(sums: &mut [f32], divisor: u32, absent: bool) {
     }
 }
 
-/// A block of a tensor as f32: where it lies, or widened.
-pub(crate) fn as_f32<'a>(
-    slice_codec: &SliceCodec,
-    elements: &'a [u8],
-    chunk: &Chunk,
-    wide: &'a mut Vec<f32>,
-) -> &'a [f32] {
-    let width = slice_codec.dtype.element_bytes();
-    let bytes = &elements[chunk.elements.start * width..chunk.elements.end * width];
-    if slice_codec.dtype == gradlane_codec::Dtype::F32 && bytes.as_ptr().cast::<f32>().is_aligned()
-    {
-        let pointer = bytes.as_ptr().cast::<f32>();
-        // SAFETY: these bytes are aligned f32 values, lent for as long as `bytes` are.
-        return unsafe { std::slice::from_raw_parts(pointer, chunk.elements.len()) };
-    }
-    wide.resize(chunk.elements.len(), 0.0);
-    widen(slice_codec.dtype, bytes, wide);
-    wide
-}
-
-pub(crate) fn write_chunk(slice_codec: &SliceCodec, to: Span, chunk: &Chunk, values: &[f32]) {
-    let width = slice_codec.dtype.element_bytes();
-    let target = to.from(chunk.elements.start * width).first(chunk.elements.len() * width);
-    // SAFETY: the engine lends this memory to one work at a time.
-    narrow(slice_codec.dtype, values, unsafe { target.bytes_mut() });
-}
-
-/// A tensor's memory must have the elements of the slice.
-pub(crate) fn check_tensor_bytes(memory: Span, slice_codec: &SliceCodec) -> Result<(), String> {
-    let expected = slice_codec.elements * slice_codec.dtype.element_bytes();
-    if memory.length() == expected {
-        return Ok(());
-    }
-    Err(format!("memory of {} bytes for a slice of {expected}", memory.length()))
-}
-
-/// A residual that is not there yet is zero.
-pub(crate) fn fit_residual(residual: &mut Vec<f32>, length: usize) -> Result<(), String> {
+/// Fills a residual that does not exist yet with zeros.
+pub(crate) fn fit_residual(residual: &mut Vec<f32>, expected: usize) -> Result<(), JobError> {
     if residual.is_empty() {
-        residual.resize(length, 0.0);
+        residual.resize(expected, 0.0);
     }
-    if residual.len() == length {
+    if residual.len() == expected {
         return Ok(());
     }
-    Err(format!("a residual of {} numbers where the slice has {length}", residual.len()))
+    Err(JobError::ResidualLength { found: residual.len(), expected })
 }

@@ -1,10 +1,11 @@
-//! The threads that execute works with the kernels, so that I/O threads can go on.
+//! The threads that run jobs, so that I/O threads can go on.
 //!
-//! Jobs start in the order in which they are given. After [`JobQueue::stop`] no job runs any more
-//! and no thread of this file is left.
+//! Jobs start in the order in which they are given. After [`JobQueue::stop`] no job runs any more and
+//! all threads are joined.
 
-use crate::channel::shared::Shared;
-use crate::compute::kernels::{FinishedJob, Job};
+use super::error::JobError;
+use super::job::{FinishedJob, Job, Outcome};
+use crate::channel::shared::{panic_text, Shared};
 use crate::metrics::trace::{JobEntry, Trace};
 use crate::sys::lock;
 use std::collections::VecDeque;
@@ -13,15 +14,22 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// JobRunner over no more bytes than this are done at once where they appear: handing them to another
-/// thread would take longer.
+/// Jobs over no more bytes than this run where they appear: another thread would take longer to begin.
 const INLINE_BYTES: usize = 16 << 10;
 
+/// Jobs that wait.
+#[derive(Debug, Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    stopped: bool,
+}
+
+/// The part that all threads share.
 #[derive(Debug, Default)]
 struct Queue {
-    jobs: Mutex<(VecDeque<Job>, bool)>,
+    waiting: Mutex<Waiting>,
     available: Condvar,
-    done: Mutex<Vec<FinishedJob>>,
+    finished: Mutex<Vec<FinishedJob>>,
 }
 
 /// The threads and their queue.
@@ -47,31 +55,31 @@ impl JobQueue {
 
     /// Hands a job to the threads, or runs it when that is quicker.
     pub(crate) fn give(&self, job: Job) -> Option<FinishedJob> {
-        let quick = job.bytes() <= INLINE_BYTES && !job.encodes();
+        let quick = job.bytes <= INLINE_BYTES && !job.encodes();
         if self.threads.is_empty() || quick {
             return Some(run_guarded(job, &self.shared.trace));
         }
-        lock(&self.queue.jobs).0.push_back(job);
+        lock(&self.queue.waiting).jobs.push_back(job);
         self.queue.available.notify_one();
         None
     }
 
-    /// Whether jobs are done that nobody has taken.
-    pub(crate) fn has_done(&self) -> bool {
-        !lock(&self.queue.done).is_empty()
+    /// Whether finished jobs are waiting to be taken.
+    pub(crate) fn has_finished(&self) -> bool {
+        !lock(&self.queue.finished).is_empty()
     }
 
-    /// Moves jobs that are done behind those in `done`.
-    pub(crate) fn take_done(&self, done: &mut Vec<FinishedJob>) {
-        done.append(&mut lock(&self.queue.done));
+    /// Appends the finished jobs to `finished`.
+    pub(crate) fn take_finished(&self, finished: &mut Vec<FinishedJob>) {
+        finished.append(&mut lock(&self.queue.finished));
     }
 
     /// Drops jobs that have not begun and waits for the others.
     pub(crate) fn stop(&mut self) {
         {
-            let mut jobs = lock(&self.queue.jobs);
-            jobs.0.clear();
-            jobs.1 = true;
+            let mut waiting = lock(&self.queue.waiting);
+            waiting.jobs.clear();
+            waiting.stopped = true;
         }
         self.queue.available.notify_all();
         for thread in self.threads.drain(..) {
@@ -91,38 +99,33 @@ fn run_jobs(queue: &Queue, shared: &Shared) {
     let _count = shared.metrics.count_this_thread("work");
     loop {
         let job = {
-            let mut jobs = lock(&queue.jobs);
+            let mut waiting = lock(&queue.waiting);
             loop {
-                if let Some(job) = jobs.0.pop_front() {
+                if let Some(job) = waiting.jobs.pop_front() {
                     break job;
                 }
-                if jobs.1 {
+                if waiting.stopped {
                     return;
                 }
-                jobs = queue.available.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                waiting = queue.available.wait(waiting).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        let done = run_guarded(job, &shared.trace);
-        lock(&queue.done).push(done);
+        let finished = run_guarded(job, &shared.trace);
+        lock(&queue.finished).push(finished);
         shared.wake(0);
     }
 }
 
-/// A panic in a kernel is an error of the session, not the silent end of a thread.
+/// Runs a job; a panic in a kernel becomes an error of the session instead of the silent end of a thread.
 fn run_guarded(job: Job, trace: &Trace) -> FinishedJob {
-    let (id, step, slice) = (job.id, job.step, job.slice);
-    let begun = trace.clock().map(|begin_ns| (begin_ns, job.kind(), job.bytes() as u64));
-    let done = catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
-        let text = crate::channel::shared::panic_text(&*panic);
-        FinishedJob {
-            id,
-            slice,
-            state_back: None,
-            result: Err(format!("a kernel panicked: {text}")),
-        }
+    let (id, step, slice, kind, bytes) = (job.id, job.step, job.slice, job.kind, job.bytes as u64);
+    let begun = trace.clock();
+    let finished = catch_unwind(AssertUnwindSafe(|| job.run())).unwrap_or_else(|panic| {
+        let result = Err(JobError::Panic(panic_text(&*panic)));
+        FinishedJob { id, slice, outcome: Outcome { result, state: None } }
     });
-    if let (Some((begin_ns, kind, bytes)), Some(end_ns)) = (begun, trace.clock()) {
+    if let (Some(begin_ns), Some(end_ns)) = (begun, trace.clock()) {
         trace.job_done(JobEntry { begin_ns, end_ns, kind, step, slice, bytes });
     }
-    done
+    finished
 }

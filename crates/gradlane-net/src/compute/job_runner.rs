@@ -1,81 +1,91 @@
-//! JobRunner between the engine and the kernels: regions become checked spans, slices keep their
-//! optimizer state, tensors their optimizer settings.
+//! The jobs between the engine and the kernels, and the state that lives between jobs: optimizers and
+//! residuals of slices, update rules of tensors.
 
-use crate::compute::codecs::{self, PlannedCodec};
-use crate::compute::encoded::{EncodedParts, Hop, SliceCodec};
-use crate::compute::job_queue::JobQueue;
-use crate::compute::kernels::{codec_dtype, Contributions, FinishedJob, Job, JobState, Kernel};
-use crate::compute::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use super::codecs::{self, PlannedCodec};
+use super::error::JobError;
+use super::job::{FinishedJob, JobState};
+use super::job_queue::JobQueue;
+use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use crate::channel::shared::Shared;
 use crate::memory::MemoryTable;
-use gradlane_codec::Place;
-use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
+use crate::options::ChannelOptions;
+use gradlane_engine::{JournaledEngine, Plan, ReadyRule};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
+use std::io;
 use std::sync::Arc;
 
-/// JobRunner in flight and what lives between them.
+/// A job that failed, with the name of its tensor.
+#[derive(Debug, thiserror::Error)]
+#[error("job on tensor {tensor:?}, {slice}: {error}")]
+pub(crate) struct FailedJob {
+    tensor: String,
+    slice: SliceId,
+    error: JobError,
+}
+
+/// Jobs in flight and the state between them.
 #[derive(Debug)]
 pub(crate) struct JobRunner {
     queue: JobQueue,
-    plan: Arc<Plan>,
-    rank: Rank,
-    /// Of all draws of codecs.
-    seed: u64,
-    /// Per tensor: its codec.
-    codecs: Vec<Option<PlannedCodec>>,
+    pub(super) plan: Arc<Plan>,
+    pub(super) rank: Rank,
+    /// Seed of all random draws of codecs.
+    pub(super) seed: u64,
+    /// By tensor.
+    pub(super) codecs: Vec<Option<PlannedCodec>>,
     /// Whether each push is a step of the optimizer, which then only the owner can count.
-    applies_each: bool,
+    pub(super) is_async: bool,
     /// Whether steps may go on without this rank's contributions.
-    may_be_late: bool,
-    /// The last step that did.
+    pub(super) may_be_late: bool,
+    /// The last step that went on without this rank.
     left_out: Option<Step>,
-    /// Per tensor: settings in force from the last `set_optimizer` on.
+    /// By tensor, from the last `set_optimizer` on.
     rules: Vec<Option<UpdateRule>>,
-    /// Set from a step on that broadcasts state in place of parameters. Where ranks may be late an owner can
-    /// be in a later step than its own application: it reads in that step alone.
+    /// The step that broadcasts state in place of parameters. Where ranks may be late, an owner can be in a
+    /// later step than its own application: it reads in that step alone.
     reading: Option<(Step, StateRead)>,
-    /// Per slice: optimizer state of the slices that this rank updates, and what codecs have lost.
+    /// By slice: optimizer state of the slices that this rank updates, and residuals.
     states: Vec<Option<SliceState>>,
-    done: Vec<FinishedJob>,
+    finished: Vec<FinishedJob>,
     in_flight: u64,
 }
 
 impl JobRunner {
-    /// No works, no settings.
+    /// Makes a runner without jobs and settings.
     ///
     /// # Errors
-    /// When the plan has a codec that its tensor cannot have.
+    /// When a thread cannot start, or the plan has a codec that its tensor cannot have.
     pub(crate) fn new(
-        queue: JobQueue,
+        shared: &Arc<Shared>,
         plan: &Arc<Plan>,
-        rank: Rank,
-        seed: u64,
-    ) -> Result<JobRunner, String> {
+        options: &ChannelOptions,
+    ) -> io::Result<JobRunner> {
         Ok(JobRunner {
-            queue,
+            queue: JobQueue::start(shared, options.work_threads)?,
             plan: Arc::clone(plan),
-            rank,
-            seed,
-            codecs: codecs::of_plan(plan)?,
-            applies_each: plan.strategy.ready == ReadyRule::Each,
+            rank: Rank(options.rank),
+            seed: options.seed,
+            codecs: codecs::of_plan(plan).map_err(io::Error::other)?,
+            is_async: plan.strategy.ready == ReadyRule::Each,
             may_be_late: plan.strategy.ready.set().is_some(),
             left_out: None,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
-            done: Vec::new(),
+            finished: Vec::new(),
             in_flight: 0,
         })
     }
 
-    /// A step begins: its slices are not read until that is asked for. Where each push is applied
-    /// alone, this rank's steps say nothing about the others': there settings end a reading.
+    /// Begins a step, which ends a reading of state. In asynchronous training this rank's steps say
+    /// nothing about the others': there only new settings end a reading.
     pub(crate) fn begin_step(&mut self) {
-        if !self.applies_each {
+        if !self.is_async {
             self.reading = None;
         }
     }
 
-    /// Settings in force from now on.
+    /// Sets update rules, in force from now on.
     pub(crate) fn set_optimizer(&mut self, rows: Vec<(TensorId, UpdateRule)>) {
         self.reading = None;
         for (tensor, rule) in rows {
@@ -83,14 +93,14 @@ impl JobRunner {
         }
     }
 
-    /// From this step on slices are not updated: their state is broadcast.
+    /// Makes a step broadcast the state of slices in place of their update.
     pub(crate) fn read_state(&mut self, read: StateRead, step: Step) {
         self.reading = Some((step, read));
     }
 
-    /// What is broadcast in a step in place of what is computed.
-    fn read_in(&self, step: Step) -> Option<StateRead> {
-        self.reading.filter(|(of, _)| self.applies_each || *of == step).map(|(_, read)| read)
+    /// The state that a step broadcasts in place of results.
+    pub(super) fn read_in(&self, step: Step) -> Option<StateRead> {
+        self.reading.filter(|(of, _)| self.is_async || *of == step).map(|(_, read)| read)
     }
 
     /// Forgets all optimizer state.
@@ -98,8 +108,8 @@ impl JobRunner {
         self.states.iter_mut().flatten().for_each(SliceState::clear_optimizer);
     }
 
-    /// What encoding this rank's contributions to a tensor has lost so far, in the order of its
-    /// storage; between steps.
+    /// Returns the residual of this rank's contributions to a tensor in the order of its storage, between
+    /// steps.
     pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<f32> {
         let mut values = Vec::new();
         let width = self.plan.residual_width(tensor);
@@ -113,12 +123,12 @@ impl JobRunner {
         values
     }
 
-    /// Puts optimizer state of slices that this rank owns in place, or its own residuals.
+    /// Restores optimizer state of slices that this rank owns, or its own residuals.
     pub(crate) fn load_state(&mut self, kind: StateKind, slices: Vec<(SliceId, Vec<f32>)>) {
         for (slice, mut values) in slices {
             let width = self.plan.residual_width(self.plan.slice(slice).tensor);
             if kind == StateKind::OwnerResidual && width > 1 {
-                // Of what an owner keeps only the first number of each value is not zero.
+                // Of an owner's residual only the first number of each value is not zero.
                 let mut wide = vec![0.0; values.len() * width];
                 wide.iter_mut().step_by(width).zip(&values).for_each(|(wide, it)| *wide = *it);
                 values = wide;
@@ -128,251 +138,96 @@ impl JobRunner {
         }
     }
 
-    /// Whether finished works wait to be reported.
-    pub(crate) fn has_done(&self) -> bool {
-        self.queue.has_done()
+    /// Whether finished jobs wait to be reported.
+    pub(crate) fn has_finished(&self) -> bool {
+        self.queue.has_finished()
     }
 
-    /// JobRunner handed out and not yet reported.
+    /// Jobs handed out and not yet reported.
     pub(crate) fn in_flight(&self) -> u64 {
         self.in_flight
     }
 
-    /// Reports finished works to the engine and starts those that it asks for; whether there were
+    /// Reports finished jobs to the engine and starts those that it asks for. Returns whether there were
     /// any.
     pub(crate) fn advance(
         &mut self,
         engine: &mut JournaledEngine,
         memory: &mut MemoryTable,
-    ) -> Result<bool, String> {
+    ) -> Result<bool, FailedJob> {
         let mut progressed = false;
-        let mut done = std::mem::take(&mut self.done);
-        self.queue.take_done(&mut done);
-        for done in done.drain(..) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.queue.take_finished(&mut finished);
+        for job in finished.drain(..) {
             progressed = true;
-            self.report(done, engine)?;
+            self.report(job, engine)?;
         }
-        self.done = done;
-        while let Some(work) = engine.poll_work() {
+        self.finished = finished;
+        while let Some(request) = engine.poll_work() {
             progressed = true;
             self.in_flight += 1;
-            let job = self.prepare(&work, memory).map_err(|reason| {
-                let name = &self.plan.tensor(work.tensor).spec.name;
-                format!("work on tensor {name:?}, {}, {}: {reason}", work.slice, work.step)
-            })?;
-            if let Some(done) = self.queue.give(job) {
-                self.report(done, engine)?;
+            let job = self.prepare(&request, memory);
+            let job = job.map_err(|error| self.failed(request.slice, error))?;
+            if let Some(job) = self.queue.give(job) {
+                self.report(job, engine)?;
             }
         }
         Ok(progressed)
     }
 
-    fn report(&mut self, done: FinishedJob, engine: &mut JournaledEngine) -> Result<(), String> {
+    fn report(&mut self, job: FinishedJob, engine: &mut JournaledEngine) -> Result<(), FailedJob> {
         self.in_flight = self.in_flight.saturating_sub(1);
-        if let Some(state_back) = done.state_back {
-            self.store_state(done.slice, state_back);
+        if let Some(state) = job.outcome.state {
+            self.store_state(job.slice, state);
         }
-        match done.result {
-            Ok(Some(bytes)) => engine.handle_encoded(done.id, bytes),
-            Ok(None) => engine.handle_work_done(done.id),
-            Err(reason) => {
-                let tensor = self.plan.slice(done.slice).tensor;
-                let name = &self.plan.tensor(tensor).spec.name;
-                return Err(format!("work on tensor {name:?}, {}: {reason}", done.slice));
-            }
+        match job.outcome.result {
+            Ok(Some(bytes)) => engine.handle_encoded(job.id, bytes),
+            Ok(None) => engine.handle_work_done(job.id),
+            Err(error) => return Err(self.failed(job.slice, error)),
         }
         Ok(())
     }
 
-    fn store_state(&mut self, slice: SliceId, state_back: JobState) {
+    fn failed(&self, slice: SliceId, error: JobError) -> FailedJob {
+        let tensor = self.plan.tensor(self.plan.slice(slice).tensor).spec.name.clone();
+        FailedJob { tensor, slice, error }
+    }
+
+    fn store_state(&mut self, slice: SliceId, state: JobState) {
         let left_out = self.left_out;
-        let state = self.state(slice);
-        match state_back {
-            JobState::Whole(whole) => *state = whole,
-            JobState::Reduced(values) => *state.values(StateKind::OwnerResidual) = values,
-            JobState::Contributed(mut residual) => {
+        let stored = self.state(slice);
+        match state {
+            JobState::Slice(state) => *stored = state,
+            JobState::OwnerResidual(values) => *stored.values(StateKind::OwnerResidual) = values,
+            JobState::WorkerResidual(mut residual) => {
                 if let Some(step) = left_out {
                     residual.rollback(step);
                 }
-                *state.contributed() = residual;
+                *stored.contributed() = residual;
             }
         }
     }
 
-    /// A step went on without this rank: what its contributions have lost is as before.
+    /// Rolls residuals back: a step went on without this rank's contributions.
     pub(crate) fn left_out(&mut self, step: Step) {
         self.left_out = Some(step);
         self.states.iter_mut().flatten().for_each(|state| state.contributed().rollback(step));
     }
 
-    /// What is kept of a slice goes with its work, and comes back with what was done.
-    fn take_state(&mut self, slice: SliceId) -> SliceState {
+    /// Moves a slice's state out, for a job that gives it back.
+    pub(super) fn take_state(&mut self, slice: SliceId) -> SliceState {
         std::mem::take(self.state(slice))
     }
 
-    fn state(&mut self, slice: SliceId) -> &mut SliceState {
+    pub(super) fn state(&mut self, slice: SliceId) -> &mut SliceState {
         self.states[slice.index()].get_or_insert_default()
     }
 
-    fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
-        let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
-        let dtype = self.plan.tensor(work.tensor).spec.dtype;
-        let kernel = match (&work.operation, self.read_in(work.step)) {
-            (Operation::Copy { from, to }, _) => {
-                if from.length != to.length {
-                    return Err(format!("a copy of {} to {} bytes", from.length, to.length));
-                }
-                Kernel::Copy { from: locate(from)?, to: locate(to)? }
-            }
-            (Operation::Reduce { output, copy_to, .. }, Some(read)) => Kernel::ReadState {
-                read,
-                dtype,
-                output: locate(output)?,
-                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                state: self.take_state(work.slice),
-            },
-            (Operation::Reduce { inputs, absent, divisor, output, copy_to }, None) => {
-                Kernel::Reduce {
-                    from: Contributions {
-                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                        absent: *absent,
-                        divisor: *divisor,
-                        dtype,
-                    },
-                    output: locate(output)?,
-                    copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                }
-            }
-            (Operation::ReduceApply { output, .. }, Some(read)) => Kernel::ReadState {
-                read,
-                dtype,
-                output: locate(output)?,
-                copy_to: None,
-                state: self.take_state(work.slice),
-            },
-            (Operation::ReduceApply { inputs, absent, divisor, parameters, output }, None) => {
-                let rule = self.rules[work.tensor.index()]
-                    .ok_or("no optimizer settings: call set_optimizer before gradients")?;
-                let mut state = self.take_state(work.slice);
-                let rule = if self.applies_each { state.count(rule) } else { rule };
-                Kernel::Apply {
-                    from: Contributions {
-                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                        absent: *absent,
-                        divisor: *divisor,
-                        dtype,
-                    },
-                    parameters: locate(parameters)?,
-                    output: locate(output)?,
-                    rule,
-                    state,
-                }
-            }
-            (Operation::Encode { input, output }, reading) => {
-                let slice_codec = self.slice_codec(work, self.rank.0)?;
-                Kernel::Encode {
-                    // What nobody looks at leaves no residual.
-                    feedback: slice_codec.codec.keeps_residual() && reading.is_none(),
-                    slice_codec,
-                    may_be_late: self.may_be_late,
-                    from: locate(input)?,
-                    output: locate(output)?,
-                    residual: std::mem::take(self.state(work.slice).contributed()),
-                }
-            }
-            (Operation::Recode { inputs, absent, divisor, output, copy_to }, _) => Kernel::Recode {
-                slice_codec: self.slice_codec(work, Place::BROADCAST)?,
-                from: EncodedParts {
-                    inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                },
-                output: locate(output)?,
-                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                residual: std::mem::take(self.state(work.slice).values(StateKind::OwnerResidual)),
-            },
-            (Operation::DecodeApply { inputs, absent, divisor, parameters, output }, _) => {
-                Kernel::DecodeApply {
-                    slice_codec: self.slice_codec(work, Place::BROADCAST)?,
-                    from: EncodedParts {
-                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                        absent: *absent,
-                        divisor: *divisor,
-                    },
-                    dtype,
-                    parameters: locate(parameters)?,
-                    output: locate(output)?,
-                    rule: self.rules[work.tensor.index()]
-                        .ok_or("no optimizer settings: call set_optimizer before gradients")?,
-                    state: self.take_state(work.slice),
-                }
-            }
-            (Operation::RingEncode { received, own, divisor, output, copy_to }, _) => {
-                let leg = if *divisor > 1 { Place::BROADCAST } else { self.rank.0 };
-                Kernel::RingEncode {
-                    slice_codec: self.slice_codec(work, leg)?,
-                    from: Hop {
-                        received: received.as_ref().map(&mut locate).transpose()?,
-                        own: own.as_ref().map(&mut locate).transpose()?,
-                        divisor: *divisor,
-                    },
-                    output: locate(output)?,
-                    copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                    state: self.take_state(work.slice),
-                }
-            }
-            (Operation::RingScale { received, own, output }, _) => Kernel::RingScale {
-                slice_codec: self.slice_codec(work, self.rank.0)?,
-                received: received.as_ref().map(&mut locate).transpose()?,
-                own: locate(own)?,
-                output: locate(output)?,
-                state: self.take_state(work.slice),
-            },
-            (Operation::RingBegin { scales, own, output }, _) => Kernel::RingBegin {
-                slice_codec: self.slice_codec(work, self.rank.0)?,
-                scales: scales.as_ref().map(&mut locate).transpose()?,
-                own: own.as_ref().map(&mut locate).transpose()?,
-                output: locate(output)?,
-                state: self.take_state(work.slice),
-            },
-            (Operation::RingAdd { sums, own, copy_to }, _) => Kernel::RingAdd {
-                slice_codec: self.slice_codec(work, self.rank.0)?,
-                sums: locate(sums)?,
-                own: own.as_ref().map(&mut locate).transpose()?,
-                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                state: self.take_state(work.slice),
-            },
-            (Operation::Decode { from, to }, _) => Kernel::Decode {
-                slice_codec: self.slice_codec(work, Place::BROADCAST)?,
-                from: locate(from)?,
-                to: locate(to)?,
-            },
-        };
-        Ok(Job { id: work.id, step: work.step, slice: work.slice, kernel })
+    pub(super) fn update_rule(&self, tensor: TensorId) -> Result<UpdateRule, JobError> {
+        self.rules[tensor.index()].ok_or(JobError::NoUpdateRule)
     }
 
-    /// The codec of a slice, for a push of a rank or a broadcast.
-    fn slice_codec(&self, work: &Work, leg: u32) -> Result<SliceCodec, String> {
-        let planned = self.codecs[work.tensor.index()].as_ref();
-        let PlannedCodec { codec, sums } = planned.ok_or("the plan has no codec for it")?.clone();
-        let slice = self.plan.slice(work.slice);
-        let dtype = self.plan.tensor(work.tensor).spec.dtype;
-        Ok(SliceCodec {
-            codec,
-            sums,
-            place: Place {
-                seed: self.seed,
-                step: work.step.0,
-                tensor: work.tensor.0,
-                leg,
-                first_element: slice.start,
-            },
-            elements: slice.length as usize,
-            dtype: codec_dtype(dtype).ok_or("plain bytes cannot be encoded")?,
-        })
-    }
-
-    /// Waits for running works and starts no others: no work touches memory afterwards.
+    /// Waits for running jobs and starts no others: no job touches memory afterwards.
     pub(crate) fn stop(&mut self) {
         self.queue.stop();
     }

@@ -6,7 +6,8 @@
 //! owners broadcast it in place of parameters. The residual of a rank's own contributions is of all
 //! slices, and is another one on every rank.
 
-use crate::compute::residual::WorkerResidual;
+use super::error::JobError;
+use super::residual::WorkerResidual;
 use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
 
 /// How a tensor is updated in a step.
@@ -165,7 +166,7 @@ impl SliceState {
         read: StateRead,
         element_bytes: usize,
         elements: usize,
-    ) -> Result<Vec<u8>, String> {
+    ) -> Result<Vec<u8>, JobError> {
         let values = self.values(read.kind);
         if read.kind.is_residual() && values.is_empty() {
             // Nothing was lost so far.
@@ -180,7 +181,7 @@ impl SliceState {
         }
         if values.len() != elements {
             let (found, name) = (values.len(), read.kind.name());
-            return Err(format!("{name} of {found} elements is asked for as {elements}"));
+            return Err(JobError::StateLength { name, found, expected: elements });
         }
         let words = values.iter().map(|value| value.to_bits());
         match element_bytes {
@@ -189,7 +190,7 @@ impl SliceState {
                 let shift = 16 * u32::from(read.part.min(1));
                 Ok(words.flat_map(|word| ((word >> shift) as u16).to_ne_bytes()).collect())
             }
-            other => Err(format!("state travels in elements of 2 or 4 bytes, not {other}")),
+            other => Err(JobError::StateElement(other)),
         }
     }
 }

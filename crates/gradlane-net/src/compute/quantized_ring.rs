@@ -1,165 +1,137 @@
-//! JobRunner of a ring that adds up codes as integers: scales become the largest of all ranks, codes are
+//! Kernels of a ring that adds up codes as integers: scales become the largest of all ranks, codes are
 //! added to sums, sums become means.
 //!
-//! What other ranks sent is read, and written where sums grow in place; whatever its bytes are, it
-//! makes numbers or is an error.
+//! Bytes of other ranks are read, and written where sums grow in place; whatever they are, they make
+//! numbers or are an error.
 
-use crate::compute::encoded::{
-    as_f32, check_tensor_bytes, fit_residual, write_chunk, Chunk, SliceCodec,
-};
-use crate::memory::Span;
+use super::encoded::{fit_residual, SliceCodec};
+use super::error::JobError;
+use crate::memory::InPlace;
 use gradlane_codec::IntegerSums;
 
-/// What was not sent before, where the codec keeps it.
+/// The part of a contribution that was not sent before, where the codec keeps it.
 pub(crate) type Residual<'a> = Option<&'a mut Vec<f32>>;
 
-fn sums_of(slice_codec: &SliceCodec) -> Result<IntegerSums, String> {
-    slice_codec.sums.ok_or_else(|| "the plan has no sums of codes for it".to_owned())
+fn sums_of(codec: &SliceCodec) -> Result<IntegerSums, JobError> {
+    codec.sums.ok_or(JobError::NoSums)
 }
 
-fn check_length(span: Span, expected: usize) -> Result<(), String> {
-    if span.length() == expected {
+fn check_length(found: usize, expected: usize) -> Result<(), JobError> {
+    if found == expected {
         return Ok(());
     }
-    Err(format!("{} bytes where {expected} are expected", span.length()))
+    Err(JobError::EncodingLength { found, expected })
 }
 
-/// The gradient of a block, or none.
-fn values_of<'a>(
-    slice_codec: &SliceCodec,
-    own: Option<Span>,
-    chunk: &Chunk,
-    wide: &'a mut Vec<f32>,
-) -> Option<&'a [f32]> {
-    // SAFETY: the span is registered; the engine lends the gradient to this work to read.
-    own.map(|own| as_f32(slice_codec, unsafe { own.bytes() }, chunk, wide))
-}
-
-fn max_scales(
-    slice_codec: &SliceCodec,
+/// Raises scales to those of this rank's values.
+fn raise_scales(
+    codec: &SliceCodec,
     sums: &IntegerSums,
-    own: Option<Span>,
+    own: &[u8],
     residual: Option<&[f32]>,
     scales: &mut [u8],
-) -> Result<(), String> {
-    let Some(own) = own else {
-        return Ok(());
-    };
-    check_tensor_bytes(own, slice_codec)?;
+) -> Result<(), JobError> {
+    codec.check_memory(Some(own))?;
     let mut wide = Vec::new();
-    for chunk in slice_codec.chunks_by(|elements| sums.scale_bytes(elements)) {
-        if let Some(values) = values_of(slice_codec, Some(own), &chunk, &mut wide) {
-            let residual = residual.map(|all| &all[chunk.elements.clone()]);
-            sums.enlarge(values, residual, &mut scales[chunk.bytes.clone()]);
-        }
+    for chunk in codec.chunks_by(|elements| sums.scale_bytes(elements)) {
+        let values = codec.values(own, &chunk, &mut wide);
+        let residual = residual.map(|all| &all[chunk.elements.clone()]);
+        sums.enlarge(values, residual, &mut scales[chunk.bytes.clone()]);
     }
     Ok(())
 }
 
-/// `output = the larger of received and the scales of own`. `output` may be `received`.
-pub(crate) fn scale(
-    slice_codec: &SliceCodec,
-    received: Option<Span>,
-    own: Span,
+/// Writes the larger of the received scales, which are the source, and this rank's own.
+pub(crate) fn max_scales(
+    codec: &SliceCodec,
+    own: &[u8],
     mut residual: Residual<'_>,
-    output: Span,
-) -> Result<(), String> {
-    let sums = sums_of(slice_codec)?;
-    check_length(output, sums.scale_bytes(slice_codec.elements))?;
+    scales: &mut InPlace,
+) -> Result<(), JobError> {
+    let sums = sums_of(codec)?;
+    let expected = sums.scale_bytes(codec.elements);
+    for side in [scales.source().map(<[u8]>::len), scales.dest().map(|dest| dest.len())] {
+        side.map_or(Ok(()), |found| check_length(found, expected))?;
+    }
     if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements)?;
+        fit_residual(residual, codec.elements)?;
     }
-    match received {
-        Some(received) if received.pointer() != output.pointer() => {
-            check_length(received, output.length())?;
-            received.copy_to(output);
-        }
-        Some(_) => {}
-        // SAFETY: the output is this work's alone.
-        None => unsafe { output.bytes_mut() }.fill(0),
-    }
-    // SAFETY: as above.
-    let scales = unsafe { output.bytes_mut() };
-    max_scales(slice_codec, &sums, Some(own), residual.map(|it| it.as_slice()), scales)
+    let residual = residual.map(|it| it.as_slice());
+    scales.seed_dest().map_or(Ok(()), |dest| raise_scales(codec, &sums, own, residual, dest))
 }
 
-/// `output = codes of own`, to the larger of `scales` and its own.
+/// Begins sums of codes with this rank's, scaled to the larger of `scales` and its own.
 pub(crate) fn begin(
-    slice_codec: &SliceCodec,
-    scales: Option<Span>,
-    own: Option<Span>,
+    codec: &SliceCodec,
+    scales: Option<&[u8]>,
     mut residual: Residual<'_>,
-    output: Span,
-) -> Result<(), String> {
-    let sums = sums_of(slice_codec)?;
-    check_length(output, sums.sum_bytes(slice_codec.elements))?;
+    output: &mut [u8],
+    own: &mut InPlace,
+) -> Result<(), JobError> {
+    let sums = sums_of(codec)?;
+    check_length(output.len(), sums.sum_bytes(codec.elements))?;
     if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements)?;
+        fit_residual(residual, codec.elements)?;
     }
-    let mut shared = vec![0; sums.scale_bytes(slice_codec.elements)];
+    let mut shared = vec![0; sums.scale_bytes(codec.elements)];
     if let Some(scales) = scales {
-        check_length(scales, shared.len())?;
-        // SAFETY: the span is registered and nobody writes to what has arrived.
-        shared.copy_from_slice(unsafe { scales.bytes() });
+        check_length(scales.len(), shared.len())?;
+        shared.copy_from_slice(scales);
     }
-    max_scales(slice_codec, &sums, own, residual.as_ref().map(|it| it.as_slice()), &mut shared)?;
-    // SAFETY: the output is this work's alone.
-    let out = unsafe { output.bytes_mut() };
-    sums.begin(&shared, slice_codec.elements, out).map_err(|error| error.to_string())?;
-    add(slice_codec, output, own, residual, None)
+    if let Some(own) = own.source() {
+        let residual = residual.as_ref().map(|it| it.as_slice());
+        raise_scales(codec, &sums, own, residual, &mut shared)?;
+    }
+    sums.begin(&shared, codec.elements, output)?;
+    add(codec, output, residual, own)
 }
 
-/// `sums = sums + codes of own`; the mean that they then stand for goes to `copy_to`.
+/// Adds the codes of this rank's values, the source of `memory`, to sums. The mean that they then stand
+/// for goes to its destination.
 pub(crate) fn add(
-    slice_codec: &SliceCodec,
-    into: Span,
-    own: Option<Span>,
+    codec: &SliceCodec,
+    into: &mut [u8],
     mut residual: Residual<'_>,
-    copy_to: Option<Span>,
-) -> Result<(), String> {
-    let sums = sums_of(slice_codec)?;
-    check_length(into, sums.sum_bytes(slice_codec.elements))?;
-    for memory in own.iter().chain(&copy_to) {
-        check_tensor_bytes(*memory, slice_codec)?;
-    }
+    memory: &mut InPlace,
+) -> Result<(), JobError> {
+    let sums = sums_of(codec)?;
+    check_length(into.len(), sums.sum_bytes(codec.elements))?;
+    codec.check_in_place(memory)?;
     if let Some(residual) = &mut residual {
-        fit_residual(residual, slice_codec.elements)?;
+        fit_residual(residual, codec.elements)?;
     }
-    // What is not there is not fed back either.
-    let mut residual = residual.filter(|_| own.is_some());
-    // SAFETY: the sums are this work's alone.
-    let bytes = unsafe { into.bytes_mut() };
+    let has_own = memory.source().is_some();
+    // A gradient that does not exist has no residual to add.
+    let mut residual = residual.filter(|_| has_own);
     let (mut wide, mut means) = (Vec::new(), Vec::new());
-    let zeros = vec![0.0; if own.is_none() { slice_codec.elements } else { 0 }];
-    for chunk in slice_codec.chunks_by(|elements| sums.sum_bytes(elements)) {
-        let part = &mut bytes[chunk.bytes.clone()];
-        let values = values_of(slice_codec, own, &chunk, &mut wide);
-        let values = values.unwrap_or_else(|| &zeros[chunk.elements.clone()]);
+    let zeros = vec![0.0; if has_own { 0 } else { codec.elements }];
+    for chunk in codec.chunks_by(|elements| sums.sum_bytes(elements)) {
+        let part = &mut into[chunk.bytes.clone()];
+        let values = match memory.source() {
+            Some(own) => codec.values(own, &chunk, &mut wide),
+            None => &zeros[chunk.elements.clone()],
+        };
         let residual = residual.as_deref_mut().map(|all| &mut all[chunk.elements.clone()]);
-        let added = sums.add(&slice_codec.place_of(&chunk), values, residual, part);
-        added.map_err(|error| error.to_string())?;
-        if let Some(copy) = copy_to {
+        sums.add(&codec.place_of(&chunk), values, residual, part)?;
+        if let Some(dest) = memory.dest() {
             means.resize(chunk.elements.len(), 0.0);
-            sums.mean(part, &mut means).map_err(|error| error.to_string())?;
-            write_chunk(slice_codec, copy, &chunk, &means);
+            sums.mean(part, &mut means)?;
+            codec.write_values(dest, &chunk, &means);
         }
     }
     Ok(())
 }
 
-/// `to = the means that sums stand for`.
-pub(crate) fn means(slice_codec: &SliceCodec, from: Span, to: Span) -> Result<(), String> {
-    let sums = sums_of(slice_codec)?;
-    check_length(from, sums.sum_bytes(slice_codec.elements))?;
-    check_tensor_bytes(to, slice_codec)?;
-    // SAFETY: the span is registered and nobody writes to what has arrived.
-    let bytes = unsafe { from.bytes() };
+/// Computes `to = the means that sums stand for`.
+pub(crate) fn means(codec: &SliceCodec, from: &[u8], to: &mut [u8]) -> Result<(), JobError> {
+    let sums = sums_of(codec)?;
+    check_length(from.len(), sums.sum_bytes(codec.elements))?;
+    codec.check_memory(Some(to))?;
     let mut means = Vec::new();
-    for chunk in slice_codec.chunks_by(|elements| sums.sum_bytes(elements)) {
+    for chunk in codec.chunks_by(|elements| sums.sum_bytes(elements)) {
         means.resize(chunk.elements.len(), 0.0);
-        let part = &bytes[chunk.bytes.clone()];
-        sums.mean(part, &mut means).map_err(|error| error.to_string())?;
-        write_chunk(slice_codec, to, &chunk, &means);
+        sums.mean(&from[chunk.bytes.clone()], &mut means)?;
+        codec.write_values(to, &chunk, &means);
     }
     Ok(())
 }

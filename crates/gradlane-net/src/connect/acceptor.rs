@@ -8,7 +8,7 @@ use crate::connect::handshake::{self, HandshakeError, Identity};
 use crate::metrics::counters::Metrics;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
-use crate::sys::poller::Poller;
+use crate::sys::poller::{Interest, Poller};
 use crate::sys::syscall::EpollEvents;
 use gradlane_units::Rank;
 use gradlane_wire::{Reject, RejectReason};
@@ -213,7 +213,7 @@ impl Acceptor {
         pending: &Arc<PendingMesh>,
         listener: ForkTracked<TcpListener>,
     ) -> io::Result<Acceptor> {
-        pending.poller.add(listener.as_fd(), 0, false)?;
+        pending.poller.watch(listener.as_fd(), 0, Interest::Begin)?;
         let thread = std::thread::Builder::new().name("gradlane-door".to_owned()).spawn({
             let pending = Arc::clone(pending);
             move || accept_loop(&pending, &listener)

@@ -36,6 +36,8 @@ pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
 pub(crate) struct Mesh {
     /// By rank; none for this rank itself. Not blocking, all options set.
     pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
+    /// Whether all peers are on this machine.
+    pub(crate) is_local: bool,
     pub(crate) acceptor: Acceptor,
 }
 
@@ -79,7 +81,11 @@ pub(crate) fn assemble(
             })?;
         }
     }
-    Ok(Mesh { streams, acceptor })
+    let is_loopback = |stream: &ForkTracked<TcpStream>| {
+        stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
+    };
+    let is_local = streams.iter().flatten().all(is_loopback);
+    Ok(Mesh { streams, is_local, acceptor })
 }
 
 /// Joins the calling threads on every way out.

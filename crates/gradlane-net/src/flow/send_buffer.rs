@@ -7,9 +7,9 @@
 //! Enough is twice the bandwidth-delay product, without queues, plus what is sent while this thread
 //! is busy or waits for a processor. That is a time, so fast connections hold more bytes.
 
-use crate::sys::syscall::{self, PathEstimate};
+use crate::sys::socket::Socket;
+use crate::sys::syscall::PathEstimate;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 /// In flight on any path, however short. The kernel doubles it for its own bookkeeping, and then two
@@ -45,7 +45,7 @@ pub(crate) struct SendBuffer {
     /// Of the path, from time to time; 0: not known yet.
     delivery_bytes_per_s: u64,
     /// At the last look.
-    not_sent_bytes: u64,
+    unsent_bytes: u64,
 }
 
 /// How much the kernel may hold of one connection.
@@ -54,7 +54,7 @@ struct Sizes {
     /// In flight or not sent yet.
     held_bytes: u64,
     /// Not sent yet; 0: no bound.
-    not_sent_bytes: u64,
+    unsent_bytes: u64,
 }
 
 impl SendBuffer {
@@ -65,7 +65,7 @@ impl SendBuffer {
     /// # Errors
     /// When the kernel refuses the size.
     pub(crate) fn new(
-        socket: BorrowedFd<'_>,
+        socket: &dyn Socket,
         fixed_bytes: u32,
         low_water_bytes: u32,
         frame_bytes: u32,
@@ -73,10 +73,10 @@ impl SendBuffer {
     ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
         let held_bytes = if adapts { floor_bytes(peers) } else { u64::from(fixed_bytes) };
-        let floor = Sizes { held_bytes, not_sent_bytes: u64::from(low_water_bytes) };
-        syscall::set_send_buffer(socket, floor.held_bytes)?;
-        if floor.not_sent_bytes > 0 {
-            syscall::set_not_sent_low_water(socket, floor.not_sent_bytes)?;
+        let floor = Sizes { held_bytes, unsent_bytes: u64::from(low_water_bytes) };
+        socket.set_send_buffer(floor.held_bytes)?;
+        if floor.unsent_bytes > 0 {
+            socket.set_unsent_low_water(floor.unsent_bytes)?;
         }
         Ok(SendBuffer {
             adapts,
@@ -86,7 +86,7 @@ impl SendBuffer {
             sizes: floor,
             sent_bytes: 0,
             delivery_bytes_per_s: 0,
-            not_sent_bytes: 0,
+            unsent_bytes: 0,
         })
     }
 
@@ -97,7 +97,7 @@ impl SendBuffer {
     /// When the kernel refuses the new size.
     pub(crate) fn sent(
         &mut self,
-        socket: BorrowedFd<'_>,
+        socket: &dyn Socket,
         bytes: usize,
     ) -> io::Result<Option<PathEstimate>> {
         self.sent_bytes += bytes;
@@ -105,7 +105,7 @@ impl SendBuffer {
             return Ok(None);
         }
         self.sent_bytes = 0;
-        let path = syscall::path_estimate(socket)?;
+        let path = socket.path_estimate()?;
         self.delivery_bytes_per_s = path.delivery_bytes_per_s;
         if !self.adapts {
             return Ok(Some(path));
@@ -113,11 +113,11 @@ impl SendBuffer {
         let target = self.floor_now().fitted_to(path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
-            syscall::set_send_buffer(socket, target.held_bytes)?;
+            socket.set_send_buffer(target.held_bytes)?;
         }
-        if differ(self.sizes.not_sent_bytes, target.not_sent_bytes) {
-            self.sizes.not_sent_bytes = target.not_sent_bytes;
-            syscall::set_not_sent_low_water(socket, target.not_sent_bytes)?;
+        if differ(self.sizes.unsent_bytes, target.unsent_bytes) {
+            self.sizes.unsent_bytes = target.unsent_bytes;
+            socket.set_unsent_low_water(target.unsent_bytes)?;
         }
         Ok(Some(path))
     }
@@ -134,15 +134,14 @@ impl SendBuffer {
 
     /// Looks at what waits unsent, where that decides when more is given: not where the I/O thread
     /// paces the connection.
-    pub(crate) fn sample_unsent(&mut self, socket: BorrowedFd<'_>) {
-        self.not_sent_bytes =
-            if self.by_thread { 0 } else { syscall::not_sent_bytes(socket).unwrap_or(0) };
+    pub(crate) fn sample_unsent(&mut self, socket: &dyn Socket) {
+        self.unsent_bytes = if self.by_thread { 0 } else { socket.unsent_bytes().unwrap_or(0) };
     }
 
     /// Whether as much waited unsent at the last look as may.
     pub(crate) fn is_full(&self) -> bool {
-        let most = self.sizes.not_sent_bytes;
-        most > 0 && self.not_sent_bytes >= most
+        let most = self.sizes.unsent_bytes;
+        most > 0 && self.unsent_bytes >= most
     }
 
     /// How long it takes to send what waited unsent at the last look; nothing where the path's rate
@@ -151,7 +150,7 @@ impl SendBuffer {
         if self.delivery_bytes_per_s == 0 {
             return Duration::ZERO;
         }
-        let nanos = u128::from(self.not_sent_bytes) * 1_000_000_000;
+        let nanos = u128::from(self.unsent_bytes) * 1_000_000_000;
         let nanos = nanos / u128::from(self.delivery_bytes_per_s);
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
@@ -168,11 +167,11 @@ impl Sizes {
         };
         let product = 2 * in_time(u64::from(path.min_rtt_us));
         let held_bytes = product + self.held_bytes.max(in_time(HELD_TIME_US));
-        let not_sent_bytes = match self.not_sent_bytes {
+        let unsent_bytes = match self.unsent_bytes {
             0 => 0,
             floor => floor.max(in_time(UNSENT_TIME_US)),
         };
-        Sizes { held_bytes: held_bytes.min(CEILING_BYTES), not_sent_bytes }
+        Sizes { held_bytes: held_bytes.min(CEILING_BYTES), unsent_bytes }
     }
 }
 
@@ -189,6 +188,7 @@ fn floor_bytes(peers: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::descriptors::ForkTracked;
 
     #[test]
     fn short_slow_paths_get_the_floor_and_long_ones_twice_their_product() {
@@ -197,7 +197,7 @@ mod tests {
             min_rtt_us,
             acknowledged_bytes: 0,
         };
-        let floor = Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 };
+        let floor = Sizes { held_bytes: FLOOR_BYTES, unsent_bytes: 65_536 };
         let target = |path| floor.fitted_to(path).held_bytes;
         assert_eq!(target(path(16_000_000, 50)), FLOOR_BYTES + 1_600);
         assert_eq!(target(path(16_000_000, 40_000)), FLOOR_BYTES + 1_280_000);
@@ -211,24 +211,24 @@ mod tests {
             min_rtt_us: 100,
             acknowledged_bytes: 0,
         };
-        let floor = Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 };
+        let floor = Sizes { held_bytes: FLOOR_BYTES, unsent_bytes: 65_536 };
         let held_bytes = 100_000 + 1_500_000;
-        assert_eq!(floor.fitted_to(path), Sizes { held_bytes, not_sent_bytes: 500_000 });
-        let unbounded = Sizes { not_sent_bytes: 0, ..floor };
-        assert_eq!(unbounded.fitted_to(path), Sizes { held_bytes, not_sent_bytes: 0 });
+        assert_eq!(floor.fitted_to(path), Sizes { held_bytes, unsent_bytes: 500_000 });
+        let unbounded = Sizes { unsent_bytes: 0, ..floor };
+        assert_eq!(unbounded.fitted_to(path), Sizes { held_bytes, unsent_bytes: 0 });
     }
 
     #[test]
     fn what_waits_lasts_as_long_as_the_path_takes_for_it() {
-        let buffer = |delivery_bytes_per_s, not_sent_bytes| SendBuffer {
+        let buffer = |delivery_bytes_per_s, unsent_bytes| SendBuffer {
             adapts: true,
-            floor: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
+            floor: Sizes { held_bytes: FLOOR_BYTES, unsent_bytes: 65_536 },
             paced_bytes: 0,
             by_thread: false,
-            sizes: Sizes { held_bytes: FLOOR_BYTES, not_sent_bytes: 65_536 },
+            sizes: Sizes { held_bytes: FLOOR_BYTES, unsent_bytes: 65_536 },
             sent_bytes: 0,
             delivery_bytes_per_s,
-            not_sent_bytes,
+            unsent_bytes,
         };
         assert_eq!(buffer(20_000_000, 100_000).drain_time(), Duration::from_millis(5));
         assert_eq!(buffer(20_000_000, 0).drain_time(), Duration::ZERO);
@@ -239,8 +239,8 @@ mod tests {
     #[test]
     fn a_connection_that_the_thread_paces_holds_three_frames_and_a_half() {
         let (sender, _receiver) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        let socket = std::os::fd::AsFd::as_fd(&sender);
-        let mut buffer = SendBuffer::new(socket, 0, 0, 65_096, 3).expect("a buffer");
+        let socket = ForkTracked::new(sender);
+        let mut buffer = SendBuffer::new(&socket, 0, 0, 65_096, 3).expect("a buffer");
         assert_eq!(buffer.floor_now().held_bytes, FLOOR_BYTES);
         buffer.paced_by_thread(true);
         // The kernel doubles it.
@@ -258,25 +258,25 @@ mod tests {
     #[test]
     fn a_real_connection_is_measured_and_keeps_its_floor() {
         use std::io::{Read, Write};
-        use std::os::fd::AsFd;
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
-        let mut sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
+        let sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
             .expect("a stream");
+        let sender = ForkTracked::new(sender);
         let (mut receiver, _) = listener.accept().expect("a caller");
-        let mut buffer = SendBuffer::new(sender.as_fd(), 0, 65_536, 65_096, 3).expect("a buffer");
+        let mut buffer = SendBuffer::new(&sender, 0, 65_536, 65_096, 3).expect("a buffer");
         let reader = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             receiver.read_to_end(&mut bytes).map(|count| count as u64)
         });
         for _ in 0..64 {
-            sender.write_all(&[7; 64 << 10]).expect("sent");
-            buffer.sent(sender.as_fd(), 64 << 10).expect("adapted");
+            sender.get().write_all(&[7; 64 << 10]).expect("sent");
+            buffer.sent(&sender, 64 << 10).expect("adapted");
         }
-        let path = syscall::path_estimate(sender.as_fd()).expect("an estimate");
+        let path = sender.path_estimate().expect("an estimate");
         assert!(path.min_rtt_us < 1_000_000 && path.delivery_bytes_per_s > 0, "{path:?}");
-        let Sizes { held_bytes, not_sent_bytes } = buffer.sizes;
+        let Sizes { held_bytes, unsent_bytes } = buffer.sizes;
         assert!((FLOOR_BYTES..=CEILING_BYTES).contains(&held_bytes), "{held_bytes}");
-        assert!((65_536..=CEILING_BYTES).contains(&not_sent_bytes), "{not_sent_bytes}");
+        assert!((65_536..=CEILING_BYTES).contains(&unsent_bytes), "{unsent_bytes}");
         assert!(buffer.delivery_bytes_per_s > 0, "{buffer:?}");
         drop(sender);
         assert_eq!(reader.join().expect("no panic").expect("read"), 64 * (64 << 10));

@@ -50,7 +50,7 @@ impl Core {
                     self.engine.answer_ready(tensor, step, memory.bytes() as u64)
                 }
                 Command::ReleaseBlocks(tensor, step, scratch) => {
-                    scratch.into_iter().for_each(|block| self.memory.give_back(block));
+                    scratch.into_iter().for_each(|block| self.memory.recycle(block));
                     self.engine.release_blocks(tensor, step)
                 }
                 Command::SetParameter(tensor, memory) => {

@@ -14,18 +14,16 @@ use crate::memory::MemoryTable;
 use crate::metrics::counters::count;
 use crate::metrics::straggler_stats::ContributionTimes;
 use crate::options::ChannelOptions;
-use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
+use crate::sys::poller::Interest;
+use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
-use crate::sys::syscall;
 use gradlane_engine::{
     Event, JournaledEngine, Payload, ProtocolError, ReadyRule, Region, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::VecDeque;
-use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +36,7 @@ const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) struct Peer {
     /// The I/O thread that has its connection.
     pub(super) thread: usize,
-    pub(super) socket: Arc<ForkTracked<TcpStream>>,
+    pub(super) socket: Arc<dyn Socket>,
     pub(super) pacer: Pacer,
     /// Whether bytes can still come.
     open: bool,
@@ -55,7 +53,7 @@ pub(crate) struct Peer {
 
 impl Peer {
     /// A peer whose connection was made a moment ago.
-    pub(super) fn new(thread: usize, socket: Arc<ForkTracked<TcpStream>>) -> Peer {
+    pub(super) fn new(thread: usize, socket: Arc<dyn Socket>) -> Peer {
         Peer {
             thread,
             socket,
@@ -130,7 +128,7 @@ impl Core {
     pub(super) fn is_idle(&self, thread: usize) -> bool {
         self.shutdown.is_none()
             && self.chosen[thread].is_empty()
-            && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_done())
+            && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_finished())
     }
 
     /// After a turn that was to sleep for at most `asked`.
@@ -144,7 +142,7 @@ impl Core {
         let result = self.jobs.advance(&mut self.engine, &mut self.memory);
         self.shared.metrics.jobs_in_flight.store(self.jobs.in_flight(), Ordering::Relaxed);
         result.unwrap_or_else(|error| {
-            self.engine.abort(&error);
+            self.engine.abort(&error.to_string());
             true
         })
     }
@@ -200,7 +198,7 @@ impl Core {
             Ok(held) => {
                 lock(&self.shared.blocks).insert((tensor, step), held);
             }
-            Err(error) => self.engine.abort(&error),
+            Err(error) => self.engine.abort(&error.to_string()),
         }
     }
 
@@ -210,7 +208,12 @@ impl Core {
         let payload = match &transmit.payload {
             Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
             Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
-            Payload::Region(region) => self.memory.locate(*region).map(OutgoingPayload::Span),
+            // SAFETY: the engine lends this region to this frame until `handle_sent`, or until the session
+            // ends; the writer drops the borrow before either.
+            Payload::Region(region) => self
+                .memory
+                .locate(*region)
+                .map(|span| OutgoingPayload::Borrowed(unsafe { span.read() })),
         };
         let payload = match payload {
             Ok(payload) => payload,
@@ -376,7 +379,8 @@ impl Core {
         }
         peer.writable = false;
         // The socket is closed later; that it cannot be watched any more is in order.
-        let _ = self.shared.pollers[peer.thread].delete(peer.socket.as_fd());
+        let poller = &self.shared.pollers[peer.thread];
+        let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);
         self.engine.handle_writable(rank, false);
         self.engine.handle_peer_lost(rank, reason);
     }
@@ -394,17 +398,17 @@ impl Core {
         let (mut flows, mut sockets) = (Vec::new(), Vec::new());
         for peer in self.peers.iter_mut().flatten().filter(|peer| peer.open) {
             flows.push((sockets.len(), !peer.writable, &mut peer.pacer));
-            sockets.push(peer.socket.as_fd());
+            sockets.push(&peer.socket);
         }
-        let acknowledged = |socket: &BorrowedFd<'_>| {
-            syscall::path_estimate(*socket).ok().map(|path| path.acknowledged_bytes)
+        let acknowledged = |socket: &&Arc<dyn Socket>| {
+            socket.path_estimate().ok().map(|path| path.acknowledged_bytes)
         };
         pacing.sample(
             now,
             flows.into_iter(),
             || sockets.iter().map(acknowledged).sum(),
             // A rate that the kernel refuses leaves the last one in force.
-            |index, rate| drop(syscall::set_pacing(sockets[index], rate)),
+            |index, rate| drop(sockets[index].set_pacing(rate)),
         );
     }
 }

@@ -5,7 +5,6 @@ use super::core::{Core, Peer};
 use super::io_thread::{IoThread, Link, Links};
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::Shared;
-use crate::compute::job_queue::JobQueue;
 use crate::compute::job_runner::JobRunner;
 use crate::flow::frame_size::FrameSizer;
 use crate::flow::pacing::PortPacing;
@@ -13,14 +12,13 @@ use crate::flow::send_buffer::SendBuffer;
 use crate::memory::MemoryTable;
 use crate::metrics::straggler_stats::ContributionTimes;
 use crate::options::ChannelOptions;
-use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
+use crate::sys::poller::Interest;
+use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{EngineOptions, Failure, JournaledEngine, Plan};
 use gradlane_units::{Rank, Time};
 use std::io;
-use std::net::TcpStream;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 
@@ -46,7 +44,8 @@ impl Driver {
     pub(crate) fn new(
         options: ChannelOptions,
         plan: &Arc<Plan>,
-        streams: Vec<Option<ForkTracked<TcpStream>>>,
+        sockets: Vec<Option<Arc<dyn Socket>>>,
+        is_local: bool,
         shared: Arc<Shared>,
     ) -> io::Result<Driver> {
         let engine_options = EngineOptions {
@@ -60,24 +59,21 @@ impl Driver {
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
-        let local = |stream: &ForkTracked<TcpStream>| {
-            stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
-        };
-        let paced = options.pacing && sent_to > 1 && !streams.iter().flatten().all(local);
+        let paced = options.pacing && sent_to > 1 && !is_local;
         let threads = shared.pollers.len();
         let mut links: Vec<Links> = (0..threads).map(|_| Vec::new()).collect();
-        let mut peers = Vec::with_capacity(streams.len());
-        for (rank, stream) in streams.into_iter().enumerate() {
+        let mut peers = Vec::with_capacity(sockets.len());
+        for (rank, socket) in sockets.into_iter().enumerate() {
             links.iter_mut().for_each(|links| links.push(None));
-            let Some(socket) = stream.map(Arc::new) else {
+            let Some(socket) = socket else {
                 peers.push(None);
                 continue;
             };
             let thread = peers.iter().flatten().count() % threads;
-            shared.pollers[thread].add(socket.as_fd(), rank as u64, false)?;
+            socket.watch(&shared.pollers[thread], rank as u64, Interest::Begin)?;
             engine.handle_writable(Rank(rank as u32), true);
             let send_buffer = SendBuffer::new(
-                socket.as_fd(),
+                &*socket,
                 options.send_buffer_bytes,
                 options.low_water_bytes,
                 options.frame_bytes,
@@ -90,9 +86,7 @@ impl Driver {
                 FrameSizer::new(options.frame_bytes),
             ));
         }
-        let executor = JobQueue::start(&shared, options.work_threads)?;
-        let jobs = JobRunner::new(executor, plan, Rank(options.rank), options.seed)
-            .map_err(io::Error::other)?;
+        let jobs = JobRunner::new(&shared, plan, &options)?;
         let core = Core {
             engine,
             peers,

@@ -1,43 +1,42 @@
-//! Frames coming in, read straight to where they belong. Only what follows a payload in the same
-//! read (the next header, small frames) passes through a staging buffer.
+//! Frames coming in, read straight to their destination. Only bytes that follow a payload in the same
+//! read (the next header, small frames) pass through a staging buffer.
 
 use super::connection::Fault;
-use crate::memory::Span;
-use crate::sys::syscall::VectoredReceive;
+use crate::memory::WriteSpan;
+use crate::sys::socket::Socket;
 use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
-use std::io;
-use std::os::fd::BorrowedFd;
+use std::io::{self, IoSliceMut};
 
-/// Bytes of what follows a payload that one read may take along.
+/// Bytes beyond a payload that one read may take.
 const STAGING_BYTES: usize = 4096;
-/// After payloads of this size and more, a read takes along only the next header: what follows is
-/// probably as large and is better read straight to its place.
+/// After payloads of this size and more, a read takes only the next header: the frame after it is
+/// probably as large and is better read straight to its destination.
 const LARGE_BYTES: usize = 16 << 10;
 
 /// Where a payload goes.
 #[derive(Debug)]
 pub(crate) enum PayloadTarget {
     /// Straight to memory.
-    Span(Span),
-    /// To a buffer that grows with the bytes that have really come.
+    Memory(WriteSpan),
+    /// To a buffer that grows with the bytes that have really arrived.
     Control,
 }
 
 impl PayloadTarget {
-    /// Bytes that there is room for, where that is bounded.
+    /// Bytes of room, where that is bounded.
     fn room(&self) -> Option<usize> {
         match self {
-            PayloadTarget::Span(span) => Some(span.length()),
+            PayloadTarget::Memory(span) => Some(span.len()),
             PayloadTarget::Control => None,
         }
     }
 }
 
-/// What a receiver asks for and tells about each frame.
+/// The user of a reader's frames.
 pub(crate) trait FrameSink {
-    /// A header has come; where does its payload go?
+    /// Returns the destination of a payload whose header has arrived.
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault>;
-    /// The payload is in place and its checksum is right; `control` has it when it went there.
+    /// Takes a frame whose payload is in place and verified; `control` has the payload of such a target.
     fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault>;
     /// Names the frame in a message.
     fn describe(&self, header: &FrameHeader) -> String;
@@ -59,28 +58,33 @@ impl Incoming {
     }
 
     fn is_large(&self) -> bool {
-        self.header.length as usize >= LARGE_BYTES && matches!(self.target, PayloadTarget::Span(_))
+        let direct = matches!(self.target, PayloadTarget::Memory(_));
+        direct && self.header.length as usize >= LARGE_BYTES
     }
 
     /// Memory that the rest of the payload can be read to directly.
-    fn direct_room(&self) -> Span {
-        match self.target {
-            PayloadTarget::Span(span) => span.from(self.filled),
-            PayloadTarget::Control => Span::EMPTY,
+    fn direct_room(&mut self) -> &mut [u8] {
+        match &mut self.target {
+            PayloadTarget::Memory(span) => &mut span[self.filled..],
+            PayloadTarget::Control => &mut [],
         }
     }
 
     /// Notes bytes that were read to `direct_room`.
     fn filled_directly(&mut self, count: usize) {
-        self.direct_room().first(count).add_to(&mut self.checksum);
-        self.filled += count;
+        if let PayloadTarget::Memory(span) = &self.target {
+            self.checksum.update(&span[self.filled..self.filled + count]);
+            self.filled += count;
+        }
     }
 
     /// Takes bytes from the staging buffer.
     fn take(&mut self, bytes: &[u8]) {
         self.checksum.update(bytes);
-        match self.target {
-            PayloadTarget::Span(span) => span.from(self.filled).write(bytes),
+        match &mut self.target {
+            PayloadTarget::Memory(span) => {
+                span[self.filled..self.filled + bytes.len()].copy_from_slice(bytes);
+            }
             PayloadTarget::Control => self.control.extend_from_slice(bytes),
         }
         self.filled += bytes.len();
@@ -97,16 +101,21 @@ pub(crate) struct FrameReader {
 }
 
 impl FrameReader {
-    /// A receiver at the start of a stream.
+    /// Makes a reader at the start of a stream.
     pub(crate) fn new() -> FrameReader {
         FrameReader { incoming: None, staging: Box::new([0; STAGING_BYTES]), start: 0, end: 0 }
+    }
+
+    /// Ends the borrow of registered memory; the rest of the stream cannot be read afterwards.
+    pub(crate) fn release_memory(&mut self) {
+        self.incoming = None;
     }
 
     /// Reads and handles frames until the socket is empty or about `budget` bytes were read.
     /// Returns the bytes read, also beside a fault.
     pub(crate) fn receive(
         &mut self,
-        socket: BorrowedFd<'_>,
+        socket: &dyn Socket,
         budget: usize,
         sink: &mut impl FrameSink,
     ) -> (usize, Result<(), Fault>) {
@@ -126,29 +135,32 @@ impl FrameReader {
                 return (total, Err(fault));
             }
             if count < wanted {
-                // The socket was empty; a further call would only say so.
+                // The socket was empty; another call would only say so.
                 break;
             }
         }
         (total, Ok(()))
     }
 
-    /// One system call: the rest of the payload, and what follows it.
-    fn read(&mut self, socket: BorrowedFd<'_>) -> io::Result<(usize, usize)> {
+    /// Reads the rest of the payload and bytes that follow it in one system call. Returns the bytes read
+    /// and the bytes of room.
+    fn read(&mut self, socket: &dyn Socket) -> io::Result<(usize, usize)> {
         if self.start > 0 {
             self.staging.copy_within(self.start..self.end, 0);
             self.end -= self.start;
             self.start = 0;
         }
-        let direct = self.incoming.as_ref().map_or(Span::EMPTY, Incoming::direct_room);
         let large = self.incoming.as_ref().is_some_and(Incoming::is_large);
         let ahead = if large { self.end + HEADER_BYTES } else { STAGING_BYTES };
-        let mut scatter = VectoredReceive::new();
-        scatter.push_span(direct);
-        scatter.push_room(&mut self.staging[self.end..ahead]);
-        let wanted = scatter.bytes();
-        let count = scatter.receive(socket)?;
-        let directly = count.min(direct.length());
+        let staged = &mut self.staging[self.end..ahead];
+        let direct = self.incoming.as_mut().map_or(&mut [][..], Incoming::direct_room);
+        let (direct_bytes, wanted) = (direct.len(), direct.len() + staged.len());
+        let count = if direct.is_empty() {
+            socket.receive(&mut [IoSliceMut::new(staged)])?
+        } else {
+            socket.receive(&mut [IoSliceMut::new(direct), IoSliceMut::new(staged)])?
+        };
+        let directly = count.min(direct_bytes);
         if let Some(incoming) = &mut self.incoming {
             incoming.filled_directly(directly);
         }
@@ -156,7 +168,7 @@ impl FrameReader {
         Ok((count, wanted))
     }
 
-    /// Handles everything that has come.
+    /// Handles all staged bytes.
     fn consume(&mut self, sink: &mut impl FrameSink) -> Result<(), Fault> {
         loop {
             let staged = &self.staging[self.start..self.end];
@@ -167,7 +179,7 @@ impl FrameReader {
                 if incoming.rest() > 0 {
                     return Ok(());
                 }
-                // Where it lies: it is large, for the checksum holds a part of the payload.
+                // In place: `Incoming` is large, since the checksum holds a part of the payload.
                 let finished = finish(incoming, sink);
                 self.incoming = None;
                 finished?;
@@ -176,14 +188,14 @@ impl FrameReader {
                     return Ok(());
                 };
                 let header = FrameHeader::decode(bytes).map_err(|error| {
-                    Fault::Broken(format!("sent bytes that are no frame: {error}"))
+                    Fault::ProtocolViolation(format!("sent bytes that are no frame: {error}"))
                 })?;
                 let target = sink.on_header(&header)?;
                 let length = header.length as usize;
                 if let Some(room) = target.room().filter(|&room| room != length) {
                     let frame = sink.describe(&header);
-                    let what = format!("room for {room} of {length} bytes: {frame}");
-                    return Err(Fault::Internal(what));
+                    let text = format!("room for {room} of {length} bytes: {frame}");
+                    return Err(Fault::Internal(text));
                 }
                 self.start += HEADER_BYTES;
                 self.incoming = Some(Incoming {
@@ -198,17 +210,20 @@ impl FrameReader {
     }
 }
 
-fn finish(incoming: &Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
+/// Verifies the checksum, ends the borrow of the destination and hands the frame on.
+fn finish(incoming: &mut Incoming, sink: &mut impl FrameSink) -> Result<(), Fault> {
     let Incoming { header, target, control, checksum, .. } = incoming;
     let computed = checksum.value();
     if computed != header.payload_checksum {
-        return Err(Fault::Broken(format!(
+        return Err(Fault::ProtocolViolation(format!(
             "sent a corrupted payload: {}: checksum {computed:#010x}, announced {:#010x}; nothing \
              of it was released",
             sink.describe(header),
             header.payload_checksum
         )));
     }
-    let control = matches!(target, PayloadTarget::Control).then_some(control.as_slice());
-    sink.on_frame(header, control)
+    match std::mem::replace(target, PayloadTarget::Memory(WriteSpan::empty())) {
+        PayloadTarget::Memory(_) => sink.on_frame(header, None),
+        PayloadTarget::Control => sink.on_frame(header, Some(control)),
+    }
 }

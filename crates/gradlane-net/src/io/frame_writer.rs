@@ -1,28 +1,30 @@
-//! Frames going out: a short queue of those that the engine has chosen, written straight from the
-//! memory they lie in.
+//! Frames going out: a short queue of frames that the engine has chosen, written straight from the
+//! memory that they lie in.
 
-use crate::memory::Span;
-use crate::sys::syscall::VectoredSend;
+use crate::memory::ReadSpan;
+use crate::sys::socket::Socket;
 use gradlane_engine::Transmit;
 use gradlane_wire::{checksum, FrameHeader, FrameKind, HEADER_BYTES};
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::BorrowedFd;
+use std::io::{self, IoSlice};
+
+/// Most pieces of memory in one send: two a frame.
+const PIECES_MAX: usize = 64;
 
 /// Bytes after a header.
 #[derive(Debug)]
 pub(crate) enum OutgoingPayload {
     /// In registered memory.
-    Span(Span),
-    /// The driver's own.
+    Borrowed(ReadSpan),
+    /// In memory of its own.
     Owned(Vec<u8>),
 }
 
 impl OutgoingPayload {
-    fn length(&self) -> usize {
+    fn bytes(&self) -> &[u8] {
         match self {
-            OutgoingPayload::Span(span) => span.length(),
-            OutgoingPayload::Owned(bytes) => bytes.len(),
+            OutgoingPayload::Borrowed(span) => span,
+            OutgoingPayload::Owned(bytes) => bytes,
         }
     }
 }
@@ -31,15 +33,15 @@ impl OutgoingPayload {
 #[derive(Debug)]
 pub(crate) struct OutgoingFrame {
     header: FrameHeader,
-    /// The encoded header with its checksums, once they are computed.
+    /// The encoded header, once its checksums are computed.
     encoded: Option<[u8; HEADER_BYTES]>,
     payload: OutgoingPayload,
-    /// To be reported to the engine when it is sent; none for frames of the driver's own.
+    /// Reported to the engine when the frame is sent; `None` for frames of the driver's own.
     transmit: Option<Transmit>,
 }
 
 impl OutgoingFrame {
-    /// A frame that nothing has been sent of. The engine hears of `transmit` once it is sent.
+    /// Makes a frame of which nothing is sent yet.
     pub(crate) fn new(
         header: FrameHeader,
         payload: OutgoingPayload,
@@ -49,26 +51,22 @@ impl OutgoingFrame {
     }
 
     fn length(&self) -> usize {
-        HEADER_BYTES + self.payload.length()
+        HEADER_BYTES + self.payload.bytes().len()
     }
 
-    /// Computes the checksums. This is done right before the bytes are read for sending, so that
-    /// they are read from memory once.
+    /// Computes the checksums, right before the kernel reads the bytes: they are fetched from memory once.
     fn fill_checksums(&mut self) {
         if self.encoded.is_none() {
-            self.header.payload_checksum = match &self.payload {
-                OutgoingPayload::Span(span) => span.checksum(),
-                OutgoingPayload::Owned(bytes) => checksum(bytes),
-            };
+            self.header.payload_checksum = checksum(self.payload.bytes());
             self.encoded = Some(self.header.encode());
         }
     }
 }
 
-/// What a flush has come to.
+/// The outcome of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flushed {
-    /// Nothing is left.
+    /// The queue is empty.
     All,
     /// The kernel takes no more for now.
     Blocked,
@@ -83,63 +81,66 @@ pub(crate) struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// Moves frames behind those that are waiting.
+    /// Moves frames to the back of the queue.
     pub(crate) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
         self.queue.append(frames);
     }
 
-    /// Whether nothing is waiting.
+    /// Whether the queue is empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// Gives the kernel as much as it takes. Calls `sent` for each frame that it has whole, and
-    /// adds the bytes that it took to `total`, also beside an error.
+    /// Gives the kernel as much as it takes. Calls `sent` for each frame that the kernel has whole, and
+    /// adds the bytes to `total`, also beside an error.
     pub(crate) fn flush(
         &mut self,
-        socket: BorrowedFd<'_>,
+        socket: &dyn Socket,
         total: &mut usize,
         mut sent: impl FnMut(&FrameHeader, Option<Transmit>),
     ) -> io::Result<Flushed> {
         while !self.queue.is_empty() {
-            for outgoing in &mut self.queue {
-                outgoing.fill_checksums();
+            for frame in &mut self.queue {
+                frame.fill_checksums();
             }
-            let mut vectors = self.vectors();
-            let offered = vectors.bytes();
-            let count = match vectors.send(socket) {
-                Ok(count) => count,
+            let mut pieces = [IoSlice::new(&[]); PIECES_MAX];
+            let count = self.collect(&mut pieces);
+            let offered: usize = pieces[..count].iter().map(|piece| piece.len()).sum();
+            let taken = match socket.send(&pieces[..count]) {
+                Ok(taken) => taken,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(Flushed::Blocked);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };
-            *total += count;
-            self.advance(count, &mut sent);
-            if count < offered {
+            *total += taken;
+            self.advance(taken, &mut sent);
+            if taken < offered {
                 return Ok(Flushed::Blocked);
             }
         }
         Ok(Flushed::All)
     }
 
-    fn vectors(&self) -> VectoredSend<'_> {
-        let mut vectors = VectoredSend::new();
-        let mut skip = self.first_sent;
-        for outgoing in &self.queue {
-            let Some(encoded) = outgoing.encoded.as_ref().filter(|_| vectors.has_room()) else {
+    /// Lists the bytes to send and returns the number of pieces.
+    fn collect<'a>(&'a self, pieces: &mut [IoSlice<'a>; PIECES_MAX]) -> usize {
+        let (mut count, mut skip) = (0, self.first_sent);
+        for frame in &self.queue {
+            let Some(encoded) = frame.encoded.as_ref().filter(|_| count + 2 <= PIECES_MAX) else {
                 break;
             };
-            vectors.push_bytes(&encoded[skip.min(HEADER_BYTES)..]);
-            let skip_payload = skip.saturating_sub(HEADER_BYTES);
-            match &outgoing.payload {
-                OutgoingPayload::Span(span) => vectors.push_span(span.from(skip_payload)),
-                OutgoingPayload::Owned(bytes) => vectors.push_bytes(&bytes[skip_payload..]),
+            let header = &encoded[skip.min(HEADER_BYTES)..];
+            let payload = &frame.payload.bytes()[skip.saturating_sub(HEADER_BYTES)..];
+            for piece in [header, payload] {
+                if !piece.is_empty() {
+                    pieces[count] = IoSlice::new(piece);
+                    count += 1;
+                }
             }
             skip = 0;
         }
-        vectors
+        count
     }
 
     fn advance(&mut self, count: usize, sent: &mut impl FnMut(&FrameHeader, Option<Transmit>)) {
@@ -150,28 +151,28 @@ impl FrameWriter {
                 break;
             }
             self.first_sent -= length;
-            if let Some(outgoing) = self.queue.pop_front() {
-                sent(&outgoing.header, outgoing.transmit);
+            if let Some(frame) = self.queue.pop_front() {
+                sent(&frame.header, frame.transmit);
             }
         }
     }
 
-    /// Lets go of registered memory: drops frames that have not begun, but for the reason of an
-    /// abort, and copies one that has, so that what follows still finds the stream in order. Returns
-    /// what the engine had chosen and is dropped.
+    /// Ends all borrows of registered memory. A frame that has begun is copied, so that the stream stays
+    /// in order; frames that have not begun are dropped, except for the reason of an abort. Returns the
+    /// engine's part of the dropped ones.
     pub(crate) fn release_memory(&mut self) -> Vec<Transmit> {
         let begun = usize::from(self.first_sent > 0);
-        for outgoing in self.queue.iter_mut().take(begun) {
-            if let OutgoingPayload::Span(span) = outgoing.payload {
-                outgoing.payload = OutgoingPayload::Owned(span.to_vec());
+        for frame in self.queue.iter_mut().take(begun) {
+            if let OutgoingPayload::Borrowed(span) = &frame.payload {
+                frame.payload = OutgoingPayload::Owned(span.to_vec());
             }
         }
         let mut dropped = Vec::new();
-        for outgoing in self.queue.split_off(begun.min(self.queue.len())) {
-            if outgoing.header.kind == FrameKind::Abort {
-                self.queue.push_back(outgoing);
+        for frame in self.queue.split_off(begun.min(self.queue.len())) {
+            if frame.header.kind == FrameKind::Abort {
+                self.queue.push_back(frame);
             } else {
-                dropped.extend(outgoing.transmit);
+                dropped.extend(frame.transmit);
             }
         }
         dropped

@@ -8,9 +8,9 @@ use super::receive::ReceivedFrames;
 use crate::flow::pacer::Pacer;
 use crate::metrics::counters::count;
 use crate::sys::lock;
+use crate::sys::poller::Interest;
 use gradlane_units::Rank;
 use std::io;
-use std::os::fd::AsFd;
 
 /// Bytes read from one connection before others get their turn.
 const RECEIVE_TURN_BYTES: usize = 512 << 10;
@@ -29,7 +29,7 @@ impl IoThread<'_> {
             sent.push((*header, transmit));
         });
         self.coalescer.count(total);
-        let socket = link.connection.socket.as_fd();
+        let socket = &*link.connection.socket;
         let mut path = None;
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
@@ -81,8 +81,9 @@ impl IoThread<'_> {
             return;
         }
         link.armed = armed;
-        let (socket, poller) = (link.connection.socket.as_fd(), &self.shared.pollers[self.index]);
-        if let Err(error) = poller.modify(socket, u64::from(rank.0), armed) {
+        let (socket, poller) = (&link.connection.socket, &self.shared.pollers[self.index]);
+        let interest = if armed { Interest::Writable } else { Interest::Readable };
+        if let Err(error) = socket.watch(poller, u64::from(rank.0), interest) {
             core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
         }
     }
@@ -137,7 +138,9 @@ impl IoThread<'_> {
         match result {
             Ok(()) => {}
             Err(Fault::Lost(reason)) => core.lose(rank, &reason),
-            Err(Fault::Broken(what)) => core.engine.reject_peer(rank, &format!("{rank} {what}")),
+            Err(Fault::ProtocolViolation(what)) => {
+                core.engine.reject_peer(rank, &format!("{rank} {what}"))
+            }
             Err(Fault::Internal(what)) => core.engine.abort(&what),
         }
         bytes

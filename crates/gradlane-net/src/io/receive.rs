@@ -4,23 +4,23 @@ use super::connection::Fault;
 use super::core::Core;
 use super::frame_reader::{FrameSink, PayloadTarget};
 use crate::channel::shared::Shared;
-use crate::memory::Span;
+use crate::memory::WriteSpan;
 use crate::sys::lock;
 use gradlane_engine::{Landing, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
 use std::sync::Mutex;
 
-/// What receiving needs of its thread.
-pub(crate) struct ReceivedFrames<'a> {
-    pub(crate) core: &'a Mutex<Core>,
-    pub(crate) shared: &'a Shared,
-    pub(crate) peer: Rank,
-    pub(crate) heard_goodbye: &'a mut bool,
+/// The frames that one connection receives.
+pub(super) struct ReceivedFrames<'a> {
+    pub(super) core: &'a Mutex<Core>,
+    pub(super) shared: &'a Shared,
+    pub(super) peer: Rank,
+    pub(super) heard_goodbye: &'a mut bool,
 }
 
-fn broken(error: &ProtocolError) -> Fault {
-    Fault::Broken(format!("broke the protocol: {}", error.what))
+fn violation(error: &ProtocolError) -> Fault {
+    Fault::ProtocolViolation(format!("broke the protocol: {}", error.what))
 }
 
 impl FrameSink for ReceivedFrames<'_> {
@@ -28,22 +28,28 @@ impl FrameSink for ReceivedFrames<'_> {
         self.shared.trace.announced(self.peer);
         let located = {
             let mut core = lock(self.core);
-            let landing = core.engine.handle_header(self.peer, header);
-            match landing.map_err(|error| broken(&error))? {
+            let dest = core.engine.handle_header(self.peer, header);
+            match dest.map_err(|error| violation(&error))? {
                 Landing::Control => return Ok(PayloadTarget::Control),
-                Landing::Nothing => return Ok(PayloadTarget::Span(Span::EMPTY)),
+                Landing::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
                 Landing::Region(region) => core.memory.locate(region),
             }
         };
-        located.map(PayloadTarget::Span).map_err(|error| {
-            Fault::Internal(format!("cannot receive {}: {error}", self.describe(header)))
-        })
+        match located {
+            // SAFETY: the engine lends this region to this frame until `handle_frame`, or until the
+            // session ends; the reader drops the borrow before either.
+            Ok(span) => Ok(PayloadTarget::Memory(unsafe { span.write() })),
+            Err(error) => {
+                let frame = self.describe(header);
+                Err(Fault::Internal(format!("cannot receive {frame}: {error}")))
+            }
+        }
     }
 
     fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
         self.shared.trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
-        lock(self.core).frame_arrived(self.peer, header, control).map_err(|error| broken(&error))
+        lock(self.core).frame_arrived(self.peer, header, control).map_err(|error| violation(&error))
     }
 
     fn describe(&self, header: &FrameHeader) -> String {

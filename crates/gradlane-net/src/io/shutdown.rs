@@ -10,12 +10,12 @@ use super::io_thread::Links;
 use crate::channel::shared::{SessionOutcome, Shared};
 use crate::error::ChannelFailure;
 use crate::sys::lock;
-use crate::sys::syscall::{EpollEvents, VectoredReceive};
+use crate::sys::poller::Interest;
+use crate::sys::socket::Socket;
+use crate::sys::syscall::EpollEvents;
 use gradlane_engine::Failure;
 use gradlane_units::Rank;
-use std::io;
-use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,12 +45,15 @@ impl SessionShutdown {
     pub(crate) fn run(mut self) {
         let shared = Arc::clone(&self.core.shared);
         self.core.jobs.stop();
+        for (_, connection) in &mut self.open {
+            connection.reader.release_memory();
+        }
         *lock(&shared.journal) = self.core.engine.take_journal();
         match self.core.take_shutdown() {
             ShutdownCause::Closed => {
                 for (_, connection) in &self.open {
                     // A peer that has closed already needs no end of stream.
-                    let _ = connection.socket.get().shutdown(Shutdown::Write);
+                    let _ = connection.socket.end_stream();
                 }
                 shared.end(SessionOutcome::Closed);
             }
@@ -108,13 +111,13 @@ impl SessionShutdown {
         // all the time, it would keep this thread busy.
         let poller = &shared.pollers[0];
         for (rank, connection) in &self.open {
-            let socket = connection.socket.as_fd();
+            let (socket, key) = (&connection.socket, u64::from(rank.0));
             for former in &shared.pollers {
                 // All but one have never known it, and a socket that is gone needs no change.
-                let _ = former.delete(socket);
+                let _ = socket.watch(former, key, Interest::End);
             }
-            // What cannot be watched is looked at now and then.
-            let _ = poller.add(socket, u64::from(rank.0), false);
+            // A socket that cannot be watched is polled by the timeout below.
+            let _ = socket.watch(poller, key, Interest::Begin);
         }
         loop {
             self.send_abort_reasons();
@@ -122,12 +125,12 @@ impl SessionShutdown {
                 if connection.writer.is_empty() && !shut.contains(rank) {
                     shut.push(*rank);
                     // A peer that has closed already needs no end of stream.
-                    let _ = connection.socket.get().shutdown(Shutdown::Write);
+                    let _ = connection.socket.end_stream();
                 }
-                let goes_on = discard(connection.socket.as_fd());
+                let goes_on = discard(&*connection.socket);
                 if !goes_on {
                     // The socket is closed in a moment; an error changes nothing.
-                    let _ = poller.delete(connection.socket.as_fd());
+                    let _ = connection.socket.watch(poller, u64::from(rank.0), Interest::End);
                 }
                 goes_on
             });
@@ -144,12 +147,10 @@ impl SessionShutdown {
 }
 
 /// Reads and forgets what has come; `false` at the end of the stream.
-fn discard(socket: BorrowedFd<'_>) -> bool {
+fn discard(socket: &dyn Socket) -> bool {
     let mut room = [0_u8; 16 << 10];
     loop {
-        let mut scatter = VectoredReceive::new();
-        scatter.push_room(&mut room);
-        match scatter.receive(socket) {
+        match socket.receive(&mut [IoSliceMut::new(&mut room)]) {
             Ok(0) => return false,
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,

@@ -10,11 +10,24 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The key that no registration may have: it stands for wake-ups.
+/// The key of wake-ups, which no registration may have.
 const WAKE_KEY: u64 = u64::MAX;
 
-/// Pauses shorter than this one go by in the time that others would take to end them a few times.
+/// Shorter pauses are not interruptible: a wake-up would save less than it costs.
 const PAUSE_LONG: Duration = Duration::from_micros(500);
+
+/// The states of a descriptor that a poller reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interest {
+    /// Reports of a new descriptor: when it is readable.
+    Begin,
+    /// Of a known one: when it is readable.
+    Readable,
+    /// Of a known one: when it is readable or writable.
+    Writable,
+    /// None any more.
+    End,
+}
 
 /// One epoll instance with a wake-up.
 #[derive(Debug)]
@@ -25,7 +38,7 @@ pub(crate) struct Poller {
 }
 
 impl Poller {
-    /// A poller without registrations.
+    /// Makes a poller without registrations.
     pub(crate) fn new() -> io::Result<Poller> {
         let epoll = ForkTrackedFd::new(syscall::epoll_create()?);
         let wake = ForkTrackedFd::new(syscall::eventfd_create()?);
@@ -34,33 +47,24 @@ impl Poller {
         Ok(Poller { epoll, wake, asleep: AtomicBool::new(false) })
     }
 
-    /// Reports readable and, if asked, writable states of a descriptor under `key` from now on.
-    pub(crate) fn add(
+    /// Reports a descriptor under `key` from now on, or stops.
+    pub(crate) fn watch(
         &self,
         descriptor: BorrowedFd<'_>,
         key: u64,
-        writable: bool,
+        interest: Interest,
     ) -> io::Result<()> {
-        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Add, descriptor, key, writable)
+        let (change, writable) = match interest {
+            Interest::Begin => (EpollChange::Add, false),
+            Interest::Readable => (EpollChange::Modify, false),
+            Interest::Writable => (EpollChange::Modify, true),
+            Interest::End => (EpollChange::Delete, false),
+        };
+        syscall::epoll_control(self.epoll.as_fd(), change, descriptor, key, writable)
     }
 
-    /// Changes whether the writable state is reported.
-    pub(crate) fn modify(
-        &self,
-        descriptor: BorrowedFd<'_>,
-        key: u64,
-        writable: bool,
-    ) -> io::Result<()> {
-        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Modify, descriptor, key, writable)
-    }
-
-    /// Reports nothing more for a descriptor.
-    pub(crate) fn delete(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        syscall::epoll_control(self.epoll.as_fd(), EpollChange::Delete, descriptor, 0, false)
-    }
-
-    /// Waits for reports, a wake-up or the timeout. `is_idle` is asked after other threads have
-    /// been told to wake this one: when it finds something to do, the wait does not sleep.
+    /// Waits for reports, a wake-up or the timeout. `is_idle` is called after `asleep` is visible to
+    /// other threads; when it returns `false`, the wait does not sleep.
     pub(crate) fn wait(
         &self,
         events: &mut EpollEvents,
@@ -83,8 +87,8 @@ impl Poller {
         Ok(())
     }
 
-    /// Sleeps for `pause`, whatever sockets report; a long one a wake-up ends, and the next wait with
-    /// it. `is_idle` as for [`Poller::wait`].
+    /// Sleeps for `pause` and ignores sockets. A wake-up ends a long pause and the next wait. `is_idle` as for
+    /// [`Poller::wait`].
     pub(crate) fn rest(&self, pause: Duration, is_idle: impl FnOnce() -> bool) -> io::Result<()> {
         if pause < PAUSE_LONG {
             std::thread::sleep(pause);
@@ -96,7 +100,7 @@ impl Poller {
         })
     }
 
-    /// What `sleep` returns, which other threads know that they have to end.
+    /// Runs `sleep` while other threads see that this one has to be woken.
     fn asleep_for<T>(&self, sleep: impl FnOnce() -> T) -> T {
         self.asleep.store(true, Ordering::SeqCst);
         let result = sleep();
@@ -104,7 +108,7 @@ impl Poller {
         result
     }
 
-    /// Ends a wait of another thread, or keeps it from sleeping next time if it is about to.
+    /// Ends another thread's wait, or prevents the one that it is about to begin.
     pub(crate) fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst) {
             syscall::eventfd_signal(self.wake.as_fd());
@@ -124,7 +128,7 @@ mod tests {
         use std::io::Write;
         let poller = Poller::new().expect("a poller");
         let (mut here, there) = std::os::unix::net::UnixStream::pair().expect("a pair");
-        poller.add(there.as_fd(), 7, false).expect("added");
+        poller.watch(there.as_fd(), 7, Interest::Begin).expect("added");
         here.write_all(b"x").expect("written");
         let pause = Duration::from_micros(2_500);
         let began = Instant::now();

@@ -1,19 +1,13 @@
-//! System calls that the standard library has no name for: gathered sends, scattered receives,
-//! epoll, eventfd, clocks of threads, random bytes.
+//! System calls that the standard library has no name for: vectored sends and receives without
+//! blocking, epoll, eventfd, clocks of threads, random bytes.
 //!
-//! Unsafe code is in this file, `memory.rs` and `kernels.rs` only. Every function here is safe to
-//! call: descriptors are borrowed, lists of memory hold references or [`Span`]s.
+//! Every function is safe to call: descriptors and memory are borrowed.
 
-use crate::memory::Span;
-use std::io;
-use std::marker::PhantomData;
-use std::mem::MaybeUninit;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-/// Most pieces of memory in one send or receive.
-const PIECES_MAX: usize = 64;
-/// Not-sent bytes of a TCP socket (`linux/sockios.h`).
+/// Unsent bytes of a TCP socket (`linux/sockios.h`).
 const SIOCOUTQNSD: libc::Ioctl = 0x894B;
 /// Which buffers keep the size that they were given (`asm-generic/socket.h`, `linux/socket.h`).
 const SO_BUF_LOCK: libc::c_int = 72;
@@ -27,118 +21,31 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// Pieces of memory for one system call, in order. Empty pieces are left out.
-struct Pieces {
-    vectors: [MaybeUninit<libc::iovec>; PIECES_MAX],
-    count: usize,
-    bytes: usize,
+/// Sends without blocking and returns the number of bytes that the kernel took.
+pub(crate) fn send(socket: BorrowedFd<'_>, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+    // SAFETY: all fields of a msghdr may be zero: no name, no control data, no flags.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_ptr().cast_mut().cast();
+    message.msg_iovlen = pieces.len() as _;
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+    // SAFETY: an `IoSlice` is an iovec; the kernel reads the list and the borrowed bytes.
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-impl Pieces {
-    fn new() -> Pieces {
-        Pieces { vectors: [const { MaybeUninit::uninit() }; PIECES_MAX], count: 0, bytes: 0 }
-    }
-
-    fn push(&mut self, base: *mut u8, length: usize) {
-        if length > 0 {
-            self.vectors[self.count].write(libc::iovec { iov_base: base.cast(), iov_len: length });
-            self.count += 1;
-            self.bytes += length;
-        }
-    }
-
-    /// The message of one call. It points into `self` and is used before `self` moves.
-    fn message(&mut self) -> libc::msghdr {
-        // SAFETY: all fields of a msghdr may be zero: no name, no control data, no flags.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = self.vectors.as_mut_ptr().cast();
-        message.msg_iovlen = self.count as _;
-        message
-    }
+/// Receives without blocking and returns the number of bytes, 0 at the end of the stream.
+pub(crate) fn receive(socket: BorrowedFd<'_>, pieces: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    // SAFETY: as in `send`.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_mut_ptr().cast();
+    message.msg_iovlen = pieces.len() as _;
+    // SAFETY: an `IoSliceMut` is an iovec; the kernel reads the list and writes the borrowed bytes.
+    let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+    usize::try_from(got).map_err(|_| io::Error::last_os_error())
 }
 
-/// Memory to be sent by one call.
-pub(crate) struct VectoredSend<'a> {
-    pieces: Pieces,
-    borrowed: PhantomData<&'a [u8]>,
-}
-
-impl<'a> VectoredSend<'a> {
-    /// An empty list.
-    pub(crate) fn new() -> VectoredSend<'a> {
-        VectoredSend { pieces: Pieces::new(), borrowed: PhantomData }
-    }
-
-    /// Whether one more frame (a header and a payload) fits.
-    pub(crate) fn has_room(&self) -> bool {
-        self.pieces.count + 2 <= PIECES_MAX
-    }
-
-    /// Adds bytes.
-    pub(crate) fn push_bytes(&mut self, bytes: &'a [u8]) {
-        self.pieces.push(bytes.as_ptr().cast_mut(), bytes.len());
-    }
-
-    /// Adds registered memory.
-    pub(crate) fn push_span(&mut self, span: Span) {
-        self.pieces.push(span.pointer(), span.length());
-    }
-
-    /// Bytes in all pieces.
-    pub(crate) fn bytes(&self) -> usize {
-        self.pieces.bytes
-    }
-
-    /// Hands as much as possible to the kernel without blocking; the number of bytes it took.
-    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
-        let message = self.pieces.message();
-        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-        // SAFETY: `message` lists initialized pieces inside `self`, which outlives the call; they
-        // are borrowed for 'a or are spans, which stay readable while they are registered.
-        let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) };
-        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
-    }
-}
-
-/// Memory to be filled by one call.
-pub(crate) struct VectoredReceive<'a> {
-    pieces: Pieces,
-    borrowed: PhantomData<&'a mut [u8]>,
-}
-
-impl<'a> VectoredReceive<'a> {
-    /// An empty list.
-    pub(crate) fn new() -> VectoredReceive<'a> {
-        VectoredReceive { pieces: Pieces::new(), borrowed: PhantomData }
-    }
-
-    /// Adds room for bytes.
-    pub(crate) fn push_room(&mut self, room: &'a mut [u8]) {
-        self.pieces.push(room.as_mut_ptr(), room.len());
-    }
-
-    /// Adds registered memory.
-    pub(crate) fn push_span(&mut self, span: Span) {
-        self.pieces.push(span.pointer(), span.length());
-    }
-
-    /// Bytes in all pieces.
-    pub(crate) fn bytes(&self) -> usize {
-        self.pieces.bytes
-    }
-
-    /// Takes what the kernel has without blocking; the number of bytes, 0 at the end of the stream.
-    pub(crate) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
-        let mut message = self.pieces.message();
-        // SAFETY: `message` lists initialized pieces inside `self`, which outlives the call; they
-        // are borrowed mutably for 'a or are spans, which stay writable while they are registered.
-        let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
-        usize::try_from(got).map_err(|_| io::Error::last_os_error())
-    }
-}
-
-/// Bytes that wait in the kernel and were not sent yet.
-pub(crate) fn not_sent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
+/// Returns the bytes that the kernel holds and has not sent yet.
+pub(crate) fn unsent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the request writes one int to the address given.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQNSD, &mut bytes) })?;
@@ -171,8 +78,8 @@ fn read_option(
     Ok(value)
 }
 
-/// Bounds the bytes that wait in the kernel and are not sent yet (`TCP_NOTSENT_LOWAT`).
-pub(crate) fn set_not_sent_low_water(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+/// Bounds the bytes that the kernel holds and has not sent yet (`TCP_NOTSENT_LOWAT`).
+pub(crate) fn set_unsent_low_water(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     set_option(socket, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, value)
 }
@@ -193,7 +100,7 @@ pub(crate) fn set_send_buffer(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<
     Ok(())
 }
 
-/// Lets a connection send at most so many bytes a second; `None` takes the limit away.
+/// Limits the rate of a connection; `None` removes the limit.
 pub(crate) fn set_pacing(socket: BorrowedFd<'_>, bytes_per_s: Option<u64>) -> io::Result<()> {
     let value =
         libc::c_ulong::try_from(bytes_per_s.unwrap_or(u64::MAX)).unwrap_or(libc::c_ulong::MAX);
@@ -211,14 +118,14 @@ pub(crate) fn set_pacing(socket: BorrowedFd<'_>, bytes_per_s: Option<u64>) -> io
     Ok(())
 }
 
-/// What the kernel has measured of a connection's path.
+/// The kernel's measurements of a connection's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PathEstimate {
-    /// Rate at which the peer has acknowledged lately.
+    /// Recent rate of acknowledgements.
     pub(crate) delivery_bytes_per_s: u64,
-    /// Smallest round-trip time of the last minutes: the path without queues.
+    /// Smallest round-trip time of the last minutes, which is the path without queues.
     pub(crate) min_rtt_us: u32,
-    /// Bytes that the peer has acknowledged, since the connection began.
+    /// Bytes acknowledged since the connection began.
     pub(crate) acknowledged_bytes: u64,
 }
 
@@ -228,8 +135,8 @@ const TCP_INFO_MIN_RTT: usize = 148;
 const TCP_INFO_DELIVERY_RATE: usize = 160;
 const TCP_INFO_BYTES: usize = 168;
 
-/// Asks the kernel for its estimate of a connection's path (`TCP_INFO`). A kernel that is too old to
-/// know gives zeros.
+/// Reads the kernel's estimate of a connection's path (`TCP_INFO`). Fields that an old kernel does not
+/// know are zero.
 pub(crate) fn path_estimate(socket: BorrowedFd<'_>) -> io::Result<PathEstimate> {
     let mut bytes = [0_u8; TCP_INFO_BYTES];
     let mut size = TCP_INFO_BYTES as libc::socklen_t;
@@ -254,7 +161,7 @@ pub(crate) fn path_estimate(socket: BorrowedFd<'_>) -> io::Result<PathEstimate> 
     })
 }
 
-/// Fills `bytes` with random bytes fit for secrets.
+/// Fills `bytes` with cryptographically secure random bytes.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {
@@ -274,7 +181,7 @@ pub(crate) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A new epoll instance.
+/// Makes an epoll instance.
 pub(crate) fn epoll_create() -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved.
     let descriptor = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -282,7 +189,7 @@ pub(crate) fn epoll_create() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
-/// What is done with a descriptor's registration.
+/// A change of a descriptor's registration.
 #[derive(Clone, Copy)]
 pub(crate) enum EpollChange {
     Add,
@@ -364,7 +271,7 @@ impl EpollEvents {
     }
 }
 
-/// A new eventfd, not blocking.
+/// Makes a non-blocking eventfd.
 pub(crate) fn eventfd_create() -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved.
     let descriptor = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
@@ -379,7 +286,7 @@ pub(crate) fn eventfd_signal(eventfd: BorrowedFd<'_>) {
     unsafe { libc::write(eventfd.as_raw_fd(), (&raw const one).cast(), 8) };
 }
 
-/// Sleeps until an eventfd is readable, or for so long, to the nanosecond.
+/// Sleeps until an eventfd is readable or `timeout` has passed, to the nanosecond.
 pub(crate) fn eventfd_wait(eventfd: BorrowedFd<'_>, timeout: Duration) -> io::Result<()> {
     let mut entry = libc::pollfd { fd: eventfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let timeout = libc::timespec {
@@ -413,8 +320,7 @@ fn read_clock(clock: libc::clockid_t) -> Option<u64> {
     Some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
 }
 
-/// The machine's monotonic clock in nanoseconds; the same clock in every process (and the one of
-/// Python's `time.monotonic_ns`).
+/// Reads the machine's monotonic clock in nanoseconds, the clock of Python's `time.monotonic_ns`.
 pub(crate) fn monotonic_ns() -> u64 {
     read_clock(libc::CLOCK_MONOTONIC).unwrap_or(0)
 }
