@@ -55,7 +55,7 @@ impl Attendance {
     /// Notes an event of the engine that is about contributors.
     pub(crate) fn note(&mut self, event: &Event) {
         match event {
-            Event::Decided { step, contributors } => {
+            Event::ContributorsDecided { step, contributors } => {
                 self.decided = *step;
                 self.was_in.insert(*step, contributors.contains(&self.rank));
                 if self.was_in.len() > STEPS_KEPT {
@@ -129,7 +129,7 @@ mod tests {
         let mut attendance = Attendance::new(Rank(1), 3);
         assert_eq!(attendance.read(), (0, Vec::new()));
         for (step, contributors) in [(1, vec![Rank(0), Rank(2)]), (2, vec![Rank(0), Rank(1)])] {
-            attendance.note(&Event::Decided { step: Step(step), contributors });
+            attendance.note(&Event::ContributorsDecided { step: Step(step), contributors });
         }
         attendance.note(&Event::LeftOut { step: Step(1), behind: true });
         for ms in [5, 2] {

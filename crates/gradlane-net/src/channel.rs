@@ -26,7 +26,7 @@ use crate::poller::Poller;
 use crate::ready::{lock, Awaited, ReadyBoard};
 use crate::shared::{panic_text, Command, Ended, Shared};
 use crate::trace::Trace;
-use gradlane_engine::{check_ready_rule, Plan, Scheme, UsageError};
+use gradlane_engine::{Plan, UsageError};
 use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -460,35 +460,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
             plan.world_size, options.world_size
         )));
     }
-    plan.check_serving().map_err(|error| refuse(error.to_string()))?;
-    plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
-    check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
-    let mut next_slice = 0;
-    for (index, tensor) in plan.tensors.iter().enumerate() {
-        let name = &tensor.spec.name;
-        let slices = tensor.slices.clone();
-        if slices.start != next_slice || slices.end as usize > plan.slices.len() {
-            return Err(refuse(format!("tensor {name:?} has slices {slices:?}")));
-        }
-        next_slice = slices.end;
-        let mut elements = 0_u64;
-        for slice in &plan.slices[slices.start as usize..slices.end as usize] {
-            let fits = slice.tensor.index() == index
-                && slice.start == elements
-                && slice.owner.0 < plan.world_size
-                && (tensor.scheme == Scheme::Ps || plan.trains(slice.owner));
-            if !fits {
-                return Err(refuse(format!("tensor {name:?} has a slice that is not its own")));
-            }
-            elements = elements.saturating_add(slice.length);
-        }
-        if elements != tensor.spec.numel || slices.is_empty() {
-            return Err(refuse(format!("the slices of tensor {name:?} do not cover it")));
-        }
-    }
-    if next_slice as usize != plan.slices.len() {
-        return Err(refuse("there are slices of no tensor".to_owned()));
-    }
+    plan.validate().map_err(|error| refuse(error.to_string()))?;
     crate::codecs::of_plan(&plan).map_err(refuse)?;
     Ok(Arc::new(plan))
 }

@@ -1,7 +1,7 @@
 //! The codec of each tensor of a plan, checked against the sizes that the plan says.
 
 use gradlane_codec::{Codec, IntegerSums, TensorCodec};
-use gradlane_engine::{Coding, Encoding, Plan, RingBytes, Role, Scheme};
+use gradlane_engine::{CodecPlan, CodecSizes, Plan, RingBytes, Scheme, TensorKind};
 use gradlane_units::{Dtype, SliceId};
 use std::sync::Arc;
 
@@ -17,28 +17,28 @@ pub(crate) struct Planned {
 pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Planned>>, String> {
     let mut codecs = Vec::with_capacity(plan.tensors.len());
     for tensor in &plan.tensors {
-        let Some(encoding) = &tensor.encoding else {
+        let Some(encoding) = &tensor.codec else {
             codecs.push(None);
             continue;
         };
         let name = &tensor.spec.name;
         let refuse = |text: String| Err(format!("tensor {name:?}: {text}"));
         let short = matches!(tensor.spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
-        if tensor.spec.role != Role::Parameter || !short {
+        if tensor.spec.kind != TensorKind::Parameter || !short {
             return refuse(format!("{} cannot be encoded", tensor.spec.dtype));
         }
-        let found = TensorCodec::parse(&encoding.codec, tensor.spec.dtype, &encoding.sizes);
+        let found = TensorCodec::parse(&encoding.name, tensor.spec.dtype, &encoding.sizes);
         let codec = match found {
             Ok(Some(codec)) => codec,
-            Ok(None) => return refuse(format!("codec {:?} changes nothing", encoding.codec)),
+            Ok(None) => return refuse(format!("codec {:?} changes nothing", encoding.name)),
             Err(error) => return refuse(error.to_string()),
         };
-        let same = codec.name() == encoding.codec
+        let same = codec.name() == encoding.name
             && codec.granule_elems() == encoding.granule_elems
             && codec.is_fixed() == encoding.fixed
             && codec.residual_width() == encoding.residual_width;
         if !same {
-            return refuse(format!("{:?} is not as {:?} says", encoding.codec, codec.name()));
+            return refuse(format!("{:?} is not as {:?} says", encoding.name, codec.name()));
         }
         for slice in tensor.slices.clone().map(SliceId) {
             let slice = plan.slice(slice);
@@ -61,7 +61,7 @@ pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<Planned>>, String> {
 /// The plan's sizes of a slice of so many elements must be the codec's.
 fn check_bytes(
     codec: &TensorCodec,
-    encoding: &Encoding,
+    encoding: &CodecPlan,
     scheme: Scheme,
     elements: u64,
     plan: &Plan,

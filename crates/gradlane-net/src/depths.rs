@@ -4,7 +4,7 @@
 //! it is asked, and not otherwise.
 
 use crate::ready::lock;
-use gradlane_engine::QueueDepths;
+use gradlane_engine::QueueStats;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ struct Board {
     asked: u64,
     /// Questions that the depths below answer.
     answered: u64,
-    depths: QueueDepths,
+    depths: QueueStats,
     closed: bool,
 }
 
@@ -42,7 +42,7 @@ impl DepthBoard {
     }
 
     /// Answers all questions asked so far.
-    pub(crate) fn answer(&self, depths: QueueDepths) {
+    pub(crate) fn answer(&self, depths: QueueStats) {
         let mut board = lock(&self.board);
         board.answered = board.asked;
         board.depths = depths;
@@ -53,12 +53,12 @@ impl DepthBoard {
     pub(crate) fn close(&self) {
         let mut board = lock(&self.board);
         board.closed = true;
-        board.depths = QueueDepths::default();
+        board.depths = QueueStats::default();
         self.answer.notify_all();
     }
 
     /// The last answer.
-    pub(crate) fn last(&self) -> QueueDepths {
+    pub(crate) fn last(&self) -> QueueStats {
         lock(&self.board).depths.clone()
     }
 }
@@ -71,22 +71,22 @@ mod tests {
     #[test]
     fn whoever_asks_gets_an_answer_given_after_the_question() {
         let board = Arc::new(DepthBoard::default());
-        board.answer(QueueDepths { peers: Vec::new(), works: 1 });
+        board.answer(QueueStats { peers: Vec::new(), jobs: 1 });
         let answering = Arc::clone(&board);
         board.ask(Duration::from_secs(60), move || {
             std::thread::spawn(move || {
-                answering.answer(QueueDepths { peers: Vec::new(), works: 2 });
+                answering.answer(QueueStats { peers: Vec::new(), jobs: 2 });
             });
         });
-        assert_eq!(board.last().works, 2);
+        assert_eq!(board.last().jobs, 2);
     }
 
     #[test]
     fn after_the_end_nobody_waits_and_nothing_is_queued() {
         let board = DepthBoard::default();
-        board.answer(QueueDepths { peers: Vec::new(), works: 3 });
+        board.answer(QueueStats { peers: Vec::new(), jobs: 3 });
         board.close();
         board.ask(Duration::from_secs(60), || unreachable!("nobody is left to answer"));
-        assert_eq!(board.last(), QueueDepths::default());
+        assert_eq!(board.last(), QueueStats::default());
     }
 }

@@ -67,7 +67,7 @@ impl Driver {
             rank: Rank(options.rank),
             frame_bytes: options.frame_bytes,
             credit_bytes: options.credit_bytes,
-            work_depth: options.work_depth,
+            job_depth: options.work_depth,
             encoded_ahead: options.encoded_ahead,
             progress_timeout: options.progress_timeout(),
             generation: options.generation,

@@ -21,7 +21,7 @@ pub(crate) struct Coder {
     pub(crate) sums: Option<IntegerSums>,
     pub(crate) place: Place,
     pub(crate) elements: usize,
-    pub(crate) dtype: gradlane_codec::Dtype,
+    pub(crate) dtype: gradlane_codec::FloatDtype,
 }
 
 /// Encoded contributions in rank order and how they are averaged.
@@ -319,7 +319,7 @@ pub(crate) fn as_f32<'a>(
 ) -> &'a [f32] {
     let width = coder.dtype.element_bytes();
     let bytes = &elements[block.elements.start * width..block.elements.end * width];
-    if coder.dtype == gradlane_codec::Dtype::F32 && bytes.as_ptr().cast::<f32>().is_aligned() {
+    if coder.dtype == gradlane_codec::FloatDtype::F32 && bytes.as_ptr().cast::<f32>().is_aligned() {
         let pointer = bytes.as_ptr().cast::<f32>();
         // SAFETY: these bytes are aligned f32 values, lent for as long as `bytes` are.
         return unsafe { std::slice::from_raw_parts(pointer, block.elements.len()) };

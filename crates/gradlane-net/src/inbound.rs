@@ -5,7 +5,7 @@ use crate::driver::Core;
 use crate::memory::Span;
 use crate::ready::lock;
 use crate::shared::Shared;
-use gradlane_engine::{Landing, ProtocolError};
+use gradlane_engine::{PayloadDest, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
 use std::sync::Mutex;
@@ -29,9 +29,9 @@ impl FrameSink for Inbound<'_> {
             let mut core = lock(self.core);
             let landing = core.engine.handle_header(self.peer, header);
             match landing.map_err(|error| broken(&error))? {
-                Landing::Control => return Ok(Target::Control),
-                Landing::Nothing => return Ok(Target::Span(Span::EMPTY)),
-                Landing::Region(region) => core.memory.locate(region),
+                PayloadDest::Control => return Ok(Target::Control),
+                PayloadDest::Nothing => return Ok(Target::Span(Span::EMPTY)),
+                PayloadDest::Region(region) => core.memory.locate(region),
             }
         };
         located.map(Target::Span).map_err(|error| {

@@ -10,10 +10,10 @@ use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
 use crate::residual::WorkerResidual;
 use crate::trace::WorkKind;
 use gradlane_codec::{
-    reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, Mean, SgdMemory,
-    SgdOptions, SgdStep,
+    reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, FloatDtype, Mean,
+    SgdMemory, SgdOptions, SgdStep,
 };
-use gradlane_engine::WorkId;
+use gradlane_engine::JobId;
 use gradlane_units::{Dtype, SliceId, Step};
 use std::num::NonZeroU32;
 
@@ -116,7 +116,7 @@ pub(crate) enum Kernel {
 /// One work, ready to run.
 #[derive(Debug)]
 pub(crate) struct Job {
-    pub(crate) id: WorkId,
+    pub(crate) id: JobId,
     pub(crate) step: Step,
     pub(crate) slice: SliceId,
     pub(crate) kernel: Kernel,
@@ -134,7 +134,7 @@ pub(crate) enum Kept {
 /// A job that has run: what is to be reported and kept.
 #[derive(Debug)]
 pub(crate) struct Done {
-    pub(crate) id: WorkId,
+    pub(crate) id: JobId,
     pub(crate) slice: SliceId,
     pub(crate) kept: Option<Kept>,
     /// The length of an encoding, of works that make one.
@@ -411,20 +411,9 @@ fn pointers(from: &Contributions) -> Vec<*const u8> {
 }
 
 fn mean_of(from: &Contributions) -> Result<Mean, String> {
-    let dtype = codec_dtype(from.dtype).ok_or("plain bytes cannot be averaged")?;
+    let dtype = FloatDtype::of(from.dtype).ok_or("plain bytes cannot be averaged")?;
     let divisor = NonZeroU32::new(from.divisor).ok_or("a mean over no ranks")?;
     Ok(Mean { dtype, divisor, add_zero: from.absent })
-}
-
-/// A dtype as the kernels name it; none for plain bytes.
-pub(crate) fn codec_dtype(dtype: Dtype) -> Option<gradlane_codec::Dtype> {
-    match dtype {
-        Dtype::F32 => Some(gradlane_codec::Dtype::F32),
-        Dtype::F16 => Some(gradlane_codec::Dtype::F16),
-        Dtype::Bf16 => Some(gradlane_codec::Dtype::Bf16),
-        Dtype::F64 => Some(gradlane_codec::Dtype::F64),
-        Dtype::U8 => None,
-    }
 }
 
 fn same_length(lengths: impl Iterator<Item = usize>, expected: usize) -> Result<(), String> {

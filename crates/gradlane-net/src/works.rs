@@ -4,11 +4,11 @@
 use crate::codecs::{self, Planned};
 use crate::encoded::{Coder, EncodedParts, Hop};
 use crate::executor::Executor;
-use crate::kernels::{codec_dtype, Contributions, Done, Job, Kept, Kernel};
+use crate::kernels::{Contributions, Done, Job, Kept, Kernel};
 use crate::memory::MemoryTable;
 use crate::optimizer::{Rule, SliceState, StateKind, StateRead};
-use gradlane_codec::Place;
-use gradlane_engine::{JournaledEngine, Operation, Plan, ReadyRule, Region, Work};
+use gradlane_codec::{FloatDtype, Place};
+use gradlane_engine::{JournaledEngine, Operation, Plan, Region, Synchrony};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use std::sync::Arc;
 
@@ -56,8 +56,8 @@ impl Works {
             rank,
             seed,
             codecs: codecs::of_plan(plan)?,
-            applies_each: plan.strategy.ready == ReadyRule::Each,
-            may_be_late: plan.strategy.ready.set().is_some(),
+            applies_each: plan.strategy.synchrony == Synchrony::Async,
+            may_be_late: plan.strategy.synchrony.stragglers().is_some(),
             left_out: None,
             rules: vec![None; plan.tensors.len()],
             reading: None,
@@ -153,7 +153,7 @@ impl Works {
             self.report(done, engine)?;
         }
         self.done = done;
-        while let Some(work) = engine.poll_work() {
+        while let Some(work) = engine.poll_job() {
             progressed = true;
             self.in_flight += 1;
             let job = self.prepare(&work, memory).map_err(|reason| {
@@ -174,7 +174,7 @@ impl Works {
         }
         match done.result {
             Ok(Some(bytes)) => engine.handle_encoded(done.id, bytes),
-            Ok(None) => engine.handle_work_done(done.id),
+            Ok(None) => engine.handle_job_done(done.id),
             Err(reason) => {
                 let tensor = self.plan.slice(done.slice).tensor;
                 let name = &self.plan.tensor(tensor).spec.name;
@@ -214,7 +214,11 @@ impl Works {
         self.states[slice.index()].get_or_insert_default()
     }
 
-    fn prepare(&mut self, work: &Work, memory: &mut MemoryTable) -> Result<Job, String> {
+    fn prepare(
+        &mut self,
+        work: &gradlane_engine::Job,
+        memory: &mut MemoryTable,
+    ) -> Result<Job, String> {
         let mut locate = |region: &Region| memory.locate(*region).map_err(|it| it.to_string());
         let dtype = self.plan.tensor(work.tensor).spec.dtype;
         let kernel = match (&work.operation, self.read_in(work.step)) {
@@ -280,18 +284,22 @@ impl Works {
                     residual: std::mem::take(self.state(work.slice).contributed()),
                 }
             }
-            (Operation::Recode { inputs, absent, divisor, output, copy_to }, _) => Kernel::Recode {
-                coder: self.coder(work, Place::BROADCAST)?,
-                from: EncodedParts {
-                    inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                },
-                output: locate(output)?,
-                copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
-                residual: std::mem::take(self.state(work.slice).values(StateKind::OwnerResidual)),
-            },
-            (Operation::DecodeApply { inputs, absent, divisor, parameters, output }, _) => {
+            (Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to }, _) => {
+                Kernel::Recode {
+                    coder: self.coder(work, Place::BROADCAST)?,
+                    from: EncodedParts {
+                        inputs: inputs.iter().map(&mut locate).collect::<Result<_, _>>()?,
+                        absent: *absent,
+                        divisor: *divisor,
+                    },
+                    output: locate(output)?,
+                    copy_to: copy_to.as_ref().map(&mut locate).transpose()?,
+                    residual: std::mem::take(
+                        self.state(work.slice).values(StateKind::OwnerResidual),
+                    ),
+                }
+            }
+            (Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }, _) => {
                 Kernel::DecodeApply {
                     coder: self.coder(work, Place::BROADCAST)?,
                     from: EncodedParts {
@@ -321,21 +329,21 @@ impl Works {
                     state: self.take_state(work.slice),
                 }
             }
-            (Operation::RingScale { received, own, output }, _) => Kernel::RingScale {
+            (Operation::RingMaxScales { received, own, output }, _) => Kernel::RingScale {
                 coder: self.coder(work, self.rank.0)?,
                 received: received.as_ref().map(&mut locate).transpose()?,
                 own: locate(own)?,
                 output: locate(output)?,
                 state: self.take_state(work.slice),
             },
-            (Operation::RingBegin { scales, own, output }, _) => Kernel::RingBegin {
+            (Operation::RingBeginCodes { scales, own, output }, _) => Kernel::RingBegin {
                 coder: self.coder(work, self.rank.0)?,
                 scales: scales.as_ref().map(&mut locate).transpose()?,
                 own: own.as_ref().map(&mut locate).transpose()?,
                 output: locate(output)?,
                 state: self.take_state(work.slice),
             },
-            (Operation::RingAdd { sums, own, copy_to }, _) => Kernel::RingAdd {
+            (Operation::RingAddCodes { sums, own, copy_to }, _) => Kernel::RingAdd {
                 coder: self.coder(work, self.rank.0)?,
                 sums: locate(sums)?,
                 own: own.as_ref().map(&mut locate).transpose()?,
@@ -352,7 +360,7 @@ impl Works {
     }
 
     /// The codec of a slice, for a push of a rank or a broadcast.
-    fn coder(&self, work: &Work, leg: u32) -> Result<Coder, String> {
+    fn coder(&self, work: &gradlane_engine::Job, leg: u32) -> Result<Coder, String> {
         let planned = self.codecs[work.tensor.index()].as_ref();
         let Planned { codec, sums } = planned.ok_or("the plan has no codec for it")?.clone();
         let slice = self.plan.slice(work.slice);
@@ -368,7 +376,7 @@ impl Works {
                 first_element: slice.start,
             },
             elements: slice.length as usize,
-            dtype: codec_dtype(dtype).ok_or("plain bytes cannot be encoded")?,
+            dtype: FloatDtype::of(dtype).ok_or("plain bytes cannot be encoded")?,
         })
     }
 

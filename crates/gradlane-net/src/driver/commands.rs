@@ -3,7 +3,7 @@
 use super::core::Core;
 use crate::ready::lock;
 use crate::shared::Command;
-use gradlane_engine::ReadyRule;
+use gradlane_engine::{Input, Synchrony};
 use gradlane_units::{Step, TensorId};
 
 impl Core {
@@ -14,44 +14,46 @@ impl Core {
             let result = match command {
                 Command::StepBegin(step) => {
                     self.works.begin_step();
-                    self.engine.step_begin(step)
+                    self.engine.handle(Input::StepBegin(step))
                 }
                 Command::StepPass(step) => {
                     self.works.begin_step();
-                    self.engine.step_pass(step)
+                    self.engine.handle(Input::StepPass(step))
                 }
                 Command::StepGather(step) => {
                     self.works.begin_step();
-                    self.engine.step_gather(step)
+                    self.engine.handle(Input::StepBarrier(step))
                 }
                 Command::AllConnected => {
                     self.connected_at.get_or_insert(self.now);
                     Ok(())
                 }
-                Command::SendRaw(step) => self.engine.send_raw(step),
+                Command::SendRaw(step) => self.engine.handle(Input::SendRaw(step)),
                 Command::GradientReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
                     self.note_own(tensor, step);
-                    self.engine.gradient_ready(tensor, step)
+                    self.engine.handle(Input::GradientReady(tensor, step))
                 }
                 Command::TensorAbsent(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
                     self.note_own(tensor, step);
-                    self.engine.tensor_absent(tensor, step)
+                    self.engine.handle(Input::TensorAbsent(tensor, step))
                 }
                 Command::BlockReady(tensor, step, memory) => {
                     self.memory.set_gradient(tensor, memory);
-                    self.engine.block_ready(tensor, step, memory.bytes() as u64)
+                    self.engine.handle(Input::BlockReady(tensor, step, memory.bytes() as u64))
                 }
-                Command::BlockAbsent(tensor, step) => self.engine.tensor_absent(tensor, step),
+                Command::BlockAbsent(tensor, step) => {
+                    self.engine.handle(Input::TensorAbsent(tensor, step))
+                }
                 Command::AnswerReady(tensor, step, memory) => {
                     // The owner's own block goes nowhere: the answer takes its place.
                     self.memory.set_gradient(tensor, memory);
-                    self.engine.answer_ready(tensor, step, memory.bytes() as u64)
+                    self.engine.handle(Input::RootResultReady(tensor, step, memory.bytes() as u64))
                 }
                 Command::ReleaseBlocks(tensor, step, scratch) => {
                     scratch.into_iter().for_each(|block| self.memory.give_back(block));
-                    self.engine.release_blocks(tensor, step)
+                    self.engine.handle(Input::ReleaseBlocks(tensor, step))
                 }
                 Command::SetParameter(tensor, memory) => {
                     self.memory.set_parameter(tensor, memory);
@@ -59,18 +61,17 @@ impl Core {
                 }
                 Command::SetOptimizer(rows) => {
                     self.works.set_optimizer(rows);
-                    self.engine.updates_ready();
-                    Ok(())
+                    self.engine.handle(Input::UpdatesReady)
                 }
                 Command::ReadState(read, step) => {
                     self.works.read_state(read, step);
-                    self.engine.updates_paused();
-                    if self.engine.plan().strategy.ready == ReadyRule::Each {
+                    let _ = self.engine.handle(Input::UpdatesPaused);
+                    if self.engine.plan().strategy.synchrony == Synchrony::Async {
                         // It is asked for between steps there, and nothing is ever encoded.
                         Ok(())
                     } else {
                         // State is exact: owners broadcast it as it is.
-                        self.engine.send_raw(step)
+                        self.engine.handle(Input::SendRaw(step))
                     }
                 }
                 Command::WorkerResidual(tensor, reply) => {
@@ -86,23 +87,22 @@ impl Core {
                     self.works.load_state(kind, slices);
                     Ok(())
                 }
-                Command::StepEnd(step) => self.engine.step_end(step),
+                Command::StepEnd(step) => self.engine.handle(Input::StepEnd(step)),
                 Command::Needed(tensors, step) => {
                     // Need is a wish: what became ready in the meantime needs nothing.
                     for tensor in tensors {
-                        let _ = self.engine.tensor_needed(tensor, step);
+                        let _ = self.engine.handle(Input::TensorNeeded(tensor, step));
                     }
                     Ok(())
                 }
-                Command::SwitchPriorities(priorities) => self.engine.switch_priorities(priorities),
+                Command::SwitchPriorities(priorities) => {
+                    self.engine.handle(Input::SwitchPriorities(priorities))
+                }
                 Command::ReportDepths => {
-                    self.shared.metrics.depths.answer(self.engine.queue_depths());
+                    self.shared.metrics.depths.answer(self.engine.queue_stats());
                     Ok(())
                 }
-                Command::Finish => {
-                    self.engine.finish();
-                    Ok(())
-                }
+                Command::Finish => self.engine.handle(Input::Finish),
                 Command::Abort(reason) => {
                     self.engine.abort(&reason);
                     Ok(())

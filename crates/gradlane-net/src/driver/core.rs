@@ -18,7 +18,7 @@ use crate::syscall;
 use crate::uptime::Uptime;
 use crate::works::Works;
 use gradlane_engine::{
-    Event, JournaledEngine, Payload, ProtocolError, ReadyRule, Region, Transmit,
+    Event, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -157,7 +157,7 @@ impl Core {
             Event::BlocksReady { tensor, step, blocks } => {
                 self.hold_blocks(tensor, step, &blocks);
             }
-            Event::BlocksCollected { tensor, step, blocks } => {
+            Event::RootRequest { tensor, step, blocks } => {
                 self.hold_blocks(tensor, step, &blocks);
                 self.shared.ready.publish_question(tensor, step);
             }
@@ -165,9 +165,9 @@ impl Core {
             Event::Applied { rank, staleness, .. } => {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
             }
-            Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
+            Event::ContributorsDecided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
                 lock(&self.shared.metrics.attendance).note(&event);
-                if let Event::Decided { step, contributors } = event {
+                if let Event::ContributorsDecided { step, contributors } = event {
                     if !contributors.contains(&self.engine.rank()) {
                         self.works.left_out(step);
                     }
@@ -322,7 +322,7 @@ impl Core {
     /// Whether ranks apply pushes one by one: who does is needed, and gives signs of life, after its
     /// goodbye too.
     pub(super) fn serves_each(&self) -> bool {
-        self.engine.plan().strategy.ready == ReadyRule::Each
+        self.engine.plan().strategy.synchrony == Synchrony::Async
     }
 
     /// Bytes have come from a peer.
