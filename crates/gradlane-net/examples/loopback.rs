@@ -5,7 +5,7 @@
 //! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes] [trace] [I/O
 //! threads]`
 
-use gradlane_engine::{Plan, Role, Strategy, TensorSpec, Update};
+use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::{Channel, ChannelOptions, Listener, MetricsSnapshot, UserMemory};
 use gradlane_units::{Dtype, Step, TensorId};
 use std::error::Error;
@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
         name: format!("tensor{index}"),
         numel: TENSOR_ELEMS,
         dtype: Dtype::F32,
-        role: Role::Parameter,
+        kind: TensorKind::Parameter,
     });
     let strategy = Strategy::named("p3", None, 0)?;
     let plan = Plan::build(specs.collect(), strategy, Update::Worker, ranks)?;

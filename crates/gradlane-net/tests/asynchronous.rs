@@ -1,4 +1,4 @@
-//! The ready rule `each` over loopback: ranks of their own pace, sums that lose no push, answers that
+//! Asynchronous training over loopback: ranks of their own pace, sums that lose no push, answers that
 //! do not tear, an end that waits for everybody.
 
 mod support;

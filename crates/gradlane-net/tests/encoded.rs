@@ -9,7 +9,7 @@ mod support_encoded;
 use gradlane_engine::Update;
 use gradlane_net::{Channel, JobKind, SgdOptions, StateKind, StateRead, UpdateRule};
 use gradlane_units::{Dtype, Step, TensorId};
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_wire::{FrameKind, PayloadForm};
 use support::{
     deadline, each_rank, gradient, never, plan, run_step, specs, tensor, world, world_with, Tensor,
     PATIENCE,
@@ -272,11 +272,14 @@ fn updates_on_the_servers_take_encoded_gradients_and_give_exact_parameters() {
         let carries = |kind, codec| {
             trace.iter().any(|it| {
                 let header = it.header;
-                header.kind == kind && header.codec == codec && header.step.0 == 1
+                header.kind == kind && header.form == codec && header.step.0 == 1
             })
         };
-        assert!(carries(FrameKind::Push, Codec::Encoded) && !carries(FrameKind::Push, Codec::Raw));
-        assert!(!carries(FrameKind::Broadcast, Codec::Encoded));
+        assert!(
+            carries(FrameKind::Push, PayloadForm::Encoded)
+                && !carries(FrameKind::Push, PayloadForm::Raw)
+        );
+        assert!(!carries(FrameKind::Broadcast, PayloadForm::Encoded));
         parameters.into_iter().map(|it| it.bytes).collect::<Vec<_>>()
     });
     assert!(ranks.windows(2).all(|pair| pair[0] == pair[1]));

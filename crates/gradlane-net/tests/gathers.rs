@@ -13,9 +13,9 @@ use support::{
 /// Blocks of up to 60,000 elements, a ring, and small blocks.
 fn plan(world_size: u32) -> String {
     let tensors: Vec<(TensorSpec, Scheme)> = vec![
-        (tensor("factors", 60_000, Dtype::F32), Scheme::Gather),
+        (tensor("factors", 60_000, Dtype::F32), Scheme::AllGather),
         (tensor("weight", 20_000, Dtype::F32), Scheme::Ring),
-        (tensor("rows", 9, Dtype::Bf16), Scheme::Gather),
+        (tensor("rows", 9, Dtype::Bf16), Scheme::AllGather),
     ];
     let strategy = Strategy::named("p3", Some(7_000), 0).expect("p3");
     let plan = Plan::build(tensors, strategy, Update::Worker, world_size).expect("a plan");
@@ -56,7 +56,7 @@ fn give(channel: &Channel, step: u64) -> Result<Vec<Vec<u8>>, ChannelError> {
     let mut kept = Vec::new();
     for (index, spec) in specs.iter().enumerate().rev() {
         let id = TensorId(index as u32);
-        let is_block = channel.plan().tensor(id).scheme == Scheme::Gather;
+        let is_block = channel.plan().tensor(id).scheme == Scheme::AllGather;
         let bytes = if is_block {
             if step == 0 {
                 continue;

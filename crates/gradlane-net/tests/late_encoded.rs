@@ -7,7 +7,7 @@ mod support;
 #[path = "support/encoded.rs"]
 mod support_encoded;
 
-use gradlane_engine::{Close, Plan, ReadyRule, SetRule, Strategy, Update};
+use gradlane_engine::{Cutoff, Plan, StragglerPolicy, Strategy, Synchrony, Update};
 use gradlane_net::{Channel, StateKind, StateRead};
 use gradlane_units::{Dtype, Rng, Step, TensorId};
 use std::sync::Arc;
@@ -101,9 +101,10 @@ impl Schedule {
 fn plan_for(codec: &str, slice_elems: u64, world_size: u32) -> String {
     let tensors = SIZES.map(|numel| tensor(&format!("of {numel}"), numel, Dtype::F32)).to_vec();
     let strategy = Strategy::named("p3", Some(slice_elems), 7).expect("p3");
-    let close = Close::Backup { ranks: 1 };
-    let ready = ReadyRule::Set(SetRule { close, ahead_steps: AHEAD_STEPS });
-    let strategy = Strategy { ready, ..strategy };
+    let close = Cutoff::Backup { ranks: 1 };
+    let ready =
+        Synchrony::BackupWorkers(StragglerPolicy { cutoff: close, ahead_steps: AHEAD_STEPS });
+    let strategy = Strategy { synchrony: ready, ..strategy };
     plan_encoded_by(tensors, codec, strategy, world_size, Update::Worker)
 }
 

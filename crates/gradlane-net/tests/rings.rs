@@ -3,7 +3,7 @@
 
 mod support;
 
-use gradlane_engine::{Plan, Role, Scheme, Strategy, TensorSpec, Update};
+use gradlane_engine::{Plan, Scheme, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::{ChannelError, Direction, JobKind};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::FrameKind;
@@ -14,7 +14,7 @@ use support::{
 };
 
 fn model() -> Vec<TensorSpec> {
-    let buffer = TensorSpec { role: Role::Initial, ..tensor("running", 77, Dtype::U8) };
+    let buffer = TensorSpec { kind: TensorKind::Initial, ..tensor("running", 77, Dtype::U8) };
     vec![
         tensor("first", 70_000, Dtype::F32),
         tensor("bias", 1, Dtype::F32),
@@ -178,7 +178,7 @@ fn rings_and_servers_share_one_step() {
             let tensors = run_step(&channel, step).expect("a step");
             for (index, (planned, found)) in channel.plan().tensors.iter().zip(&tensors).enumerate()
             {
-                if planned.spec.role == Role::Initial && step > 0 {
+                if planned.spec.kind == TensorKind::Initial && step > 0 {
                     continue;
                 }
                 let right = match planned.scheme {
@@ -191,10 +191,10 @@ fn rings_and_servers_share_one_step() {
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
         let trace = channel.take_trace();
         let next = (channel.rank().0 + 1) % world_size;
-        let round = trace.iter().filter(|it| it.header.kind.goes_round());
+        let round = trace.iter().filter(|it| it.header.kind.is_ring());
         let sent: Vec<_> = round.filter(|it| it.direction == Direction::Sent).collect();
         assert!(sent.iter().all(|it| it.peer.0 == next), "only the next rank is spoken to");
-        for kind in [FrameKind::RingReduce, FrameKind::RingGather] {
+        for kind in [FrameKind::RingReduce, FrameKind::RingBroadcast] {
             assert!(sent.iter().any(|it| it.header.kind == kind), "{kind:?}");
         }
         assert!(trace.iter().any(|it| it.header.kind == FrameKind::Push));

@@ -3,7 +3,7 @@
 
 mod support;
 
-use gradlane_engine::{Plan, Role, Roles, Strategy, TensorSpec, Update};
+use gradlane_engine::{Plan, Roles, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::ChannelError;
 use gradlane_units::{Dtype, Step};
 use support::{
@@ -12,7 +12,7 @@ use support::{
 };
 
 fn plan(strategy: &str, roles: Roles) -> String {
-    let buffer = TensorSpec { role: Role::Initial, ..tensor("running", 77, Dtype::U8) };
+    let buffer = TensorSpec { kind: TensorKind::Initial, ..tensor("running", 77, Dtype::U8) };
     let model = vec![
         tensor("first", 30_000, Dtype::F32),
         tensor("empty", 0, Dtype::F32),
@@ -28,7 +28,8 @@ fn plan(strategy: &str, roles: Roles) -> String {
 #[test]
 fn the_mean_is_that_of_the_ranks_that_train() {
     for (strategy, workers, servers) in [("p3", 2, 3), ("wfbp", 3, 1), ("kvstore", 1, 2)] {
-        let channels = world(workers + servers, &plan(strategy, Roles::apart(workers, servers)));
+        let channels =
+            world(workers + servers, &plan(strategy, Roles::dedicated(workers, servers)));
         each_rank(channels, move |channel| {
             let specs = specs(&channel);
             if channel.rank().0 >= workers {
@@ -53,7 +54,7 @@ fn the_mean_is_that_of_the_ranks_that_train() {
 
 #[test]
 fn a_server_that_gives_up_is_named_by_all() {
-    let channels = world(3, &plan("p3", Roles::apart(2, 1)));
+    let channels = world(3, &plan("p3", Roles::dedicated(2, 1)));
     each_rank(channels, |channel| {
         if channel.rank().0 == 2 {
             let step = channel.step_begin(Step(0));
@@ -69,7 +70,7 @@ fn a_server_that_gives_up_is_named_by_all() {
 
 #[test]
 fn who_holds_up_a_step_is_named_by_the_server_on_all_others() {
-    let plan = plan("p3", Roles::apart(3, 1));
+    let plan = plan("p3", Roles::dedicated(3, 1));
     let channels = world_with("127.0.0.1", 4, &plan, |options| options.progress_timeout_s = 1.0);
     let errors = each_rank(channels, |channel| {
         if channel.rank().0 == 3 {

@@ -3,7 +3,7 @@
 
 mod support;
 
-use gradlane_engine::{Role, Update};
+use gradlane_engine::{TensorKind, Update};
 use gradlane_net::{
     AdamOptions, ChannelError, Direction, JobKind, SgdOptions, StateKind, StateRead, UpdateRule,
     UserMemory,
@@ -16,8 +16,10 @@ use support::{
 };
 
 fn model() -> Vec<gradlane_engine::TensorSpec> {
-    let buffer =
-        gradlane_engine::TensorSpec { role: Role::Initial, ..tensor("running", 77, Dtype::U8) };
+    let buffer = gradlane_engine::TensorSpec {
+        kind: TensorKind::Initial,
+        ..tensor("running", 77, Dtype::U8)
+    };
     vec![
         tensor("first", 30_000, Dtype::F32),
         tensor("bias", 1, Dtype::F32),
@@ -43,7 +45,8 @@ fn trains(strategy: &str, slice_elems: u64, world_size: u32, steps: u64, host: &
             // Whether an empty tensor counts as absent is the engine's choice.
             ready.retain(|(tensor, _)| specs[tensor.index()].numel > 0);
             let part = |index: &usize| {
-                specs[*index].numel > 0 && (step == 0 || specs[*index].role == Role::Parameter)
+                specs[*index].numel > 0
+                    && (step == 0 || specs[*index].kind == TensorKind::Parameter)
             };
             let expected: Vec<(TensorId, bool)> =
                 (0..specs.len()).filter(part).map(|it| (TensorId(it as u32), false)).collect();

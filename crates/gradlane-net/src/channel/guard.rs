@@ -146,7 +146,7 @@ impl ApiGuard {
         let name = || plan.tensor(tensor).spec.name.clone();
         if !plan.takes_part(tensor, step) {
             let only = match plan.tensor(tensor).scheme {
-                Scheme::Gather | Scheme::Answer => "has blocks in training steps only",
+                Scheme::AllGather | Scheme::GatherToRoot => "has blocks in training steps only",
                 _ => "is spread in step 0 only",
             };
             return Err(UsageError::Argument(format!(

@@ -21,7 +21,7 @@ use crate::sys::descriptors;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
 use crate::sys::socket::Socket;
-use gradlane_engine::{check_ready_rule, Plan, Scheme, UsageError};
+use gradlane_engine::{Input, Plan, UsageError};
 use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -146,7 +146,7 @@ impl Channel {
     /// [`ChannelError::Usage`] when it is not the next step or the one before is not complete; an
     /// error when the session is over. The same for all calls below that name no errors.
     pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Command::StepBegin(step))
+        self.begin(step, Input::StepBegin(step))
     }
 
     /// Begins a step that this rank takes no part in, since it was left out of the one before
@@ -155,7 +155,7 @@ impl Channel {
     /// # Errors
     /// As [`Channel::step_begin`]. That it may not be passed is raised at the next call.
     pub fn step_pass(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Command::StepPass(step))
+        self.begin(step, Input::StepPass(step))
     }
 
     /// Begins a step that no rank is left out of, whatever the plan says of stragglers; all ranks have to
@@ -164,7 +164,7 @@ impl Channel {
     /// # Errors
     /// As [`Channel::step_begin`]. Ranks that do not begin the same step so fail, and say who.
     pub fn step_gather(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Command::StepGather(step))
+        self.begin(step, Input::StepBarrier(step))
     }
 
     /// Whether this rank was in a step, where stragglers are left out, and how far the others are.
@@ -173,14 +173,14 @@ impl Channel {
         lock(&self.shared.metrics.participation).in_step(step)
     }
 
-    fn begin(&self, step: Step, command: Command) -> Result<(), ChannelError> {
+    fn begin(&self, step: Step, input: Input) -> Result<(), ChannelError> {
         self.check()?;
         let mut guard = lock(&self.guard);
         let completion = &self.shared.completion;
         let is_complete = |step| completion.has(WaitTarget::Step(step));
         guard.step_begin(step, is_complete, |current| self.missing(current))?;
         // Commands are queued under the ledger's lock: their order is that of the checks.
-        self.shared.command(command);
+        self.shared.command(Command::Engine(input));
         Ok(())
     }
 
@@ -209,7 +209,8 @@ impl Channel {
         self.check()?;
         let mut guard = lock(&self.guard);
         guard.contribute("gradient_ready", &self.plan, tensor, step, memory)?;
-        self.shared.command(Command::GradientReady(tensor, step, memory));
+        let input = Input::GradientReady(tensor, step);
+        self.shared.command(Command::Contribute(memory, input));
         Ok(())
     }
 
@@ -227,7 +228,8 @@ impl Channel {
         self.check()?;
         let mut guard = lock(&self.guard);
         guard.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
-        self.shared.command(Command::TensorAbsent(tensor, step, memory));
+        let input = Input::TensorAbsent(tensor, step);
+        self.shared.command(Command::Contribute(memory, input));
         Ok(())
     }
 
@@ -250,7 +252,8 @@ impl Channel {
         }
         let mut guard = lock(&self.guard);
         guard.contribute_block(&self.plan, tensor, step, memory.bytes())?;
-        self.shared.command(Command::BlockReady(tensor, step, memory));
+        let input = Input::BlockReady(tensor, step, memory.bytes() as u64);
+        self.shared.command(Command::Contribute(memory, input));
         Ok(())
     }
 
@@ -262,7 +265,7 @@ impl Channel {
         self.check()?;
         let mut guard = lock(&self.guard);
         guard.contribute_block(&self.plan, tensor, step, 0)?;
-        self.shared.command(Command::BlockAbsent(tensor, step));
+        self.shared.command(Command::Engine(Input::TensorAbsent(tensor, step)));
         Ok(())
     }
 
@@ -284,7 +287,8 @@ impl Channel {
             let what = format!("an answer of {} bytes at no address", memory.bytes());
             return Err(UsageError::Argument(what).into());
         }
-        self.shared.command(Command::AnswerReady(tensor, step, memory));
+        let input = Input::RootResultReady(tensor, step, memory.bytes() as u64);
+        self.shared.command(Command::Contribute(memory, input));
         Ok(())
     }
 
@@ -312,7 +316,7 @@ impl Channel {
         self.check()?;
         let guard = lock(&self.guard);
         guard.check_step("step_end", step)?;
-        self.shared.command(Command::StepEnd(step));
+        self.shared.command(Command::Engine(Input::StepEnd(step)));
         Ok(())
     }
 
@@ -337,7 +341,7 @@ impl Channel {
         if found != expected {
             return refuse(format!("{found} priorities for {expected} tensors"));
         }
-        self.shared.command(Command::SwitchPriorities(priorities));
+        self.shared.command(Command::Engine(Input::SwitchPriorities(priorities)));
         Ok(())
     }
 
@@ -365,7 +369,7 @@ impl Channel {
             return self.check();
         }
         let start = Instant::now();
-        self.shared.command(Command::Finish);
+        self.shared.command(Command::Engine(Input::Finish));
         let mut timed_out = false;
         while self.shared.ended.get().is_none() {
             let left = timeout.saturating_sub(start.elapsed());
@@ -458,35 +462,7 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
             plan.world_size, options.world_size
         )));
     }
-    plan.check_serving().map_err(|error| refuse(error.to_string()))?;
-    plan.check_schemes().map_err(|error| refuse(error.to_string()))?;
-    check_ready_rule(&plan.strategy, plan.update).map_err(|error| refuse(error.to_string()))?;
-    let mut next_slice = 0;
-    for (index, tensor) in plan.tensors.iter().enumerate() {
-        let name = &tensor.spec.name;
-        let slices = tensor.slices.clone();
-        if slices.start != next_slice || slices.end as usize > plan.slices.len() {
-            return Err(refuse(format!("tensor {name:?} has slices {slices:?}")));
-        }
-        next_slice = slices.end;
-        let mut elements = 0_u64;
-        for slice in &plan.slices[slices.start as usize..slices.end as usize] {
-            let fits = slice.tensor.index() == index
-                && slice.start == elements
-                && slice.owner.0 < plan.world_size
-                && (tensor.scheme == Scheme::Ps || plan.trains(slice.owner));
-            if !fits {
-                return Err(refuse(format!("tensor {name:?} has a slice that is not its own")));
-            }
-            elements = elements.saturating_add(slice.length);
-        }
-        if elements != tensor.spec.numel || slices.is_empty() {
-            return Err(refuse(format!("the slices of tensor {name:?} do not cover it")));
-        }
-    }
-    if next_slice as usize != plan.slices.len() {
-        return Err(refuse("there are slices of no tensor".to_owned()));
-    }
+    plan.validate().map_err(|error| refuse(error.to_string()))?;
     crate::compute::codecs::of_plan(&plan).map_err(|error| refuse(error.to_string()))?;
     Ok(Arc::new(plan))
 }

@@ -9,7 +9,7 @@ use crate::connect::INTERRUPT_EVERY;
 use crate::error::ChannelError;
 use crate::memory::UserMemory;
 use crate::sys::lock;
-use gradlane_engine::UsageError;
+use gradlane_engine::{Input, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
 
 impl Channel {
@@ -65,7 +65,7 @@ impl Channel {
         self.check()?;
         let guard = lock(&self.guard);
         guard.check_step("send_raw", step)?;
-        self.shared.command(Command::SendRaw(step));
+        self.shared.command(Command::Engine(Input::SendRaw(step)));
         Ok(())
     }
 

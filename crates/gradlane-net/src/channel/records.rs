@@ -22,7 +22,7 @@ impl Channel {
             shared
                 .metrics
                 .queue_stats
-                .request(QUEUE_STATS_TIMEOUT, || shared.command(Command::ReportDepths));
+                .request(QUEUE_STATS_TIMEOUT, || shared.command(Command::ReportQueueStats));
         }
         shared.metrics.snapshot(&self.plan)
     }

@@ -9,39 +9,31 @@ use crate::metrics::counters::Metrics;
 use crate::metrics::trace::Trace;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
-use gradlane_engine::{Journal, UsageError};
-use gradlane_units::{Priority, SliceId, Step, TensorId};
+use gradlane_engine::{Input, Journal, UsageError};
+use gradlane_units::{SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// What application threads tell the I/O threads.
+/// A call of an application thread, for the I/O threads.
 #[derive(Debug)]
 pub(crate) enum Command {
-    StepBegin(Step),
-    StepPass(Step),
-    StepGather(Step),
-    GradientReady(TensorId, Step, UserMemory),
-    TensorAbsent(TensorId, Step, UserMemory),
+    /// For the engine as it is.
+    Engine(Input),
+    /// For the engine, once the memory of its tensor is registered.
+    Contribute(UserMemory, Input),
+    ReleaseBlocks(TensorId, Step, Vec<ScratchBuffer>),
+    Needed(Vec<TensorId>, Step),
     SetParameter(TensorId, UserMemory),
     SetOptimizer(Vec<(TensorId, UpdateRule)>),
-    SendRaw(Step),
     ReadState(StateRead, Step),
     WorkerResidual(TensorId, Sender<Vec<f32>>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
-    BlockReady(TensorId, Step, UserMemory),
-    BlockAbsent(TensorId, Step),
-    AnswerReady(TensorId, Step, UserMemory),
-    ReleaseBlocks(TensorId, Step, Vec<ScratchBuffer>),
-    StepEnd(Step),
-    Needed(Vec<TensorId>, Step),
-    SwitchPriorities(Vec<Priority>),
+    /// All ranks are connected to all.
     AllConnected,
-    /// Somebody wants to know how much waits.
-    ReportDepths,
-    Finish,
+    ReportQueueStats,
     Abort(String),
 }
 

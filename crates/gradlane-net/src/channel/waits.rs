@@ -89,7 +89,7 @@ impl Channel {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<(), ChannelError> {
         self.check()?;
-        if self.plan.strategy.ready.set().is_none() {
+        if self.plan.strategy.synchrony.stragglers().is_none() {
             let what = format!("nobody decides {step}: it waits for all ranks");
             return Err(UsageError::Argument(what).into());
         }

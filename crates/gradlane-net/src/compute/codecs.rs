@@ -1,7 +1,7 @@
 //! The codec of each tensor of a plan, checked against the plan's sizes.
 
 use gradlane_codec::{Codec, CodecSpecError, IntegerSums, TensorCodec};
-use gradlane_engine::{Coding, Encoding, Plan, RingBytes, Role, Scheme, TensorPlan};
+use gradlane_engine::{CodecPlan, CodecSizes, Plan, RingBytes, Scheme, TensorKind, TensorPlan};
 use gradlane_units::{Dtype, SliceId};
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ enum Mismatch {
 /// Builds the codec of each tensor of a plan that has one.
 pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<PlannedCodec>>, CodecPlanError> {
     let codec = |tensor: &TensorPlan| {
-        let Some(encoding) = &tensor.encoding else {
+        let Some(encoding) = &tensor.codec else {
             return Ok(None);
         };
         of_tensor(plan, tensor, encoding)
@@ -55,21 +55,21 @@ pub(crate) fn of_plan(plan: &Plan) -> Result<Vec<Option<PlannedCodec>>, CodecPla
 fn of_tensor(
     plan: &Plan,
     tensor: &TensorPlan,
-    encoding: &Encoding,
+    encoding: &CodecPlan,
 ) -> Result<PlannedCodec, Mismatch> {
     let dtype = tensor.spec.dtype;
     let short = matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
-    if tensor.spec.role != Role::Parameter || !short {
+    if tensor.spec.kind != TensorKind::Parameter || !short {
         return Err(Mismatch::Dtype(dtype));
     }
-    let codec = TensorCodec::parse(&encoding.codec, dtype, &encoding.sizes)?
-        .ok_or_else(|| Mismatch::NoOp(encoding.codec.clone()))?;
-    let same = codec.name() == encoding.codec
+    let codec = TensorCodec::parse(&encoding.name, dtype, &encoding.sizes)?
+        .ok_or_else(|| Mismatch::NoOp(encoding.name.clone()))?;
+    let same = codec.name() == encoding.name
         && codec.granule_elems() == encoding.granule_elems
         && codec.is_fixed() == encoding.fixed
         && codec.residual_width() == encoding.residual_width;
     if !same {
-        return Err(Mismatch::Facts { planned: encoding.codec.clone(), found: codec.name() });
+        return Err(Mismatch::Facts { planned: encoding.name.clone(), found: codec.name() });
     }
     for slice in tensor.slices.clone().map(SliceId) {
         let slice = plan.slice(slice);
@@ -88,7 +88,7 @@ fn of_tensor(
 /// Checks the plan's sizes of a slice of `elements` elements.
 fn check_bytes(
     codec: &TensorCodec,
-    encoding: &Encoding,
+    encoding: &CodecPlan,
     scheme: Scheme,
     elements: u64,
     plan: &Plan,

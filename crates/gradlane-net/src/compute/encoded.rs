@@ -22,7 +22,7 @@ pub(crate) struct SliceCodec {
     pub(crate) sums: Option<IntegerSums>,
     pub(crate) place: Place,
     pub(crate) elements: usize,
-    pub(crate) dtype: gradlane_codec::Dtype,
+    pub(crate) dtype: gradlane_codec::FloatDtype,
 }
 
 /// Encoded contributions in rank order and how they are averaged.
@@ -142,7 +142,7 @@ impl SliceCodec {
         wide: &'a mut Vec<f32>,
     ) -> &'a [f32] {
         let bytes = &memory[self.memory_range(chunk)];
-        if self.dtype == gradlane_codec::Dtype::F32 {
+        if self.dtype == gradlane_codec::FloatDtype::F32 {
             if let Some(values) = as_f32(bytes) {
                 return values;
             }

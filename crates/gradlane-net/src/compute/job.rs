@@ -4,7 +4,7 @@ use super::error::JobError;
 use super::optimizer::SliceState;
 use super::residual::WorkerResidual;
 use crate::metrics::JobKind;
-use gradlane_engine::{Work, WorkId};
+use gradlane_engine::{Job as Request, JobId};
 use gradlane_units::{SliceId, Step};
 use std::fmt;
 
@@ -28,14 +28,14 @@ pub(crate) struct Outcome {
 /// A job that has run.
 #[derive(Debug)]
 pub(crate) struct FinishedJob {
-    pub(crate) id: WorkId,
+    pub(crate) id: JobId,
     pub(crate) slice: SliceId,
     pub(crate) outcome: Outcome,
 }
 
 /// A job, ready to run. It owns its settings and state and borrows its memory until it has run.
 pub(crate) struct Job {
-    pub(crate) id: WorkId,
+    pub(crate) id: JobId,
     pub(crate) step: Step,
     pub(crate) slice: SliceId,
     pub(crate) kind: JobKind,
@@ -47,12 +47,12 @@ pub(crate) struct Job {
 impl Job {
     /// Makes the job of an operation.
     pub(crate) fn new(
-        request: &Work,
+        request: &Request,
         kind: JobKind,
         bytes: usize,
         run: impl FnOnce() -> Outcome + Send + 'static,
     ) -> Job {
-        let Work { id, step, slice, .. } = *request;
+        let Request { id, step, slice, .. } = *request;
         Job { id, step, slice, kind, bytes, run: Box::new(run) }
     }
 

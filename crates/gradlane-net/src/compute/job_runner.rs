@@ -9,7 +9,7 @@ use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
 use crate::channel::shared::Shared;
 use crate::memory::MemoryTable;
 use crate::options::ChannelOptions;
-use gradlane_engine::{JournaledEngine, Plan, ReadyRule};
+use gradlane_engine::{JournaledEngine, Plan, Synchrony};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use std::io;
 use std::sync::Arc;
@@ -66,8 +66,8 @@ impl JobRunner {
             rank: Rank(options.rank),
             seed: options.seed,
             codecs: codecs::of_plan(plan).map_err(io::Error::other)?,
-            is_async: plan.strategy.ready == ReadyRule::Each,
-            may_be_late: plan.strategy.ready.set().is_some(),
+            is_async: plan.strategy.synchrony == Synchrony::Async,
+            may_be_late: plan.strategy.synchrony.stragglers().is_some(),
             left_out: None,
             rules: vec![None; plan.tensors.len()],
             reading: None,
@@ -163,7 +163,7 @@ impl JobRunner {
             self.report(job, engine)?;
         }
         self.finished = finished;
-        while let Some(request) = engine.poll_work() {
+        while let Some(request) = engine.poll_job() {
             progressed = true;
             self.in_flight += 1;
             let job = self.prepare(&request, memory);
@@ -182,7 +182,7 @@ impl JobRunner {
         }
         match job.outcome.result {
             Ok(Some(bytes)) => engine.handle_encoded(job.id, bytes),
-            Ok(None) => engine.handle_work_done(job.id),
+            Ok(None) => engine.handle_job_done(job.id),
             Err(error) => return Err(self.failed(job.slice, error)),
         }
         Ok(())

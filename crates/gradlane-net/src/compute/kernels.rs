@@ -4,8 +4,8 @@ use super::error::JobError;
 use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule, UpdateRuleError};
 use crate::memory::Span;
 use gradlane_codec::{
-    reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, Mean, SgdMemory,
-    SgdOptions, SgdStep,
+    reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, FloatDtype, Mean,
+    SgdMemory, SgdOptions, SgdStep,
 };
 use gradlane_units::Dtype;
 use std::num::NonZeroU32;
@@ -21,7 +21,7 @@ pub(crate) struct Averaging {
 
 impl Averaging {
     fn mean(self) -> Result<Mean, JobError> {
-        let dtype = codec_dtype(self.dtype).ok_or(JobError::PlainBytes)?;
+        let dtype = FloatDtype::of(self.dtype).ok_or(JobError::PlainBytes)?;
         let divisor = NonZeroU32::new(self.divisor).ok_or(JobError::NoRanks)?;
         Ok(Mean { dtype, divisor, add_zero: self.absent })
     }
@@ -206,17 +206,6 @@ pub(crate) fn read_state(
         memory.copy_from_slice(&bytes);
     }
     Ok(())
-}
-
-/// Returns a dtype as the kernels name it; `None` for plain bytes.
-pub(crate) fn codec_dtype(dtype: Dtype) -> Option<gradlane_codec::Dtype> {
-    match dtype {
-        Dtype::F32 => Some(gradlane_codec::Dtype::F32),
-        Dtype::F16 => Some(gradlane_codec::Dtype::F16),
-        Dtype::Bf16 => Some(gradlane_codec::Dtype::Bf16),
-        Dtype::F64 => Some(gradlane_codec::Dtype::F64),
-        Dtype::U8 => None,
-    }
 }
 
 fn check_state(kind: StateKind, found: usize, expected: usize) -> Result<(), JobError> {

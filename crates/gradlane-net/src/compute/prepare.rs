@@ -5,13 +5,13 @@ use super::encoded::{self, EncodedParts, SliceCodec};
 use super::error::JobError;
 use super::job::{Job, JobState, Outcome};
 use super::job_runner::JobRunner;
-use super::kernels::{self, codec_dtype, Averaging, ReduceMemory};
+use super::kernels::{self, Averaging, ReduceMemory};
 use super::optimizer::{SliceState, StateKind};
 use super::quantized_ring;
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
-use gradlane_codec::Place;
-use gradlane_engine::{Operation, Region, Work};
+use gradlane_codec::{FloatDtype, Place};
+use gradlane_engine::{Job as Request, Operation, Region};
 
 /// Lends the memory of one operation.
 struct Lender<'a>(&'a mut MemoryTable);
@@ -100,7 +100,7 @@ impl JobRunner {
     /// Makes the job of an operation.
     pub(super) fn prepare(
         &mut self,
-        request: &Work,
+        request: &Request,
         memory: &mut MemoryTable,
     ) -> Result<Job, JobError> {
         let mut lend = Lender(memory);
@@ -168,7 +168,7 @@ impl JobRunner {
                     encoding(result, JobState::WorkerResidual(residual))
                 }))
             }
-            Operation::Recode { inputs, absent, divisor, output, copy_to } => {
+            Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
                 let codec = self.slice_codec(request, Place::BROADCAST)?;
                 let parts = lend.parts(inputs, *absent, *divisor)?;
                 let mut output = lend.write(output)?;
@@ -184,7 +184,7 @@ impl JobRunner {
                     encoding(result, JobState::OwnerResidual(residual))
                 }))
             }
-            Operation::DecodeApply { inputs, absent, divisor, parameters, output } => {
+            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output } => {
                 let codec = self.slice_codec(request, Place::BROADCAST)?;
                 let rule = self.update_rule(request.tensor)?;
                 let parts = lend.parts(inputs, *absent, *divisor)?;
@@ -234,7 +234,7 @@ impl JobRunner {
                     encoding(result, JobState::Slice(state))
                 }))
             }
-            Operation::RingScale { received, own, output } => {
+            Operation::RingMaxScales { received, own, output } => {
                 let codec = self.slice_codec(request, self.rank.0)?;
                 let own = lend.read(own)?;
                 let mut scales = lend.in_place(received.as_ref(), Some(output))?;
@@ -245,7 +245,7 @@ impl JobRunner {
                     outcome(result, state)
                 }))
             }
-            Operation::RingBegin { scales, own, output } => {
+            Operation::RingBeginCodes { scales, own, output } => {
                 let codec = self.slice_codec(request, self.rank.0)?;
                 let scales = lend.maybe_read(scales.as_ref())?;
                 let mut memory = lend.in_place(own.as_ref(), None)?;
@@ -260,7 +260,7 @@ impl JobRunner {
                     outcome(result, state)
                 }))
             }
-            Operation::RingAdd { sums, own, copy_to } => {
+            Operation::RingAddCodes { sums, own, copy_to } => {
                 let codec = self.slice_codec(request, self.rank.0)?;
                 let mut sums = lend.write(sums)?;
                 let mut memory = lend.in_place(own.as_ref(), copy_to.as_ref())?;
@@ -287,7 +287,7 @@ impl JobRunner {
     }
 
     /// The codec of a slice, for a push of a rank or a broadcast.
-    fn slice_codec(&self, request: &Work, leg: u32) -> Result<SliceCodec, JobError> {
+    fn slice_codec(&self, request: &Request, leg: u32) -> Result<SliceCodec, JobError> {
         let planned = self.codecs[request.tensor.index()].as_ref().ok_or(JobError::NoCodec)?;
         let slice = self.plan.slice(request.slice);
         let dtype = self.plan.tensor(request.tensor).spec.dtype;
@@ -302,7 +302,7 @@ impl JobRunner {
                 first_element: slice.start,
             },
             elements: slice.length as usize,
-            dtype: codec_dtype(dtype).ok_or(JobError::PlainBytes)?,
+            dtype: FloatDtype::of(dtype).ok_or(JobError::PlainBytes)?,
         })
     }
 }

@@ -1,55 +1,45 @@
-//! How large the frames of a connection are: as large as was asked for, and up to three times as
-//! large where the connection is so fast that an urgent slice hardly waits longer for them.
-//!
-//! Each frame costs both ends the same, however large it is. What an urgent slice waits for is a time:
-//! a usual frame lasts for 3 ms where three connections share a port of 500 Mbit/s. So a connection
-//! whose frames take less gets larger ones, as long as they do (decision 47).
+//! The size of frames: as large as was asked for, and up to three times as large on a connection so fast
+//! that an urgent slice hardly waits longer for them.
 
+use super::policy;
+use super::rate::{RateEstimator, Smoothing};
 use gradlane_units::Time;
+use std::time::Duration;
 
-/// A larger frame lasts at most so long.
-const FRAME_TIME_MAX_US: u64 = 3_000;
-/// Frames have at most so many times the bytes that were asked for: by default, whole usual slices.
-const MULTIPLE_MAX: u32 = 3;
-/// A rate is taken over so long at least: turns of the thread and bursts of acknowledgements must be
-/// short beside it.
-const SAMPLE_US: u64 = 2_000;
-/// The rate is the most that was seen, and forgotten by an eighth each time that less is: a
-/// connection that had nothing to send for a while is no slower for it.
-const DECAY_SHIFT: u32 = 3;
+/// A window of the rate is at least this long: turns of the thread and bursts of acknowledgements must
+/// be short beside it.
+const WINDOW_MIN: Duration = Duration::from_millis(2);
+/// A connection that had nothing to send for a while is no slower for it.
+const SMOOTHING: Smoothing = Smoothing::DecayingMax { share: 0.125 };
 
 /// The size of frames on one connection.
 #[derive(Debug)]
-pub(crate) struct FrameSizer {
+pub(super) struct FrameSizer {
     asked_bytes: u32,
     multiple: u32,
-    /// When it was looked at last, and what the peer had acknowledged by then.
-    seen: Option<(Time, u64)>,
-    rate_bytes_per_s: u64,
+    /// The begin of the window and the bytes that were acknowledged by then.
+    window: Option<(Time, u64)>,
+    rate: RateEstimator,
 }
 
 impl FrameSizer {
-    /// Of a new connection, of whose rate nothing is known.
-    pub(crate) fn new(asked_bytes: u32) -> FrameSizer {
-        FrameSizer { asked_bytes, multiple: 1, seen: None, rate_bytes_per_s: 0 }
+    /// Makes the sizer of a new connection, whose rate is not known.
+    pub(super) fn new(asked_bytes: u32) -> FrameSizer {
+        FrameSizer { asked_bytes, multiple: 1, window: None, rate: RateEstimator::new(SMOOTHING) }
     }
 
-    /// Looks at what the peer has acknowledged since the connection began; the size of frames from
-    /// now on, if it is another one.
-    pub(crate) fn sample(&mut self, now: Time, acknowledged_bytes: u64) -> Option<u32> {
-        let (at, before) = *self.seen.get_or_insert((now, acknowledged_bytes));
-        let elapsed_us = u64::try_from(now.since(at).as_micros()).unwrap_or(u64::MAX);
-        if elapsed_us < SAMPLE_US {
+    /// Takes the bytes that were acknowledged since the connection began. Returns the size of frames from
+    /// now on, if it changes.
+    pub(super) fn sample(&mut self, now: Time, acknowledged_bytes: u64) -> Option<u32> {
+        let (began, before) = *self.window.get_or_insert((now, acknowledged_bytes));
+        let elapsed = now.since(began);
+        if elapsed < WINDOW_MIN {
             return None;
         }
-        self.seen = Some((now, acknowledged_bytes));
-        let bytes = acknowledged_bytes.saturating_sub(before);
-        let rate = bytes.saturating_mul(1_000_000) / elapsed_us;
-        self.rate_bytes_per_s =
-            rate.max(self.rate_bytes_per_s - (self.rate_bytes_per_s >> DECAY_SHIFT));
-        let lasting_bytes = self.rate_bytes_per_s.saturating_mul(FRAME_TIME_MAX_US) / 1_000_000;
-        let multiple = lasting_bytes / u64::from(self.asked_bytes.max(1));
-        let multiple = u32::try_from(multiple).unwrap_or(MULTIPLE_MAX).clamp(1, MULTIPLE_MAX);
+        self.window = Some((now, acknowledged_bytes));
+        self.rate.add(acknowledged_bytes.saturating_sub(before), elapsed);
+        let bytes_per_s = self.rate.bytes_per_s().unwrap_or(0.0);
+        let multiple = policy::frame_multiple(bytes_per_s, self.asked_bytes);
         if multiple == self.multiple {
             return None;
         }
@@ -65,7 +55,7 @@ mod tests {
 
     const ASKED: u32 = 65_096;
 
-    /// A connection that is looked at after every half a megabyte.
+    /// A connection that is sampled after every half a megabyte.
     struct Path {
         size: FrameSizer,
         now: Time,
@@ -79,9 +69,9 @@ mod tests {
             Path { size, now: Time::ZERO, acknowledged_bytes: 0, frame_bytes: ASKED }
         }
 
-        /// The size of frames after so many looks at this rate.
-        fn carries(&mut self, bytes_per_s: u64, looks: u32) -> u32 {
-            for _ in 0..looks {
+        /// Returns the size of frames after samples at this rate.
+        fn carries(&mut self, bytes_per_s: u64, samples: u32) -> u32 {
+            for _ in 0..samples {
                 self.acknowledged_bytes += 524_288;
                 self.now.0 += 524_288 * 1_000_000_000 / bytes_per_s;
                 if let Some(bytes) = self.size.sample(self.now, self.acknowledged_bytes) {
@@ -109,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn looks_of_one_moment_are_no_rate() {
+    fn samples_of_one_moment_are_no_rate() {
         let mut path = Path::new();
         for _ in 0..100 {
             path.carries(20_000_000, 1);

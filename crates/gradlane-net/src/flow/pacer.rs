@@ -1,13 +1,13 @@
 //! Keeps one connection to its part of the port.
 //!
-//! The kernel paces by spreading packets over time, and holds what lasts while the I/O thread is busy
-//! elsewhere. It needs a timer for every packet of 64 kB. Where a frame lasts about as long as a turn of
-//! the thread, the thread comes by anyway, and hands one out when it is due: no timer of the
-//! kernel's, and what is not due yet can still be overtaken by what becomes urgent (decision 48).
+//! The kernel paces by spreading packets over time, also while the I/O thread is busy elsewhere. It needs
+//! a timer for every packet of 64 kB. Where a frame lasts about as long as a turn of the thread, the
+//! thread comes by anyway and hands out each frame when it is due: without timers, and a frame that is
+//! not due yet can still be overtaken by a more urgent one (decision 48).
 //!
-//! Due is a frame by the generic cell rate algorithm (ITU-T I.371), a token bucket without a timer: up
-//! to half a frame early, since the thread serves all its connections in one turn, and where it was
-//! late, up to one frame's time is made up for.
+//! A frame is due by the generic cell rate algorithm (ITU-T I.371), a token bucket without a timer: up
+//! to half a frame early, since the thread serves all its connections in one turn, and a late thread
+//! makes up for one frame's time at most.
 
 use gradlane_units::{Bytes, Rate, Time};
 use std::time::Duration;
@@ -15,25 +15,25 @@ use std::time::Duration;
 /// Changes up to this share, 1/32, are not worth a system call.
 const CHANGE_SHIFT: u32 = 5;
 
-/// What a connection may send of its port.
+/// The rate of a connection on its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PacedRate {
-    pub(crate) bytes_per_s: u64,
-    /// How long a usual frame lasts at that rate, where the I/O thread keeps the connection to it;
-    /// none: the kernel does.
-    pub(crate) frame_time: Option<Duration>,
+pub(super) struct PacedRate {
+    pub(super) bytes_per_s: u64,
+    /// Time of a usual frame at that rate, where the I/O thread paces the connection; `None`: the kernel
+    /// does.
+    pub(super) frame_time: Option<Duration>,
 }
 
 /// A connection and its part of the port.
 #[derive(Debug, Default)]
 pub(crate) struct Pacer {
-    /// Whether it had more than the kernel took, at any moment since the last look.
+    /// Whether it had more than the kernel took, at any moment since the last sample.
     backlogged: bool,
-    /// Bytes that the kernel took since the last look.
+    /// Bytes that the kernel took since the last sample.
     sent_bytes: u64,
-    /// None: as fast as it goes.
+    /// `None`: unlimited.
     rate: Option<PacedRate>,
-    /// When the next frame is due, where the thread paces it.
+    /// Due time of the next frame, where the thread paces.
     due: Time,
 }
 
@@ -47,36 +47,38 @@ impl Pacer {
         }
     }
 
-    /// Notes that it has more than the kernel takes, or may take now.
+    /// Notes that the connection has more than the kernel takes, or more than is due.
     pub(crate) fn note_backlog(&mut self) {
         self.backlogged = true;
     }
 
     /// Whether the next frame may be given to the kernel.
     pub(crate) fn may_send(&self, now: Time) -> bool {
-        self.frame_time().is_none_or(|transmit_time| self.due.since(now) <= transmit_time / 2)
+        self.frame_time().is_none_or(|frame_time| self.due.since(now) <= frame_time / 2)
     }
 
-    /// How long the thread may leave it alone where it paces it, at least half of a frame's time: a
-    /// frame that the kernel does not take now waits for acknowledgements, which come with others.
+    /// Time until the thread has to serve the connection, where it paces it: at least half a frame's
+    /// time, since a frame that the kernel does not take now waits for acknowledgements, which come with
+    /// others.
     pub(crate) fn until_due(&self, now: Time) -> Option<Duration> {
-        self.frame_time().map(|transmit_time| self.due.since(now).max(transmit_time / 2))
+        self.frame_time().map(|frame_time| self.due.since(now).max(frame_time / 2))
     }
 
-    /// Whether the thread paces it.
+    /// Whether the thread paces the connection.
     pub(crate) fn by_thread(&self) -> bool {
         self.frame_time().is_some()
     }
 
-    /// Begins to count anew, as one that is `full` now; whether it demanded more, and what it sent.
-    pub(crate) fn take_sample(&mut self, full: bool) -> (bool, u64) {
-        let demanded = std::mem::replace(&mut self.backlogged, full);
-        (demanded, std::mem::take(&mut self.sent_bytes))
+    /// Returns whether the connection was backlogged and the bytes that it sent, and begins a new sample
+    /// of a connection that is `full` now or not.
+    pub(super) fn take_sample(&mut self, full: bool) -> (bool, u64) {
+        let backlogged = std::mem::replace(&mut self.backlogged, full);
+        (backlogged, std::mem::take(&mut self.sent_bytes))
     }
 
-    /// Sets its rate where it is another than the one in force by more than noise; what the kernel
-    /// has to be told then, if anything: a rate, or that there is none.
-    pub(crate) fn set_rate(&mut self, now: Time, rate: Option<PacedRate>) -> Option<Option<u64>> {
+    /// Sets the rate, where it differs from the one in force by more than noise. Returns the kernel's new
+    /// rate, if that changes; `Some(None)` ends its pacing.
+    pub(super) fn set_rate(&mut self, now: Time, rate: Option<PacedRate>) -> Option<Option<u64>> {
         let by_thread = rate.is_some_and(|rate| rate.frame_time.is_some());
         let same = match (self.rate, rate) {
             (
@@ -97,8 +99,8 @@ impl Pacer {
         (before != after).then_some(after)
     }
 
-    /// Its rate in force; none: as fast as it goes.
-    pub(crate) fn rate_bytes_per_s(&self) -> Option<u64> {
+    /// The rate in force; `None`: unlimited.
+    pub(super) fn rate_bytes_per_s(&self) -> Option<u64> {
         self.rate.map(|rate| rate.bytes_per_s)
     }
 

@@ -1,46 +1,36 @@
 //! Paces connections: all of them together fill this rank's port, and none sends faster than its part.
 //!
-//! Several senders that each give the kernel what it takes overrun the queue of a receiver's port, and
-//! their flows take uneven parts of it; meanwhile another port has nothing to send, since what it should
-//! get waits in the first one's queue. With every flow at its even part of its sender's port no queue
-//! builds up anywhere, as long as all ranks have as much for each other.
+//! Several senders that each give the kernel as much as it takes overrun the queue of a receiver's port,
+//! and their flows take uneven parts of it; meanwhile another port has nothing to send, since its bytes
+//! wait in the first one's queue. With every flow at its even part of its sender's port no queue builds
+//! up anywhere, as long as all ranks have as much for each other.
 //!
 //! The rate of the port is found as BBR finds that of a path (Cardwell et al., 2016): the most that was
 //! acknowledged, over all connections, in recent windows that were never without work. Windows are
-//! counted in bytes. In one of so many twice as much may go, so that a faster port is noticed soon. A rank
-//! that always has less to send than its port takes never finishes a window, and is never paced.
+//! counted in bytes. In a probing window twice as much may go, so that a faster port is noticed soon. A
+//! rank that always has less to send than its port takes never finishes a window, and is never paced.
 //!
-//! What keeps a connection to its part is in `paced_flow`.
+//! `pacer` keeps a connection to its part.
 
-use crate::flow::pacer::{PacedRate, Pacer};
-use gradlane_units::{Bytes, Rate, Time};
-use gradlane_wire::HEADER_BYTES;
-use std::collections::VecDeque;
-use std::ops::RangeInclusive;
+use super::pacer::{PacedRate, Pacer};
+use super::policy;
+use super::rate::{RateEstimator, Smoothing};
+use gradlane_units::Time;
 use std::time::Duration;
 
-/// Bytes of a window at least; what is in flight when it begins and ends is small beside them.
+/// Bytes of a window at least; the bytes in flight at its begin and end are few beside them.
 const WINDOW_BYTES: u64 = 8 << 20;
 /// Bytes of a window for each peer.
-const WINDOW_BYTES_A_PEER: u64 = 2 << 20;
+const WINDOW_BYTES_PER_PEER: u64 = 2 << 20;
 /// Time of a window at least.
-const WINDOW_AT_LEAST: Duration = Duration::from_millis(4);
-/// Windows that the rate of the port is the most of.
-const WINDOWS: usize = 64;
-/// In one window of so many twice as much may go.
+const WINDOW_MIN: Duration = Duration::from_millis(4);
+const SMOOTHING: Smoothing = Smoothing::MaxOf { windows: 64 };
+/// One window of this many probes for a faster port.
 const PROBE_EVERY: u32 = 32;
-/// The I/O thread paces connections whose usual frames last so long at an even part of the port: one or
-/// two turns, of which the longest has 3 ms. Of shorter ones it would have to be on time for too
-/// many, and longer ones would all leave in one turn and then none.
-const THREAD_FRAME: RangeInclusive<Duration> =
-    Duration::from_micros(1_500)..=Duration::from_micros(6_000);
-/// And the whole port takes so long or longer for one: with many peers on a fast port the kernel is
-/// better at it.
-const THREAD_PORT_FRAME: Duration = Duration::from_micros(400);
-/// Time between two looks at who has how much to send.
+/// Time between two samples of all flows.
 const TICK: Duration = Duration::from_millis(5);
-/// Over the rate that was found in all others, so that it can be found to be more: 1/64.
-const OVER_SHIFT: u32 = 6;
+/// In other windows flows may exceed the found rate by 1/64, so that a larger one can be found.
+const EXCESS_SHIFT: u32 = 6;
 
 /// A window that has begun.
 #[derive(Debug)]
@@ -50,28 +40,27 @@ struct Window {
     sent_bytes: u64,
 }
 
-/// Finds the rate of this rank's port.
+/// The rate of this rank's port.
 #[derive(Debug)]
-struct PortRateEstimator {
+struct PortRate {
     window_bytes: u64,
     window: Option<Window>,
-    /// Of the windows before this one, in bytes a second.
-    found: VecDeque<u64>,
-    /// Windows until one in which more may go; 0: it is this one.
+    rate: RateEstimator,
+    /// Windows until one that probes; 0: this one.
     until_probe: u32,
 }
 
-impl PortRateEstimator {
-    fn new(peers: usize) -> PortRateEstimator {
-        PortRateEstimator {
-            window_bytes: WINDOW_BYTES.max(WINDOW_BYTES_A_PEER * peers as u64),
+impl PortRate {
+    fn new(peers: usize) -> PortRate {
+        PortRate {
+            window_bytes: WINDOW_BYTES.max(WINDOW_BYTES_PER_PEER * peers as u64),
             window: None,
-            found: VecDeque::new(),
+            rate: RateEstimator::new(SMOOTHING),
             until_probe: 0,
         }
     }
 
-    /// Notes bytes that the kernel took since the last time, while there was always more.
+    /// Notes bytes that the kernel took since the last call, while there were always more.
     fn busy(
         &mut self,
         now: Time,
@@ -87,58 +76,51 @@ impl PortRateEstimator {
             return;
         };
         window.sent_bytes += sent_bytes;
-        let lasted = now.since(window.began);
-        if window.sent_bytes < self.window_bytes || lasted < WINDOW_AT_LEAST {
+        let elapsed = now.since(window.began);
+        if window.sent_bytes < self.window_bytes || elapsed < WINDOW_MIN {
             return;
         }
         let Some(total) = acknowledged_bytes() else { return };
-        let bytes = u128::from(total.saturating_sub(window.acknowledged_bytes));
-        let rate = bytes * 1_000_000_000 / lasted.as_nanos().max(1);
-        self.found.push_back(u64::try_from(rate).unwrap_or(u64::MAX));
-        if self.found.len() > WINDOWS {
-            self.found.pop_front();
-        }
+        self.rate.add(total.saturating_sub(window.acknowledged_bytes), elapsed);
         self.until_probe = self.until_probe.checked_sub(1).unwrap_or(PROBE_EVERY - 1);
         self.window = Some(Window { began: now, acknowledged_bytes: total, sent_bytes: 0 });
     }
 
-    /// Notes a moment without work: what was counted says nothing of the port.
+    /// Notes a moment without work, which ends the window without a result.
     fn idle(&mut self) {
         self.window = None;
     }
 
-    /// The rate of the port; none: not found yet.
+    /// The rate of the port; `None` until the first window ends.
     fn bytes_per_s(&self) -> Option<u64> {
-        self.found.iter().max().copied()
+        self.rate.bytes_per_s().map(|rate| rate as u64)
     }
 
-    /// What all connections together may send of a port of this rate.
+    /// The rate of all connections together on a port of this rate.
     fn allowed(&self, bytes_per_s: u64) -> u64 {
-        let over = if self.until_probe == 0 { bytes_per_s } else { bytes_per_s >> OVER_SHIFT };
-        bytes_per_s.saturating_add(over)
+        let excess = if self.until_probe == 0 { bytes_per_s } else { bytes_per_s >> EXCESS_SHIFT };
+        bytes_per_s.saturating_add(excess)
     }
 }
 
 /// Paces all connections of a rank.
 #[derive(Debug)]
 pub(crate) struct PortPacing {
-    port: PortRateEstimator,
-    /// A usual frame on the wire.
-    frame: Bytes,
+    port: PortRate,
+    frame_bytes: u32,
     sampled: Time,
-    /// Whether there was always a full one since then.
+    /// Whether a connection was full at every moment since then.
     busy: bool,
 }
 
 impl PortPacing {
-    /// PortPacing for a rank that sends to so many peers, as a rule in frames with so many bytes.
+    /// Paces a rank that sends to `peers`, usually in frames of `frame_bytes`.
     pub(crate) fn new(peers: usize, frame_bytes: u32) -> PortPacing {
-        let frame = Bytes(u64::from(frame_bytes) + HEADER_BYTES as u64);
-        PortPacing { port: PortRateEstimator::new(peers), frame, sampled: Time::ZERO, busy: false }
+        PortPacing { port: PortRate::new(peers), frame_bytes, sampled: Time::ZERO, busy: false }
     }
 
-    /// The I/O thread has done what there is to do: a connection that is not full has nothing to send.
-    /// Returns whether it is time to look at all flows.
+    /// Notes that the I/O thread has nothing left to do: a connection that is not full has nothing to
+    /// send. Returns whether it is time to sample all flows.
     pub(crate) fn rest(&mut self, now: Time, any_full: impl FnOnce() -> bool) -> bool {
         self.busy = self.busy && any_full();
         now.since(self.sampled) >= TICK
@@ -147,9 +129,9 @@ impl PortPacing {
     /// Shares the port out anew.
     ///
     /// # Arguments
-    /// * `flows` - each open connection, whether it is full now, and its index.
-    /// * `acknowledged_bytes` - reads what peers have acknowledged, all together.
-    /// * `set` - sets the kernel's rate of the connection with this index; `None` takes it away.
+    /// * `flows` - index of each open connection, whether it is full now, and its pacer.
+    /// * `acknowledged_bytes` - reads the acknowledged bytes of all peers together.
+    /// * `set` - sets the kernel's rate of the connection with this index; `None` ends its pacing.
     pub(crate) fn sample<'a>(
         &mut self,
         now: Time,
@@ -160,50 +142,39 @@ impl PortPacing {
         let elapsed = now.since(self.sampled);
         self.sampled = now;
         let mut flows: Vec<_> = flows.collect();
-        let sampled: Vec<_> =
+        let samples: Vec<_> =
             flows.iter_mut().map(|(_, full, flow)| flow.take_sample(*full)).collect();
         if self.busy {
-            let sent_bytes = sampled.iter().map(|(_, bytes)| bytes).sum();
+            let sent_bytes = samples.iter().map(|(_, bytes)| bytes).sum();
             self.port.busy(now, sent_bytes, acknowledged_bytes);
         } else {
             self.port.idle();
         }
         self.busy = flows.iter().any(|(_, full, _)| *full);
-        let share = self.port.bytes_per_s().map(|port| {
-            let bytes_per_s = share(self.port.allowed(port), elapsed, &sampled);
-            let by_thread = self.suits_thread(port, sampled.len());
-            PacedRate { bytes_per_s, frame_time: by_thread.then(|| self.frame_time(bytes_per_s)) }
+        let rate = self.port.bytes_per_s().map(|port| {
+            let bytes_per_s = flow_rate(self.port.allowed(port), elapsed, &samples);
+            let by_thread = policy::paced_by_thread(self.frame_bytes, port, samples.len());
+            let frame_time = policy::frame_time(self.frame_bytes, bytes_per_s);
+            PacedRate { bytes_per_s, frame_time: by_thread.then_some(frame_time) }
         });
         for (index, _, flow) in flows {
-            if let Some(rate) = flow.set_rate(now, share) {
-                set(index, rate);
+            if let Some(kernel_rate) = flow.set_rate(now, rate) {
+                set(index, kernel_rate);
             }
         }
     }
-
-    /// Whether the I/O thread paces so many connections that share a port of this rate. It is the
-    /// port that counts, not what one has of it for a moment: the kernel goes on with timers for a
-    /// connection that it has paced once.
-    fn suits_thread(&self, port_bytes_per_s: u64, flows: usize) -> bool {
-        let lasts = self.frame_time(port_bytes_per_s);
-        lasts >= THREAD_PORT_FRAME && THREAD_FRAME.contains(&lasts.saturating_mul(flows as u32))
-    }
-
-    fn frame_time(&self, bytes_per_s: u64) -> Duration {
-        Rate::of_bytes(bytes_per_s).time_for(self.frame)
-    }
 }
 
-/// What each flow may send of a port: what those leave that had little to send is shared out by the
-/// others, and none gets less than an even part.
-fn share(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> u64 {
+/// Returns the rate of each flow on a port: flows with little to send leave the rest to the others, and
+/// none gets less than an even part.
+fn flow_rate(port_bytes_per_s: u64, elapsed: Duration, flows: &[(bool, u64)]) -> u64 {
     let taken: u128 =
-        flows.iter().filter(|(demands, _)| !demands).map(|&(_, bytes)| u128::from(bytes)).sum();
+        flows.iter().filter(|(backlogged, _)| !backlogged).map(|&(_, it)| u128::from(it)).sum();
     let taken_per_s = taken * 1_000_000_000 / elapsed.as_nanos().max(1);
     let left = port_bytes_per_s.saturating_sub(u64::try_from(taken_per_s).unwrap_or(u64::MAX));
-    let demanding = flows.iter().filter(|(demands, _)| *demands).count() as u64;
+    let backlogged = flows.iter().filter(|(backlogged, _)| *backlogged).count() as u64;
     let even = port_bytes_per_s / (flows.len() as u64).max(1);
-    (left / demanding.max(1)).max(even).max(1)
+    (left / backlogged.max(1)).max(even).max(1)
 }
 
 #[cfg(test)]
@@ -290,18 +261,6 @@ mod tests {
     }
 
     #[test]
-    fn the_thread_paces_where_a_frame_lasts_about_as_long_as_a_turn() {
-        let by_thread = |mbit_per_s: u64, peers: usize| {
-            PortPacing::new(peers, 65_096).suits_thread(mbit_per_s * 125_000, peers)
-        };
-        assert!(by_thread(300, 3) && by_thread(400, 3) && by_thread(500, 3) && by_thread(1_000, 3));
-        assert!(by_thread(1_000, 7), "8 ranks");
-        assert!(!by_thread(100, 3) && !by_thread(500, 7), "frames of many turns");
-        assert!(!by_thread(2_000, 3) && !by_thread(10_000, 3), "many frames in a turn");
-        assert!(!by_thread(10_000, 63), "a frame every 52 us");
-    }
-
-    #[test]
     fn who_paces_stays_the_same_in_windows_that_look_for_more() {
         let mut port = Port::new(120_000_000, 3);
         let mut more = 0;
@@ -350,13 +309,13 @@ mod tests {
         for _ in 0..2_000 {
             port.tick(&[u64::MAX / 8; 3], false);
         }
-        let allowed = port.pacing.port.found.iter().max().copied().expect("found");
+        let allowed = port.pacing.port.bytes_per_s().expect("found");
         assert!(allowed >= 480_000_000 * 99 / 100, "{allowed}");
         port.rate = 48_000_000;
         for _ in 0..4_000 {
             port.tick(&[u64::MAX / 8; 3], false);
         }
-        let allowed = port.pacing.port.found.iter().max().copied().expect("found");
+        let allowed = port.pacing.port.bytes_per_s().expect("found");
         assert!(allowed <= 48_500_000, "{allowed}");
     }
 }

@@ -1,83 +1,71 @@
-//! Moderates wake-ups while there is more to send than sockets take, as network cards moderate
+//! Coalesces wake-ups while there is more to send than sockets take, as network cards coalesce
 //! interrupts.
 //!
 //! The kernel takes and delivers bytes in packets of its own, up to 64 kB each, and would wake a
 //! thread for every one of them: on a busy port thousands of times a second, each time for a
-//! system call or two and a switch of threads. While a connection is full nothing is gained by so
-//! many turns, since what the kernel holds lasts for milliseconds (see `send_buffer`). So a thread
-//! with a full connection leaves its sockets alone for a period: until the first full connection
-//! has almost nothing left to send, or where it paces connections itself (`paced_flow`) until they
-//! are due, and the shorter the faster its ports are. Where nothing is full,
-//! and latency is all that counts, it never waits here, and what the application hands over ends a
-//! long pause at once (decision 46).
+//! system call or two and a switch of threads. While a connection is full such turns gain nothing,
+//! since the kernel holds bytes for milliseconds (`send_buffer`). So a thread with a full connection
+//! leaves its sockets alone for a period: until the first full connection has almost nothing left to
+//! send, or the connections that the thread paces itself (`pacer`) are due. The faster its ports are,
+//! the shorter is the period. Where nothing is full, latency is all that counts: the thread never waits
+//! here, and a call of the application ends a long pause at once (decision 46).
 
+use super::policy;
+use super::rate::{RateEstimator, Smoothing};
 use std::time::{Duration, Instant};
 
-/// The longest time between the beginnings of two turns.
-const PERIOD_MAX: Duration = Duration::from_millis(3);
-/// What may come and go between two turns, beyond what comes and goes at the rate of a slow port.
-const PERIOD_BYTES: f64 = 262_144.0;
-/// 250 Mbit/s both ways. The least that connections hold lasts longer than the longest period there,
-/// and a thread has little to do; the faster a port, the more it loses by a thread that is late.
-const SLOW_BYTES_PER_S: f64 = 62_500_000.0;
-/// The thread looks again so long before a full connection has nothing left to send: it may have to
+/// The thread looks again this long before a full connection has nothing left to send: it may have to
 /// wait for a processor, and has others to serve first.
 const MARGIN: Duration = Duration::from_millis(1);
 /// Shorter pauses are none: the kernel may end a sleep 50 us late.
 const PAUSE_MIN: Duration = Duration::from_micros(100);
-/// The rate is the mean of about so long.
-const RATE_WINDOW: Duration = Duration::from_millis(10);
+const SMOOTHING: Smoothing = Smoothing::Mean { time: Duration::from_millis(10) };
 
-/// When the next turn may begin.
+/// Decides when the next turn may begin.
 #[derive(Debug)]
 pub(crate) struct WakeupCoalescer {
     turn_began: Instant,
-    turn_bytes: usize,
-    rate_bytes_per_s: f64,
+    turn_bytes: u64,
+    rate: RateEstimator,
 }
 
 impl WakeupCoalescer {
-    /// Of a thread whose first turn begins now.
+    /// Makes the coalescer of a thread whose first turn begins now.
     pub(crate) fn new(now: Instant) -> WakeupCoalescer {
-        WakeupCoalescer { turn_began: now, turn_bytes: 0, rate_bytes_per_s: 0.0 }
+        WakeupCoalescer { turn_began: now, turn_bytes: 0, rate: RateEstimator::new(SMOOTHING) }
     }
 
     /// Notes bytes that were sent or received in this turn.
     pub(crate) fn count(&mut self, bytes: usize) {
-        self.turn_bytes += bytes;
+        self.turn_bytes += bytes as u64;
     }
 
-    /// The next turn begins.
+    /// Begins the next turn.
     pub(crate) fn begin_turn(&mut self, now: Instant) {
         let elapsed = now.saturating_duration_since(self.turn_began);
-        if elapsed.is_zero() {
-            return;
+        if !elapsed.is_zero() {
+            self.rate.add(self.turn_bytes, elapsed);
+            (self.turn_began, self.turn_bytes) = (now, 0);
         }
-        let rate_bytes_per_s = self.turn_bytes as f64 / elapsed.as_secs_f64();
-        let weight = elapsed.as_secs_f64() / (elapsed + RATE_WINDOW).as_secs_f64();
-        self.rate_bytes_per_s += weight * (rate_bytes_per_s - self.rate_bytes_per_s);
-        (self.turn_began, self.turn_bytes) = (now, 0);
     }
 
-    /// How long to leave sockets alone.
+    /// Returns how long to leave sockets alone.
     ///
     /// # Arguments
-    /// * `lasts` - how long that at least lasts from now on which full connections hold that the
-    ///   kernel paces; none where there is none.
-    /// * `rests` - how long from the beginning of this turn the thread has nothing to give to full
-    ///   ones that it paces itself; none where there is none.
+    /// * `drain_time` - time until the first full connection that the kernel paces has sent its bytes;
+    ///   `None` without one.
+    /// * `until_due` - time from the beginning of this turn until all full connections that the thread
+    ///   paces are due; `None` without one.
     pub(crate) fn pause(
         &self,
         now: Instant,
         drain_time: Option<Duration>,
         until_due: Option<Duration>,
     ) -> Duration {
-        let period_s = PERIOD_BYTES / (self.rate_bytes_per_s - SLOW_BYTES_PER_S).max(0.0);
-        let period =
-            Duration::try_from_secs_f64(period_s).map_or(PERIOD_MAX, |it| it.min(PERIOD_MAX));
+        let period = policy::turn_period(self.rate.bytes_per_s().unwrap_or(0.0));
         let elapsed = now.saturating_duration_since(self.turn_began);
-        let drain_time = drain_time.map(|drain_time| drain_time.saturating_sub(MARGIN));
-        let until_due = until_due.map(|until_due| until_due.saturating_sub(elapsed));
+        let drain_time = drain_time.map(|time| time.saturating_sub(MARGIN));
+        let until_due = until_due.map(|time| time.saturating_sub(elapsed));
         let Some(pause) = drain_time.into_iter().chain(until_due).min() else {
             return Duration::ZERO;
         };
@@ -92,6 +80,7 @@ impl WakeupCoalescer {
 
 #[cfg(test)]
 mod tests {
+    use super::policy::TURN_MAX;
     use super::*;
 
     const LONG: Duration = Duration::from_secs(1);
@@ -172,7 +161,7 @@ mod tests {
     fn a_turn_that_took_long_is_followed_by_another_one_at_once() {
         let began = Instant::now();
         let coalescer = WakeupCoalescer::new(began);
-        assert_eq!(coalescer.pause(began + PERIOD_MAX, Some(LONG), None), Duration::ZERO);
+        assert_eq!(coalescer.pause(began + TURN_MAX, Some(LONG), None), Duration::ZERO);
     }
 
     #[test]
@@ -184,6 +173,6 @@ mod tests {
             now += Duration::from_millis(1);
             coalescer.begin_turn(now);
         }
-        assert_eq!(coalescer.pause(now, Some(LONG), None), PERIOD_MAX);
+        assert_eq!(coalescer.pause(now, Some(LONG), None), TURN_MAX);
     }
 }

@@ -8,8 +8,8 @@ use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use crate::channel::blocks;
 use crate::channel::shared::{Command, Shared};
 use crate::compute::job_runner::JobRunner;
-use crate::flow::pacer::Pacer;
-use crate::flow::pacing::PortPacing;
+use crate::flow::Pacer;
+use crate::flow::PortPacing;
 use crate::memory::MemoryTable;
 use crate::metrics::counters::count;
 use crate::metrics::straggler_stats::ContributionTimes;
@@ -19,14 +19,14 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    Event, JournaledEngine, Payload, ProtocolError, ReadyRule, Region, Transmit,
+    Event, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest wait for other ranks to say that they hear a silent peer.
 const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
@@ -131,9 +131,9 @@ impl Core {
             && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_finished())
     }
 
-    /// After a turn that was to sleep for at most `asked`.
-    pub(super) fn read_clock(&mut self, asked: Duration) {
-        self.now = self.clock.advance(asked);
+    /// Advances the time after a turn that slept for at most `sleep`.
+    pub(super) fn read_clock(&mut self, now: Instant, sleep: Duration) {
+        self.now = self.clock.advance(now, sleep);
         self.engine.handle_time(self.now);
     }
 
@@ -156,7 +156,7 @@ impl Core {
             Event::BlocksReady { tensor, step, blocks } => {
                 self.store_blocks(tensor, step, &blocks);
             }
-            Event::BlocksCollected { tensor, step, blocks } => {
+            Event::RootRequest { tensor, step, blocks } => {
                 self.store_blocks(tensor, step, &blocks);
                 self.shared.completion.publish_root_request(tensor, step);
             }
@@ -164,9 +164,9 @@ impl Core {
             Event::Applied { rank, staleness, .. } => {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
             }
-            Event::Decided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
+            Event::ContributorsDecided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
                 lock(&self.shared.metrics.participation).note(&event);
-                if let Event::Decided { step, contributors } = event {
+                if let Event::ContributorsDecided { step, contributors } = event {
                     if !contributors.contains(&self.engine.rank()) {
                         self.jobs.left_out(step);
                     }
@@ -326,7 +326,7 @@ impl Core {
     /// Whether ranks apply pushes one by one: who does is needed, and gives signs of life, after its
     /// goodbye too.
     pub(super) fn is_async(&self) -> bool {
-        self.engine.plan().strategy.ready == ReadyRule::Each
+        self.engine.plan().strategy.synchrony == Synchrony::Async
     }
 
     /// Bytes have come from a peer.

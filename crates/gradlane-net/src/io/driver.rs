@@ -6,9 +6,7 @@ use super::io_thread::{IoThread, Link, Links};
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::Shared;
 use crate::compute::job_runner::JobRunner;
-use crate::flow::frame_size::FrameSizer;
-use crate::flow::pacing::PortPacing;
-use crate::flow::send_buffer::SendBuffer;
+use crate::flow::{ConnectionFlow, PortPacing};
 use crate::memory::MemoryTable;
 use crate::metrics::straggler_stats::ContributionTimes;
 use crate::options::ChannelOptions;
@@ -21,6 +19,7 @@ use gradlane_units::{Rank, Time};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
+use std::time::Instant;
 
 /// How a session ends, as the I/O threads find it.
 #[derive(Debug)]
@@ -34,9 +33,9 @@ pub(crate) enum ShutdownCause {
 /// The engine and the connections that the I/O threads begin with.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    core: Mutex<Core>,
+    pub(super) core: Mutex<Core>,
     /// By I/O thread.
-    links: Vec<Links>,
+    pub(super) links: Vec<Links>,
 }
 
 impl Driver {
@@ -52,7 +51,7 @@ impl Driver {
             rank: Rank(options.rank),
             frame_bytes: options.frame_bytes,
             credit_bytes: options.credit_bytes,
-            work_depth: options.work_depth,
+            job_depth: options.work_depth,
             encoded_ahead: options.encoded_ahead,
             progress_timeout: options.progress_timeout(),
             generation: options.generation,
@@ -72,19 +71,9 @@ impl Driver {
             let thread = peers.iter().flatten().count() % threads;
             socket.watch(&shared.pollers[thread], rank as u64, Interest::Begin)?;
             engine.handle_writable(Rank(rank as u32), true);
-            let send_buffer = SendBuffer::new(
-                &*socket,
-                options.send_buffer_bytes,
-                options.low_water_bytes,
-                options.frame_bytes,
-                sent_to,
-            )?;
+            let flow = ConnectionFlow::new(&*socket, &options, sent_to)?;
             peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
-            links[thread][rank] = Some(Link::new(
-                Connection::new(socket),
-                send_buffer,
-                FrameSizer::new(options.frame_bytes),
-            ));
+            links[thread][rank] = Some(Link::new(Connection::new(socket), flow));
         }
         let jobs = JobRunner::new(&shared, plan, &options)?;
         let core = Core {
@@ -95,7 +84,7 @@ impl Driver {
             shared,
             contribution_times: ContributionTimes::new(plan, Rank(options.rank)),
             pacing: paced.then(|| PortPacing::new(sent_to, options.frame_bytes)),
-            clock: SuspendAwareClock::new(options.silence_timeout()),
+            clock: SuspendAwareClock::new(Instant::now(), options.silence_timeout()),
             options,
             now: Time::ZERO,
             connected_at: None,

@@ -1,21 +1,19 @@
 //! One I/O thread: drives the connections of its peers.
 //!
-//! One turn of its loop handles commands, finished works and all socket events that there are, and
-//! then asks the engine for works, frames and events until it has none. A frame is chosen only when
-//! its socket can take it; nothing here blocks but the wait for the next event, and for a moment the
-//! engine's lock. Frames that are chosen here for a peer of another thread wait in that peer's
-//! outbox, and its thread is woken.
+//! One turn of its loop handles calls, finished jobs and all socket events that there are, and then asks
+//! the engine for jobs, frames and events until it has none. A frame is chosen only when its socket can
+//! take it. The thread blocks only in the wait for the next event, and for a moment on the engine's lock.
+//! Frames that it chooses for a peer of another thread wait in that peer's outbox, and that thread is
+//! woken.
 
 use super::connection::Connection;
 use super::core::Core;
 use super::driver::ShutdownCause;
 use crate::channel::shared::{panic_text, Shared};
-use crate::flow::frame_size::FrameSizer;
-use crate::flow::send_buffer::SendBuffer;
-use crate::flow::wakeup_coalescing::WakeupCoalescer;
+use crate::flow::{ConnectionFlow, WakeupCoalescer};
 use crate::metrics::counters::count;
 use crate::sys::lock;
-use crate::sys::syscall::EpollEvents;
+use crate::sys::syscall::{EpollEvents, EpollReport};
 use gradlane_engine::Transmit;
 use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
@@ -23,15 +21,14 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Bytes sent before sockets are looked at again.
+/// Bytes sent before sockets are polled again.
 const SEND_TURN_BYTES: usize = 1 << 20;
 
-/// A connection and what only its thread knows of it.
+/// A connection and the state that only its thread has.
 #[derive(Debug)]
-pub(crate) struct Link {
-    pub(crate) connection: Connection,
-    pub(super) send_buffer: SendBuffer,
-    pub(super) frame_size: FrameSizer,
+pub(super) struct Link {
+    pub(super) connection: Connection,
+    pub(super) flow: ConnectionFlow,
     /// Whether the poller reports it as writable.
     pub(super) armed: bool,
     pub(super) last_sent: Time,
@@ -39,24 +36,23 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(
-        connection: Connection,
-        send_buffer: SendBuffer,
-        frame_size: FrameSizer,
-    ) -> Link {
-        Link {
-            connection,
-            send_buffer,
-            frame_size,
-            armed: false,
-            last_sent: Time::ZERO,
-            heard_goodbye: false,
-        }
+    /// Makes the link of a new connection.
+    pub(super) fn new(connection: Connection, flow: ConnectionFlow) -> Link {
+        Link { connection, flow, armed: false, last_sent: Time::ZERO, heard_goodbye: false }
     }
 }
 
-/// Connections by rank; none where another thread has it, and for this rank itself.
-pub(crate) type Links = Vec<Option<Link>>;
+/// Connections by rank; `None` for those of other threads, and for this rank itself.
+pub(super) type Links = Vec<Option<Link>>;
+
+/// The sleep between two turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sleep {
+    /// The longest time until the next turn.
+    pub(super) at_most: Duration,
+    /// The part of it in which sockets are ignored.
+    pub(super) pause: Duration,
+}
 
 /// An I/O thread while it runs.
 #[derive(Debug)]
@@ -65,17 +61,16 @@ pub(super) struct IoThread<'a> {
     pub(super) core: &'a Mutex<Core>,
     pub(super) shared: Arc<Shared>,
     pub(super) links: Links,
-    /// When silence is looked at next.
     pub(super) next_keepalive_check: Time,
     pub(super) coalescer: WakeupCoalescer,
-    /// Peers to send to in this moment, the most urgent first.
+    /// Peers to send to now, the most urgent first.
     chosen: Vec<Rank>,
     /// Frames that the kernel has and the engine has not heard of.
     pub(super) sent: Vec<(FrameHeader, Option<Transmit>)>,
 }
 
 impl<'a> IoThread<'a> {
-    /// The thread with this number and these connections.
+    /// Makes the thread with this number and these connections.
     pub(super) fn new(index: usize, core: &'a Mutex<Core>, links: Links) -> IoThread<'a> {
         IoThread {
             index,
@@ -89,7 +84,7 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// Runs until the session ends, and hands the connections back. A panic ends the session.
+    /// Runs until the session ends and returns the connections. A panic ends the session.
     pub(super) fn run(mut self) -> Links {
         let shared = Arc::clone(&self.shared);
         let _count = shared.metrics.count_this_thread("io");
@@ -106,58 +101,66 @@ impl<'a> IoThread<'a> {
     fn run_loop(&mut self) {
         let mut events = EpollEvents::new();
         let mut reports = Vec::new();
-        loop {
-            self.check_keepalive();
-            let hurry = self.pump();
-            let (asked, pause) = {
-                let mut core = self.core();
-                if core.shutdown.is_some() {
-                    return;
-                }
-                core.pace();
-                let asked = if hurry {
-                    Duration::ZERO
-                } else {
-                    let next = core.engine.poll_timeout();
-                    next.map_or(self.next_keepalive_check, |it| it.min(self.next_keepalive_check))
-                        .since(core.now)
-                };
-                (asked, self.pause(&core).min(asked))
-            };
+        while let Some(sleep) = self.send() {
             let idle = || self.core().is_idle(self.index);
             let poller = &self.shared.pollers[self.index];
-            if !pause.is_zero() {
-                // A failure leaves sockets unmoderated: the wait below returns as soon as it can.
-                let _ = poller.rest(pause, idle);
+            if !sleep.pause.is_zero() {
+                // After a failure the wait below returns as soon as it can.
+                let _ = poller.rest(sleep.pause, idle);
             }
-            let timeout = Some(asked - pause);
-            let waited = poller.wait(&mut events, timeout, idle, &mut reports);
-            self.coalescer.begin_turn(Instant::now());
-            {
-                let mut core = self.core();
-                if let Err(error) = waited {
-                    core.engine.abort(&format!("cannot wait for sockets: {error}"));
-                }
-                core.read_clock(asked);
-                // What the application said before a peer's frame came is heard before it.
-                core.handle_commands();
-                count(&self.shared.metrics.turns, 1);
+            let timeout = Some(sleep.at_most - sleep.pause);
+            if let Err(error) = poller.wait(&mut events, timeout, idle, &mut reports) {
+                self.core().engine.abort(&format!("cannot wait for sockets: {error}"));
             }
-            for report in &reports {
-                let rank = Rank(report.key as u32);
-                if report.readable {
-                    self.receive(rank);
-                }
-                if report.writable {
-                    self.on_writable(rank);
-                }
+            self.handle_reports(Instant::now(), sleep, &reports);
+        }
+    }
+
+    /// Ends a turn: sends everything that the engine asks for. Returns the sleep until the next turn, or
+    /// `None` when the session has ended.
+    pub(super) fn send(&mut self) -> Option<Sleep> {
+        self.check_keepalive();
+        let hurry = self.pump();
+        let mut core = self.core();
+        if core.shutdown.is_some() {
+            return None;
+        }
+        core.pace();
+        let at_most = if hurry {
+            Duration::ZERO
+        } else {
+            let next = core.engine.poll_timeout();
+            let next =
+                next.map_or(self.next_keepalive_check, |it| it.min(self.next_keepalive_check));
+            next.since(core.now)
+        };
+        Some(Sleep { at_most, pause: self.pause(&core).min(at_most) })
+    }
+
+    /// Begins a turn: advances the time, and handles calls and sockets.
+    pub(super) fn handle_reports(&mut self, now: Instant, sleep: Sleep, reports: &[EpollReport]) {
+        self.coalescer.begin_turn(now);
+        {
+            let mut core = self.core();
+            core.read_clock(now, sleep.at_most);
+            // Calls come first: the application made them before a peer's frame arrived.
+            core.handle_commands();
+            count(&self.shared.metrics.turns, 1);
+        }
+        for report in reports {
+            let rank = Rank(report.key as u32);
+            if report.readable {
+                self.receive(rank);
+            }
+            if report.writable {
+                self.on_writable(rank);
             }
         }
     }
 
-    /// How long to leave sockets alone, while a connection takes no more: until the first of those
-    /// that the kernel paces has almost nothing left, and all that this thread paces are due, which
-    /// it then serves in one turn.
+    /// Returns how long to leave sockets alone while a connection is full: until the first connection that
+    /// the kernel paces has almost nothing left, and until all that this thread paces are due, so that it
+    /// serves them in one turn.
     fn pause(&self, core: &Core) -> Duration {
         let (mut first_drained, mut all_due) = (None, None);
         for (rank, link) in self.links.iter().enumerate() {
@@ -168,18 +171,16 @@ impl<'a> IoThread<'a> {
             if let Some(until_due) = pacer.and_then(|pacer| pacer.until_due(core.now)) {
                 all_due = all_due.max(Some(until_due));
             } else {
-                let drain_time = link.send_buffer.drain_time();
+                let drain_time = link.flow.drain_time();
                 first_drained =
-                    Some(first_drained.map_or(drain_time, |first_drained: Duration| {
-                        first_drained.min(drain_time)
-                    }));
+                    Some(first_drained.map_or(drain_time, |it: Duration| it.min(drain_time)));
             }
         }
         self.coalescer.pause(Instant::now(), first_drained, all_due)
     }
 
-    /// Does what the engine asks for until it asks for nothing; `true` when it stopped early so
-    /// that sockets get their turn.
+    /// Sends until the engine asks for nothing more. Returns `true` when it stops early, so that sockets
+    /// get their turn.
     fn pump(&mut self) -> bool {
         let mut sent_bytes = 0;
         loop {
@@ -198,8 +199,8 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// Lets the engine decide, takes what it has chosen for this thread's peers, and wakes the
-    /// threads of others.
+    /// Lets the engine decide, takes the frames for this thread's peers, and wakes other threads that got
+    /// some.
     fn choose(&mut self) {
         let mut core = self.core();
         core.pump();

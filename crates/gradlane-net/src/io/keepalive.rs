@@ -5,7 +5,7 @@ use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use super::io_thread::IoThread;
 use crate::options::ChannelOptions;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use std::time::Duration;
 
 impl IoThread<'_> {
@@ -65,7 +65,7 @@ impl IoThread<'_> {
 fn heartbeat(options: &ChannelOptions) -> OutgoingFrame {
     let header = FrameHeader {
         kind: FrameKind::Heartbeat,
-        codec: Codec::Raw,
+        form: PayloadForm::Raw,
         flags: FrameFlags::NONE,
         step: Step(0),
         generation: options.generation,

@@ -1,11 +1,11 @@
-//! The sockets of peers: what they take, what comes from them, and their loss.
+//! The sockets of peers: sending, receiving, and their loss.
 
 use super::connection::Fault;
 use super::core::Core;
 use super::frame_writer::Flushed;
 use super::io_thread::IoThread;
 use super::receive::ReceivedFrames;
-use crate::flow::pacer::Pacer;
+use crate::flow::Pacer;
 use crate::metrics::counters::count;
 use crate::sys::lock;
 use crate::sys::poller::Interest;
@@ -16,7 +16,7 @@ use std::io;
 const RECEIVE_TURN_BYTES: usize = 512 << 10;
 
 impl IoThread<'_> {
-    /// Gives a socket what waits for it; the bytes that it took.
+    /// Sends the frames that wait for a peer and returns the bytes that its socket took.
     pub(super) fn flush(&mut self, rank: Rank) -> usize {
         let core = self.core;
         let Some(Some(link)) = self.links.get_mut(rank.index()) else {
@@ -30,24 +30,20 @@ impl IoThread<'_> {
         });
         self.coalescer.count(total);
         let socket = &*link.connection.socket;
-        let mut path = None;
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
-            // A size that the kernel refuses leaves the last one in force.
-            path = link.send_buffer.sent(socket, total).ok().flatten();
         }
-        link.send_buffer.sample_unsent(socket);
-        let takes_more = matches!(result, Ok(Flushed::All)) && !link.send_buffer.is_full();
+        link.flow.sent(socket, total);
+        let takes_more = matches!(result, Ok(Flushed::All)) && !link.flow.is_full();
         let mut core = lock(core);
         if total > 0 {
             link.last_sent = core.now;
         }
-        let grown = path.and_then(|path| link.frame_size.sample(core.now, path.acknowledged_bytes));
-        if let Some(frame_bytes) = grown {
+        if let Some(frame_bytes) = link.flow.frame_bytes(core.now) {
             core.engine.handle_frame_bytes(rank, frame_bytes);
         }
         core.sent(rank, total, &mut self.sent);
-        link.send_buffer.paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
+        link.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
         let writable = takes_more && core.may_send(rank);
         if let Err(error) = result {
             drop(core);
@@ -58,7 +54,7 @@ impl IoThread<'_> {
         total
     }
 
-    /// A peer that gives up says why and closes: its last words may be here although sending fails.
+    /// Loses a peer whose socket fails, after reading it: a peer that gives up says why and closes.
     fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
         while self.receive(rank) > 0 {}
         self.core().lose(rank, &format!("connection failed: {error}"));
@@ -71,8 +67,8 @@ impl IoThread<'_> {
         }
     }
 
-    /// Asks the poller to report when the socket takes more. Once asked, it stays so while there is
-    /// more to send, and is taken back only when a report finds nothing to do.
+    /// Makes the poller report when the socket takes more, or stops that. It goes on while there is more
+    /// to send, and ends only when a report finds nothing to do.
     fn arm(&mut self, core: &mut Core, rank: Rank, armed: bool) {
         let Some(Some(link)) = self.links.get_mut(rank.index()) else {
             return;
@@ -100,7 +96,7 @@ impl IoThread<'_> {
         if core.is_writable(rank) {
             self.arm(&mut core, rank, false);
         } else if nothing_waits {
-            // Not due yet: reported again in the next turn.
+            // A frame that is not due yet is reported again in the next turn.
             if core.may_send(rank) {
                 self.set_writable(&mut core, rank, true);
             }
@@ -110,7 +106,7 @@ impl IoThread<'_> {
         }
     }
 
-    /// Reads from a socket; the bytes that came.
+    /// Reads from a peer's socket and returns the number of bytes.
     pub(super) fn receive(&mut self, rank: Rank) -> usize {
         let core = self.core;
         let Some(Some(link)) = self.links.get_mut(rank.index()) else {

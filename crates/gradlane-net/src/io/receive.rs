@@ -6,7 +6,7 @@ use super::frame_reader::{FrameSink, PayloadTarget};
 use crate::channel::shared::Shared;
 use crate::memory::WriteSpan;
 use crate::sys::lock;
-use gradlane_engine::{Landing, ProtocolError};
+use gradlane_engine::{PayloadDest, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
 use std::sync::Mutex;
@@ -30,9 +30,9 @@ impl FrameSink for ReceivedFrames<'_> {
             let mut core = lock(self.core);
             let dest = core.engine.handle_header(self.peer, header);
             match dest.map_err(|error| violation(&error))? {
-                Landing::Control => return Ok(PayloadTarget::Control),
-                Landing::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
-                Landing::Region(region) => core.memory.locate(region),
+                PayloadDest::Control => return Ok(PayloadTarget::Control),
+                PayloadDest::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
+                PayloadDest::Region(region) => core.memory.locate(region),
             }
         };
         match located {

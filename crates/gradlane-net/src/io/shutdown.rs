@@ -32,7 +32,7 @@ pub(crate) struct SessionShutdown {
 
 impl SessionShutdown {
     /// What the I/O threads have left behind.
-    pub(crate) fn new(core: Core, links: Links) -> SessionShutdown {
+    pub(super) fn new(core: Core, links: Links) -> SessionShutdown {
         let links = links.into_iter().enumerate();
         let open = links
             .filter_map(|(index, link)| Some((Rank(index as u32), link?.connection)))

@@ -13,7 +13,7 @@ use crate::metrics::snapshot::{
 use crate::metrics::straggler_stats::StragglerStats;
 use crate::sys::lock;
 use crate::sys::syscall::ThreadClock;
-use gradlane_engine::{Plan, Role, Scheme, Staleness};
+use gradlane_engine::{Plan, Scheme, Staleness, TensorKind};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::VecDeque;
@@ -144,7 +144,7 @@ impl Metrics {
     /// Counters at zero.
     pub(crate) fn new(rank: Rank, plan: &Plan) -> Metrics {
         let (world_size, tensors) = (plan.world_size, plan.tensors.len());
-        let answers = |tensor| plan.answerer(TensorId(tensor)) == Some(rank);
+        let answers = |tensor| plan.root(TensorId(tensor)) == Some(rank);
         Metrics {
             served_sent_bytes: AtomicU64::new(0),
             served_received_bytes: AtomicU64::new(0),
@@ -243,7 +243,7 @@ impl Metrics {
                 | FrameKind::Broadcast
                 | FrameKind::RingScale
                 | FrameKind::RingReduce
-                | FrameKind::RingGather
+                | FrameKind::RingBroadcast
         );
         let whole = header.flags.contains(FrameFlags::LAST);
         if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {
@@ -284,7 +284,7 @@ impl Metrics {
             rx_payload_bytes: peers.iter().map(|peer| peer.rx_payload_bytes).sum(),
             queued_messages: peers.iter().map(|peer| peer.queued_messages).sum(),
             queued_bytes: peers.iter().map(|peer| peer.queued_bytes).sum(),
-            queued_works: queue_stats.works,
+            queued_works: queue_stats.jobs,
             raw_bytes: load(&self.raw_bytes),
             encoded_bytes: load(&self.encoded_bytes),
             served_tx_bytes: load(&self.served_sent_bytes),
@@ -344,8 +344,8 @@ fn is_logged(number: u64) -> bool {
 /// owns anything.
 fn owned_bytes(plan: &Plan) -> Vec<u64> {
     let mut owned = vec![0; plan.world_size as usize];
-    for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.role == Role::Parameter) {
-        if matches!(tensor.scheme, Scheme::Ps | Scheme::Answer) {
+    for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.kind == TensorKind::Parameter) {
+        if matches!(tensor.scheme, Scheme::Ps | Scheme::GatherToRoot) {
             for slice in tensor.slices.clone().map(SliceId) {
                 owned[plan.slice(slice).owner.index()] += plan.slice_bytes(slice);
             }
@@ -356,11 +356,11 @@ fn owned_bytes(plan: &Plan) -> Vec<u64> {
 
 /// By rank; nothing where no push was applied alone.
 fn staleness_snapshots(staleness: &Staleness) -> Vec<StalenessSnapshot> {
-    let tallies = staleness.tallies();
+    let tallies = staleness.by_rank();
     if tallies.iter().all(|tally| tally.pushes == 0) {
         return Vec::new();
     }
-    let reading = |tally: &gradlane_engine::Tally| StalenessSnapshot {
+    let reading = |tally: &gradlane_engine::RankStaleness| StalenessSnapshot {
         pushes: tally.pushes,
         mean: tally.mean(),
         max: tally.max,

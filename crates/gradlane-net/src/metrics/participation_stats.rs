@@ -61,7 +61,7 @@ impl ParticipationStats {
     /// Notes an event of the engine that is about contributors.
     pub(crate) fn note(&mut self, event: &Event) {
         match event {
-            Event::Decided { step, contributors } => {
+            Event::ContributorsDecided { step, contributors } => {
                 self.decided = *step;
                 self.participated.insert(*step, contributors.contains(&self.rank));
                 if self.participated.len() > STEPS_KEPT {
@@ -135,7 +135,7 @@ mod tests {
         let mut participation = ParticipationStats::new(Rank(1), 3);
         assert_eq!(participation.snapshot(), (0, Vec::new()));
         for (step, contributors) in [(1, vec![Rank(0), Rank(2)]), (2, vec![Rank(0), Rank(1)])] {
-            participation.note(&Event::Decided { step: Step(step), contributors });
+            participation.note(&Event::ContributorsDecided { step: Step(step), contributors });
         }
         participation.note(&Event::LeftOut { step: Step(1), behind: true });
         for ms in [5, 2] {

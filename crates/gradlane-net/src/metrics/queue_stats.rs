@@ -4,7 +4,7 @@
 //! it is asked, and not otherwise.
 
 use crate::sys::lock;
-use gradlane_engine::QueueDepths;
+use gradlane_engine::QueueStats;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ struct QueryState {
     requested: u64,
     /// Questions that the depths below answer.
     replied_to: u64,
-    stats: QueueDepths,
+    stats: QueueStats,
     closed: bool,
 }
 
@@ -42,7 +42,7 @@ impl StatsQuery {
     }
 
     /// Answers all questions asked so far.
-    pub(crate) fn reply(&self, stats: QueueDepths) {
+    pub(crate) fn reply(&self, stats: QueueStats) {
         let mut state = lock(&self.state);
         state.replied_to = state.requested;
         state.stats = stats;
@@ -53,12 +53,12 @@ impl StatsQuery {
     pub(crate) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
-        state.stats = QueueDepths::default();
+        state.stats = QueueStats::default();
         self.replied.notify_all();
     }
 
     /// The last answer.
-    pub(crate) fn latest(&self) -> QueueDepths {
+    pub(crate) fn latest(&self) -> QueueStats {
         lock(&self.state).stats.clone()
     }
 }
@@ -71,22 +71,22 @@ mod tests {
     #[test]
     fn whoever_asks_gets_an_answer_given_after_the_question() {
         let state = Arc::new(StatsQuery::default());
-        state.reply(QueueDepths { peers: Vec::new(), works: 1 });
+        state.reply(QueueStats { peers: Vec::new(), jobs: 1 });
         let replying = Arc::clone(&state);
         state.request(Duration::from_secs(60), move || {
             std::thread::spawn(move || {
-                replying.reply(QueueDepths { peers: Vec::new(), works: 2 });
+                replying.reply(QueueStats { peers: Vec::new(), jobs: 2 });
             });
         });
-        assert_eq!(state.latest().works, 2);
+        assert_eq!(state.latest().jobs, 2);
     }
 
     #[test]
     fn after_the_end_nobody_waits_and_nothing_is_queued() {
         let state = StatsQuery::default();
-        state.reply(QueueDepths { peers: Vec::new(), works: 3 });
+        state.reply(QueueStats { peers: Vec::new(), jobs: 3 });
         state.close();
         state.request(Duration::from_secs(60), || unreachable!("nobody is left to replied"));
-        assert_eq!(state.latest(), QueueDepths::default());
+        assert_eq!(state.latest(), QueueStats::default());
     }
 }

@@ -158,7 +158,7 @@ pub struct StragglerSnapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gradlane_engine::{Role, Strategy, TensorSpec, Update};
+    use gradlane_engine::{Strategy, TensorKind, TensorSpec, Update};
     use gradlane_units::Dtype;
 
     fn plan(world_size: u32) -> Plan {
@@ -166,7 +166,7 @@ mod tests {
             name: "weight".to_owned(),
             numel: 8,
             dtype: Dtype::F32,
-            role: Role::Parameter,
+            kind: TensorKind::Parameter,
         };
         let strategy = Strategy::named("p3", Some(2), 0).expect("a strategy");
         Plan::build(vec![spec], strategy, Update::Worker, world_size).expect("a plan")

@@ -4,19 +4,11 @@
 
 use super::support::gradient;
 use super::support_encoded::Aggregation;
-use gradlane_codec::{build, narrow, widen, Codec, IntegerSums, Place, TensorShape};
+use gradlane_codec::{build, narrow, widen, Codec, FloatDtype, IntegerSums, Place, TensorShape};
 use gradlane_engine::{Plan, Slice, TensorSpec};
-use gradlane_units::{Dtype, TensorId};
+use gradlane_units::TensorId;
 use std::ops::Range;
 use std::sync::Arc;
-
-fn codec_dtype(dtype: Dtype) -> gradlane_codec::Dtype {
-    match dtype {
-        Dtype::F16 => gradlane_codec::Dtype::F16,
-        Dtype::Bf16 => gradlane_codec::Dtype::Bf16,
-        _ => gradlane_codec::Dtype::F32,
-    }
-}
 
 /// One tensor's aggregation as it is defined.
 pub struct RingOracle {
@@ -69,7 +61,7 @@ impl RingOracle {
                 None => self.hops(step, &slice, &given),
             });
         }
-        let dtype = codec_dtype(self.spec.dtype);
+        let dtype = FloatDtype::of(self.spec.dtype).expect("a tensor that is encoded");
         let mut bytes = vec![0; all.len() * dtype.element_bytes()];
         narrow(dtype, &all, &mut bytes);
         bytes
@@ -148,7 +140,11 @@ impl RingOracle {
     pub fn usual_values(&self, rank: u32, step: u64) -> Vec<f32> {
         let bytes = gradient(rank, step, self.index as usize, &self.spec).bytes;
         let mut values = vec![0.0; self.spec.numel as usize];
-        widen(codec_dtype(self.spec.dtype), &bytes, &mut values);
+        widen(
+            FloatDtype::of(self.spec.dtype).expect("a tensor that is encoded"),
+            &bytes,
+            &mut values,
+        );
         values
     }
 }

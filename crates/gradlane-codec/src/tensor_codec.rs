@@ -1,7 +1,7 @@
 //! Codecs as plans have them: the sizes that the engine plans with.
 
 use crate::encode::{build, Codec, CodecSpec, CodecSpecError, IntegerSums, Method, TensorShape};
-use gradlane_units::{Coding, Dtype, RingBytes};
+use gradlane_units::{CodecSizes, Dtype, RingBytes};
 use std::sync::Arc;
 
 /// A codec for one tensor, as plans are built of.
@@ -47,7 +47,7 @@ impl TensorCodec {
     }
 }
 
-impl Coding for TensorCodec {
+impl CodecSizes for TensorCodec {
     fn name(&self) -> String {
         self.codec.spec().to_string()
     }

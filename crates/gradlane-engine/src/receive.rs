@@ -4,17 +4,17 @@
 
 use crate::engine::Engine;
 use crate::error::ProtocolError;
-use crate::io::{BufferRef, Landing, Memory, Region};
+use crate::io::{BufferRef, Memory, PayloadDest, Region};
 use crate::plan::Plan;
-use crate::server::Part;
-use crate::strategy::{PullRule, ReadyRule};
-use crate::worker::{Contribution, Phase};
+use crate::server::Contribution;
+use crate::strategy::{PullRule, Synchrony};
+use crate::worker::{Phase, Submission};
 use alloc::format;
 use alloc::string::String;
 use gradlane_units::{Rank, SliceId, Step};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
-pub(crate) type Checked<T> = Result<T, String>;
+pub(crate) type Validated<T> = Result<T, String>;
 
 impl Engine {
     /// A verified header has arrived from a peer: where does its payload go?
@@ -25,15 +25,15 @@ impl Engine {
         &mut self,
         from: Rank,
         header: &FrameHeader,
-    ) -> Result<Landing, ProtocolError> {
+    ) -> Result<PayloadDest, ProtocolError> {
         self.check_header(from, header)
             .and_then(|()| match header.kind {
                 FrameKind::Push => self.land_push(from, header),
                 FrameKind::Broadcast => self.land_broadcast(from, header),
-                FrameKind::Notify => self.check_notify(from, header).map(|()| Landing::Nothing),
-                FrameKind::Pull => self.check_pull(from, header).map(|()| Landing::Nothing),
+                FrameKind::Notify => self.check_notify(from, header).map(|()| PayloadDest::Nothing),
+                FrameKind::Pull => self.check_pull(from, header).map(|()| PayloadDest::Nothing),
                 FrameKind::RingScale | FrameKind::RingReduce => self.land_round(header),
-                FrameKind::RingGather => self.land_result_round(header),
+                FrameKind::RingBroadcast => self.land_result_round(header),
                 FrameKind::Block => Ok(self.land_block(from, header)),
                 FrameKind::PlanSwitch
                 | FrameKind::PlanSwitchAck
@@ -42,8 +42,8 @@ impl Engine {
                 | FrameKind::Abort
                 | FrameKind::Suspect
                 | FrameKind::StepBegun
-                | FrameKind::StepGiven
-                | FrameKind::Contributors => Ok(Landing::Control),
+                | FrameKind::GradientsQueued
+                | FrameKind::Contributors => Ok(PayloadDest::Control),
             })
             .map_err(|what| ProtocolError { peer: from, what })
     }
@@ -65,7 +65,7 @@ impl Engine {
             FrameKind::Notify => self.announced(header.tensor),
             FrameKind::Pull => self.take_pull(from, header),
             FrameKind::RingScale | FrameKind::RingReduce => self.take_round(header),
-            FrameKind::RingGather => self.take_result_round(header),
+            FrameKind::RingBroadcast => self.take_result_round(header),
             FrameKind::Block => self.take_block(from, header),
             _ => {
                 let what = format!("{:?} is a control frame", header.kind);
@@ -86,18 +86,18 @@ impl Engine {
         header: &FrameHeader,
         payload: &[u8],
     ) -> Result<(), ProtocolError> {
-        let chooses = matches!(
+        let drops_stragglers = matches!(
             header.kind,
-            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors
+            FrameKind::StepBegun | FrameKind::GradientsQueued | FrameKind::Contributors
         );
-        if chooses && self.lifecycle.has_ended() {
+        if drops_stragglers && self.lifecycle.has_ended() {
             return Ok(());
         }
         let taken = match header.kind {
             FrameKind::PlanSwitch => self.take_switch(from, header, payload),
             FrameKind::PlanSwitchAck => self.take_switch_ack(from, header),
             FrameKind::StepBegun => self.take_step_begun(from, header),
-            FrameKind::StepGiven => self.take_step_given(from, header),
+            FrameKind::GradientsQueued => self.take_step_given(from, header),
             FrameKind::Contributors => self.take_contributors(header, payload),
             FrameKind::Goodbye => {
                 self.peer_said_goodbye(from, header.step);
@@ -114,47 +114,47 @@ impl Engine {
         taken.map_err(|what| ProtocolError { peer: from, what })
     }
 
-    fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+    fn land_push(&mut self, from: Rank, header: &FrameHeader) -> Validated<PayloadDest> {
         if let Some(landing) = self.land_late(from, header)? {
             return Ok(landing);
         }
         let contributes = self.contributes(from, header.step);
-        let collected = self.collected_step(from, header)?;
-        let bytes = self.plan.bytes_as(header.slice, header.codec);
+        let contributions = self.collected_step(from, header)?;
+        let bytes = self.plan.bytes_as(header.slice, header.form);
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let plan = &self.plan;
         let what = || describe(plan, header);
         let owned = self.server.owned.get_mut(&header.slice).ok_or("not owned")?;
-        if collected != header.step || owned.reducing || !contributes {
+        if contributions != header.step || owned.reducing || !contributes {
             let state = if owned.reducing { "reduces" } else { "collects for" };
-            return Err(format!("{}, but this rank {state} {collected}", what()));
+            return Err(format!("{}, but this rank {state} {contributions}", what()));
         }
-        let arrived = owned.collected.received_bytes(from);
-        if owned.collected.has(from) || arrived != header.offset {
+        let arrived = owned.contributions.received_bytes(from);
+        if owned.contributions.has(from) || arrived != header.offset {
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
-        if has_body && *owned.form.get_or_insert(header.codec) != header.codec {
-            return Err(format!("{} as {:?}, unlike other contributions", what(), header.codec));
+        if has_body && *owned.form.get_or_insert(header.form) != header.form {
+            return Err(format!("{} as {:?}, unlike other contributions", what(), header.form));
         }
         if header.length == 0 {
-            return Ok(Landing::Nothing);
+            return Ok(PayloadDest::Nothing);
         }
         let buffers = &mut self.buffers;
-        let buffer = owned.collected.landing(from, || buffers.acquire(bytes));
-        Ok(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length)))
+        let buffer = owned.contributions.landing(from, || buffers.acquire(bytes));
+        Ok(PayloadDest::Region(range(Memory::Buffer(buffer), header.offset, header.length)))
     }
 
     /// The step that a push of this rank may be for now.
-    fn collected_step(&self, from: Rank, header: &FrameHeader) -> Checked<Step> {
+    fn collected_step(&self, from: Rank, header: &FrameHeader) -> Validated<Step> {
         let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
         let absent = header.flags.contains(FrameFlags::ABSENT);
         if self.lacks_initial(header.step, from, absent) {
             return Err(format!("{} without a value to start from", self.describe(header)));
         }
-        if self.plan.strategy.ready != ReadyRule::Each || owned.step.0 == 0 {
+        if self.plan.strategy.synchrony != Synchrony::Async || owned.step.0 == 0 {
             return Ok(owned.step);
         }
-        let expected = self.each.expected(header.slice, from);
+        let expected = self.async_owners.expected(header.slice, from);
         expected.map_err(|reason| format!("{}: {reason}", self.describe(header)))
     }
 
@@ -162,24 +162,24 @@ impl Engine {
         let Some(owned) = self.server.owned.get_mut(&header.slice) else {
             return;
         };
-        owned.collected.receive(from, header.length);
+        owned.contributions.receive(from, header.length);
         if !header.flags.contains(FrameFlags::LAST) {
             return;
         }
-        let part = match owned.collected.take_arrived(from) {
+        let part = match owned.contributions.take_arrived(from) {
             Some(arriving) => {
                 let buffer = BufferRef { bytes: arriving.received_bytes, ..arriving.buffer };
-                match header.codec {
-                    Codec::Raw => Part::Buffer(buffer),
-                    Codec::Encoded => Part::Encoded(buffer),
+                match header.form {
+                    PayloadForm::Raw => Contribution::Buffer(buffer),
+                    PayloadForm::Encoded => Contribution::Encoded(buffer),
                 }
             }
-            None => Part::Absent,
+            None => Contribution::Absent,
         };
         self.add_part(header.slice, from, part, header.priority);
     }
 
-    fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Checked<Landing> {
+    fn land_broadcast(&mut self, from: Rank, header: &FrameHeader) -> Validated<PayloadDest> {
         if let Some(landing) = self.land_ahead(from, header)? {
             return Ok(landing);
         }
@@ -189,36 +189,37 @@ impl Engine {
         }
         let tensor = self.worker.tensor(header.tensor);
         // Who is late may not have heard yet that it is left out.
-        let owes = self.contributes(self.rank(), header.step) && !self.chooses(header.step);
-        if owes && tensor.contribution == Contribution::Missing {
+        let owes =
+            self.contributes(self.rank(), header.step) && !self.drops_stragglers(header.step);
+        if owes && tensor.submission == Submission::Missing {
             return Err(format!("{} without a contribution of this rank", what()));
         }
         if self.plan.strategy.pull != PullRule::Broadcast && header.step.0 > 0 && !tensor.pulled {
             return Err(format!("{} unasked", what()));
         }
         let state = *self.worker.slice(header.slice);
-        let arriving = matches!(state.phase, Phase::Landing | Phase::Buffering(_));
+        let arriving = matches!(state.phase, Phase::Receiving | Phase::Buffering(_));
         let fresh = state.phase == Phase::Waiting;
         if state.received_bytes != header.offset || !(arriving || fresh) || from == self.rank() {
             let arrived = state.received_bytes;
             return Err(format!("{} at offset {} after {arrived} bytes", what(), header.offset));
         }
-        if arriving && state.form != header.codec {
-            return Err(format!("{} as {:?} after {:?}", what(), header.codec, state.form));
+        if arriving && state.form != header.form {
+            return Err(format!("{} as {:?} after {:?}", what(), header.form, state.form));
         }
         if header.length == 0 {
-            return Ok(Landing::Nothing);
+            return Ok(PayloadDest::Nothing);
         }
-        Ok(Landing::Region(self.place_broadcast(header)))
+        Ok(PayloadDest::Region(self.place_broadcast(header)))
     }
 
     /// Where the bytes of a broadcast frame go: the choice is made with the slice's first frame.
     pub(crate) fn place_broadcast(&mut self, header: &FrameHeader) -> Region {
         let slice = header.slice;
         if self.worker.slice(slice).phase == Phase::Waiting {
-            let form = header.codec;
-            let phase = if form == Codec::Raw && self.open_region(slice).is_some() {
-                Phase::Landing
+            let form = header.form;
+            let phase = if form == PayloadForm::Raw && self.open_region(slice).is_some() {
+                Phase::Receiving
             } else {
                 Phase::Buffering(self.buffers.acquire(self.plan.bytes_as(slice, form)))
             };
@@ -246,7 +247,7 @@ impl Engine {
                 slice.phase = Phase::Buffered(BufferRef { bytes, ..buffer });
                 self.install_if_open(header.slice);
             }
-            Phase::Landing => self.slice_done(header.slice, true),
+            Phase::Receiving => self.slice_done(header.slice, true),
             // An absent slice, or an empty one, has no bytes to land.
             _ => {
                 let absent = header.flags.contains(FrameFlags::ABSENT);
@@ -255,13 +256,13 @@ impl Engine {
         }
     }
 
-    fn check_notify(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    fn check_notify(&mut self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let tensor = self.worker.tensor(header.tensor);
         let slices = self.plan.tensor(header.tensor).slices.len() as u32;
         let expected = self.plan.strategy.pull == PullRule::AfterNotice
             && header.step == self.worker.step
             && from != self.rank()
-            && tensor.contribution != Contribution::Missing
+            && tensor.submission != Submission::Missing
             && tensor.announced < slices;
         expected.then_some(()).ok_or_else(|| {
             format!(
@@ -272,7 +273,7 @@ impl Engine {
         })
     }
 
-    fn check_pull(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    fn check_pull(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let owned = self.server.owned.get(&header.slice).ok_or("not owned")?;
         let kept = self.server.owed.get(&(header.slice, header.step));
         let ready = kept.is_some_and(|owed| owed.to_pull.contains(from));

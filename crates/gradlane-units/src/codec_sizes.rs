@@ -14,7 +14,7 @@ pub struct RingBytes {
 }
 
 /// A codec for one tensor, as plans need to know it.
-pub trait Coding {
+pub trait CodecSizes {
     /// Its canonical text.
     fn name(&self) -> String;
     /// Sizes of the tensor's dimensions in the order of its storage, where it goes by them.

@@ -1,11 +1,11 @@
-//! The ready rule `Each` under random interleavings: every push is applied once, in the order of its
+//! Asynchronous training under random interleavings: every push is applied once, in the order of its
 //! rank's steps; an answer is the state right after its update, whole; ranks run as many steps as they
 //! like, at any speed, and come to an end together.
 
 mod common;
 
 use common::{plan, Cluster};
-use gradlane_engine::{check_ready_rule, PullRule, Strategy as Setting, Update};
+use gradlane_engine::{Input, PullRule, Strategy as Setting, Update};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::FrameKind;
 use proptest::prelude::*;
@@ -44,6 +44,12 @@ struct Run {
 }
 
 impl Run {
+    fn tell_all(&mut self, input: &Input) {
+        for node in &mut self.cluster.nodes {
+            node.engine.handle(input.clone()).expect("always taken");
+        }
+    }
+
     fn new(sizes: &[u64], slice_elems: u64, frame: u32, walks: &[(u64, u32)], seed: u64) -> Run {
         let plan = plan(sizes, "asgd", slice_elems, walks.len() as u32);
         let mut cluster = Cluster::new(&plan, frame, 1 << 16, seed);
@@ -87,24 +93,26 @@ impl Run {
             let id = TensorId(tensor as u32);
             node.tensors[tensor].fill(push(rank, step.0));
             if has(rank, step.0, tensor, self.holes) {
-                node.engine.gradient_ready(id, step).expect("a gradient");
+                node.engine.handle(Input::GradientReady(id, step)).expect("a gradient");
             } else {
-                node.engine.tensor_absent(id, step).expect("an absence");
+                node.engine.handle(Input::TensorAbsent(id, step)).expect("an absence");
             }
         } else if !walk.ended {
             walk.ended = true;
-            node.engine.step_end(step).expect("the end");
-        } else if node.engine.step_begin(step.next()).is_ok() {
+            node.engine.handle(Input::StepEnd(step)).expect("the end");
+        } else if node.engine.handle(Input::StepBegin(step.next())).is_ok() {
             self.note(rank, step.0);
             let walk = &mut self.walks[rank as usize];
             let node = &mut self.cluster.nodes[rank as usize];
             if step.0 == walk.steps {
                 // One step too many was begun, to see that the last one is complete.
                 for tensor in 0..self.sizes.len() as u32 {
-                    node.engine.tensor_absent(TensorId(tensor), step.next()).expect("an absence");
+                    node.engine
+                        .handle(Input::TensorAbsent(TensorId(tensor), step.next()))
+                        .expect("an absence");
                 }
-                node.engine.step_end(step.next()).expect("the end");
-                node.engine.finish();
+                node.engine.handle(Input::StepEnd(step.next())).expect("the end");
+                node.engine.handle(Input::Finish).expect("always taken");
                 node.take_events();
                 return true;
             }
@@ -174,7 +182,7 @@ proptest! {
     ) {
         let mut run = Run::new(&sizes, slice_elems, frame, &walks, seed);
         run.holes = holes;
-        run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+        run.tell_all(&Input::UpdatesReady);
         run.go();
         for node in &run.cluster.nodes {
             prop_assert!(node.closed, "{}: {:?}", node.engine.rank(), node.failure);
@@ -187,28 +195,30 @@ proptest! {
 #[test]
 fn a_rank_without_gradients_gets_the_newest_state_and_everyone_ends_alike() {
     let mut run = Run::new(&[90, 7], 25, 64, &[(5, 1), (2, 3), (0, 1)], 11);
-    run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+    run.tell_all(&Input::UpdatesReady);
     // Steps without gradients, once all are there, are how ranks come to hold the same.
     for (rank, walk) in [(0_usize, 5_u64), (1, 2)] {
         for step in 1..=walk {
             let node = &mut run.cluster.nodes[rank];
-            node.engine.step_begin(Step(step)).expect("begins");
+            node.engine.handle(Input::StepBegin(Step(step))).expect("begins");
             for tensor in 0..2 {
                 node.tensors[tensor].fill(push(rank as u32, step));
-                node.engine.gradient_ready(TensorId(tensor as u32), Step(step)).expect("ok");
+                node.engine
+                    .handle(Input::GradientReady(TensorId(tensor as u32), Step(step)))
+                    .expect("ok");
             }
-            node.engine.step_end(Step(step)).expect("ended");
+            node.engine.handle(Input::StepEnd(Step(step))).expect("ended");
             run.cluster.run();
         }
     }
     for (rank, step) in [(0_usize, 6), (1, 3), (2, 1)] {
         let node = &mut run.cluster.nodes[rank];
         node.log.clear();
-        node.engine.step_begin(Step(step)).expect("begins");
+        node.engine.handle(Input::StepBegin(Step(step))).expect("begins");
         for tensor in 0..2 {
-            node.engine.tensor_absent(TensorId(tensor), Step(step)).expect("ok");
+            node.engine.handle(Input::TensorAbsent(TensorId(tensor), Step(step))).expect("ok");
         }
-        node.engine.step_end(Step(step)).expect("ended");
+        node.engine.handle(Input::StepEnd(Step(step))).expect("ended");
         run.cluster.run();
     }
     let sum: f32 = (1..=5).map(|it| push(0, it)).sum::<f32>() + push(1, 1) + push(1, 2);
@@ -221,17 +231,17 @@ fn a_rank_without_gradients_gets_the_newest_state_and_everyone_ends_alike() {
 #[test]
 fn nothing_is_applied_before_the_owner_knows_how() {
     let mut run = Run::new(&[60], 20, 64, &[(1, 1), (1, 1)], 3);
-    run.cluster.nodes[0].engine.updates_ready();
+    run.cluster.nodes[0].engine.handle(Input::UpdatesReady).expect("always taken");
     run.cluster.begin(Step(1));
     for node in &mut run.cluster.nodes {
         node.tensors[0].fill(1.0);
-        node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
-        node.engine.step_end(Step(1)).expect("ok");
+        node.engine.handle(Input::GradientReady(TensorId(0), Step(1))).expect("ok");
+        node.engine.handle(Input::StepEnd(Step(1))).expect("ok");
     }
     run.cluster.run();
     assert!(run.cluster.nodes[1].applied.is_empty());
     assert!(run.cluster.nodes.iter().all(|node| node.completed.is_empty()));
-    run.cluster.nodes[1].engine.updates_ready();
+    run.cluster.nodes[1].engine.handle(Input::UpdatesReady).expect("always taken");
     run.cluster.run();
     assert!(run.cluster.nodes.iter().all(|node| node.completed == [Step(1)]));
     run.cluster.finish();
@@ -240,18 +250,18 @@ fn nothing_is_applied_before_the_owner_knows_how() {
 #[test]
 fn while_updates_are_paused_answers_change_nothing() {
     let mut run = Run::new(&[40], 20, 64, &[(2, 1), (2, 1)], 5);
-    run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+    run.tell_all(&Input::UpdatesReady);
     for step in 1..=3 {
         if step == 2 {
-            run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_paused());
+            run.tell_all(&Input::UpdatesPaused);
         } else {
-            run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+            run.tell_all(&Input::UpdatesReady);
         }
         run.cluster.begin(Step(step));
         for node in &mut run.cluster.nodes {
             node.tensors[0].fill(1.0);
-            node.engine.gradient_ready(TensorId(0), Step(step)).expect("ok");
-            node.engine.step_end(Step(step)).expect("ok");
+            node.engine.handle(Input::GradientReady(TensorId(0), Step(step))).expect("ok");
+            node.engine.handle(Input::StepEnd(Step(step))).expect("ok");
         }
         run.cluster.run();
     }
@@ -266,16 +276,16 @@ fn while_updates_are_paused_answers_change_nothing() {
 fn a_lost_rank_is_named_also_after_its_goodbye() {
     for seed in 0..20 {
         let mut run = Run::new(&[300, 20], 50, 64, &[(9, 1), (9, 1), (9, 1)], seed);
-        run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+        run.tell_all(&Input::UpdatesReady);
         if seed % 2 == 0 {
             // It has no more steps of its own, but the others need what it owns.
-            run.cluster.nodes[2].engine.finish();
+            run.cluster.nodes[2].engine.handle(Input::Finish).expect("always taken");
             run.cluster.run();
         }
         for rank in [0_usize, 1] {
             let node = &mut run.cluster.nodes[rank];
-            node.engine.step_begin(Step(1)).expect("begins");
-            node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
+            node.engine.handle(Input::StepBegin(Step(1))).expect("begins");
+            node.engine.handle(Input::GradientReady(TensorId(0), Step(1))).expect("ok");
         }
         run.cluster.run();
         run.cluster.kill(2);
@@ -294,21 +304,25 @@ fn a_lost_rank_is_named_also_after_its_goodbye() {
 #[test]
 fn an_order_is_in_force_on_each_rank_from_its_next_step_on() {
     let mut run = Run::new(&[60, 60], 20, 64, &[(3, 1), (3, 1)], 8);
-    run.cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+    run.tell_all(&Input::UpdatesReady);
     for step in 1..=3 {
         // Rank 1 is a step behind where rank 0 announces the order.
         for rank in 0..2 {
             let node = &mut run.cluster.nodes[rank];
-            node.engine.step_begin(Step(step)).expect("begins");
+            node.engine.handle(Input::StepBegin(Step(step))).expect("begins");
             node.take_events();
             if rank == 0 && step == 1 {
-                node.engine.switch_priorities(vec![Priority(-1), Priority(0)]).expect("a switch");
+                node.engine
+                    .handle(Input::SwitchPriorities(vec![Priority(-1), Priority(0)]))
+                    .expect("a switch");
             }
             for tensor in 0..2 {
                 node.tensors[tensor].fill(1.0);
-                node.engine.gradient_ready(TensorId(tensor as u32), Step(step)).expect("ok");
+                node.engine
+                    .handle(Input::GradientReady(TensorId(tensor as u32), Step(step)))
+                    .expect("ok");
             }
-            node.engine.step_end(Step(step)).expect("ok");
+            node.engine.handle(Input::StepEnd(Step(step))).expect("ok");
             run.cluster.run();
         }
     }
@@ -324,9 +338,9 @@ fn an_order_is_in_force_on_each_rank_from_its_next_step_on() {
 #[test]
 fn it_asks_for_updates_on_the_server_and_answers_unasked() {
     let strategy = Setting::named("asgd", None, 0).expect("asgd");
-    assert!(check_ready_rule(&strategy, Update::Server).is_ok());
-    let refused = check_ready_rule(&strategy, Update::Worker);
+    assert!(strategy.validate(Update::Server, 2).is_ok());
+    let refused = strategy.validate(Update::Worker, 2);
     assert!(refused.is_err_and(|error| error.to_string().contains("update=server")));
     let pulls = Setting { pull: PullRule::NextStep, ..strategy };
-    assert!(check_ready_rule(&pulls, Update::Server).is_err());
+    assert!(pulls.validate(Update::Server, 2).is_err());
 }

@@ -12,12 +12,12 @@ const LEAST: usize = 5;
 
 /// The last durations, newest last.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Recent {
+pub(crate) struct MedianWindow {
     kept: VecDeque<Duration>,
 }
 
-impl Recent {
-    pub(crate) fn note(&mut self, duration: Duration) {
+impl MedianWindow {
+    pub(crate) fn record(&mut self, duration: Duration) {
         self.kept.push_back(duration);
         if self.kept.len() > KEPT {
             self.kept.pop_front();
@@ -30,7 +30,7 @@ impl Recent {
     }
 
     /// How far from the one in the middle they are, in the middle.
-    pub(crate) fn deviation(&self) -> Option<Duration> {
+    pub(crate) fn median_abs_deviation(&self) -> Option<Duration> {
         let median = self.median()?;
         self.middle(|duration| duration.abs_diff(median))
     }
@@ -48,14 +48,14 @@ mod tests {
 
     #[test]
     fn the_middle_of_the_last_ones_is_told_once_there_are_enough() {
-        let mut recent = Recent::default();
+        let mut window = MedianWindow::default();
         for (number, ms) in [10, 12, 11, 900, 12].into_iter().enumerate() {
-            assert_eq!(recent.median(), None, "after {number}");
-            recent.note(Duration::from_millis(ms));
+            assert_eq!(window.median(), None, "after {number}");
+            window.record(Duration::from_millis(ms));
         }
-        assert_eq!(recent.median(), Some(Duration::from_millis(12)));
-        assert_eq!(recent.deviation(), Some(Duration::from_millis(1)));
-        (0..KEPT).for_each(|_| recent.note(Duration::from_millis(5)));
-        assert_eq!(recent.median(), Some(Duration::from_millis(5)), "old ones are forgotten");
+        assert_eq!(window.median(), Some(Duration::from_millis(12)));
+        assert_eq!(window.median_abs_deviation(), Some(Duration::from_millis(1)));
+        (0..KEPT).for_each(|_| window.record(Duration::from_millis(5)));
+        assert_eq!(window.median(), Some(Duration::from_millis(5)), "old ones are forgotten");
     }
 }

@@ -1,4 +1,4 @@
-//! The ready rule `Set` under random interleavings: whoever is slow, and however late its frames are,
+//! The synchrony `BackupWorkers` under random interleavings: whoever is slow, and however late its frames are,
 //! all ranks agree on who was in, hold the same mean over just these to the last bit, get every slice
 //! once, and come to an end. Every failure prints the seed of its run.
 
@@ -8,7 +8,7 @@ use common::model::gradient;
 use common::toy::Toy;
 use common::{tensors, Cluster};
 use gradlane_engine::{
-    check_ready_rule, Close, Coding, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
+    CodecSizes, Cutoff, Input, Plan, StragglerPolicy, Strategy as Setting, Synchrony, Update,
 };
 use gradlane_units::{Rank, Rng, Step, TensorId, Time};
 use gradlane_wire::FrameKind;
@@ -16,11 +16,11 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-fn ready(close: Close, ahead_steps: u32) -> ReadyRule {
-    ReadyRule::Set(SetRule { close, ahead_steps })
+fn stragglers(cutoff: Cutoff, ahead_steps: u32) -> Synchrony {
+    Synchrony::BackupWorkers(StragglerPolicy { cutoff, ahead_steps })
 }
 
-fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world: u32, rule: ReadyRule) -> Arc<Plan> {
+fn plan(sizes: &[u64], strategy: &str, slice_elems: u64, world: u32, rule: Synchrony) -> Arc<Plan> {
     plan_of(sizes, strategy, slice_elems, world, rule, None)
 }
 
@@ -30,14 +30,14 @@ fn plan_of(
     strategy: &str,
     slice_elems: u64,
     world: u32,
-    rule: ReadyRule,
+    rule: Synchrony,
     toy: Option<Toy>,
 ) -> Arc<Plan> {
     let strategy = Setting::named(strategy, Some(slice_elems), 7).expect("a known strategy");
-    let strategy = Setting { ready: rule, ..strategy };
+    let strategy = Setting { synchrony: rule, ..strategy };
     let coded = tensors(sizes).into_iter().enumerate().map(|(index, spec)| {
         let toy = toy.filter(|_| index % 2 == 0);
-        (spec, toy.map(|toy| -> Box<dyn Coding> { Box::new(toy) }))
+        (spec, toy.map(|toy| -> Box<dyn CodecSizes> { Box::new(toy) }))
     });
     let plan = Plan::build(coded.collect(), strategy, Update::Worker, world);
     Arc::new(plan.expect("a plan that can be built"))
@@ -102,7 +102,9 @@ impl Run {
             holes: false,
             toy,
             gathers_every: u64::MAX,
-            ahead_steps: u64::from(plan.strategy.ready.set().expect("the rule").ahead_steps),
+            ahead_steps: u64::from(
+                plan.strategy.synchrony.stragglers().expect("the rule").ahead_steps,
+            ),
             walks: lazy.iter().map(walk).collect(),
             clock: 0,
             held: BTreeMap::new(),
@@ -158,10 +160,10 @@ impl Run {
             let id = TensorId(tensor as u32);
             if !walk.passes && has(rank, step.0, tensor, self.holes) {
                 node.tensors[tensor] = gradient(rank, tensor, step.0, self.sizes[tensor]);
-                node.engine.gradient_ready(id, step).expect("a gradient");
+                node.engine.handle(Input::GradientReady(id, step)).expect("a gradient");
             } else {
                 node.tensors[tensor] = vec![f32::NAN; self.sizes[tensor] as usize];
-                node.engine.tensor_absent(id, step).expect("an absence");
+                node.engine.handle(Input::TensorAbsent(id, step)).expect("an absence");
             }
             node.take_events();
             return;
@@ -179,16 +181,16 @@ impl Run {
         }
         if step.0 == self.steps {
             walk.finished = true;
-            node.engine.finish();
+            node.engine.handle(Input::Finish).expect("always taken");
             return;
         }
         let next = step.next();
         let gathers = next.0.is_multiple_of(self.gathers_every);
-        let passes = coin && !gathers && node.engine.step_pass(next).is_ok();
+        let passes = coin && !gathers && node.engine.handle(Input::StepPass(next)).is_ok();
         if gathers {
-            node.engine.step_gather(next).expect("the step begins");
+            node.engine.handle(Input::StepBarrier(next)).expect("the step begins");
         } else if !passes {
-            node.engine.step_begin(next).expect("the step begins");
+            node.engine.handle(Input::StepBegin(next)).expect("the step begins");
         } else {
             self.passed.insert((rank, next.0));
         }
@@ -245,10 +247,10 @@ impl Run {
     }
 }
 
-fn any_close() -> impl Strategy<Value = Close> {
-    let backup = (1..3_u32).prop_map(|ranks| Close::Backup { ranks });
-    let deadline = (101..300_u32).prop_map(|percent| Close::Deadline { percent });
-    prop_oneof![backup, deadline, Just(Close::Spread)]
+fn any_close() -> impl Strategy<Value = Cutoff> {
+    let backup = (1..3_u32).prop_map(|ranks| Cutoff::Backup { ranks });
+    let deadline = (101..300_u32).prop_map(|percent| Cutoff::Deadline { percent });
+    prop_oneof![backup, deadline, Just(Cutoff::Adaptive)]
 }
 
 /// No codec, one whose encodings are equally long, or one whose are not.
@@ -275,15 +277,15 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
-        let plan = plan_of(&sizes, name, slice_elems, world, ready(close, ahead_steps), toy);
+        let plan = plan_of(&sizes, name, slice_elems, world, stragglers(close, ahead_steps), toy);
         let mut run = Run::with_toy(&plan, toy, frame, &lazy, steps, seed);
         run.holes = holes;
         run.gathers_every = gathers_every;
         run.go();
         run.check(match close {
-            Close::Backup { ranks } => (world - ranks) as usize,
-            Close::Deadline { .. } => 1,
-            Close::Spread => world.div_ceil(2) as usize,
+            Cutoff::Backup { ranks } => (world - ranks) as usize,
+            Cutoff::Deadline { .. } => 1,
+            Cutoff::Adaptive => world.div_ceil(2) as usize,
         });
     }
 
@@ -295,7 +297,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
-        let plan = plan(&[90, 7, 300], "p3", 50, world, ready(close, 2));
+        let plan = plan(&[90, 7, 300], "p3", 50, world, stragglers(close, 2));
         let mut run = Run::new(&plan, 64, &lazy, 1000, seed);
         (0..turns).for_each(|_| run.turn());
         let lost = run.cluster.rng.below(world);
@@ -323,7 +325,7 @@ fn enter(run: &mut Run, rank: u32) {
 
 #[test]
 fn nothing_is_released_before_the_set_is_known_and_all_of_it_is_here() {
-    let plan = plan(&[60, 60], "p3", 20, 3, ready(Close::Backup { ranks: 1 }, 2));
+    let plan = plan(&[60, 60], "p3", 20, 3, stragglers(Cutoff::Backup { ranks: 1 }, 2));
     let mut run = Run::new(&plan, 64, &[1, 1, 1], 1, 4);
     (0..3).for_each(|rank| enter(&mut run, rank));
     run.cluster.nodes.iter_mut().for_each(|node| node.log.clear());
@@ -359,7 +361,7 @@ fn nothing_is_released_before_the_set_is_known_and_all_of_it_is_here() {
 
 #[test]
 fn a_rank_that_sleeps_takes_the_results_it_missed_and_is_in_again() {
-    let plan = plan(&[60, 60], "p3", 20, 3, ready(Close::Backup { ranks: 1 }, 2));
+    let plan = plan(&[60, 60], "p3", 20, 3, stragglers(Cutoff::Backup { ranks: 1 }, 2));
     let mut run = Run::new(&plan, 64, &[1, 1, 1], 6, 9);
     (0..3).for_each(|rank| enter(&mut run, rank));
     for step in 1..=3_u64 {
@@ -397,20 +399,20 @@ fn a_rank_that_sleeps_takes_the_results_it_missed_and_is_in_again() {
 #[test]
 fn other_rules_are_refused_with_the_reason() {
     let p3 = Setting::named("p3", None, 0).expect("p3");
-    let refused = |strategy: &str, close: Close, ahead: u32, update: Update, world: u32| {
+    let refused = |strategy: &str, cutoff: Cutoff, ahead: u32, update: Update, world: u32| {
         let strategy = Setting::named(strategy, None, 0).expect("a strategy");
-        let strategy = Setting { ready: ready(close, ahead), ..strategy };
+        let strategy = Setting { synchrony: stragglers(cutoff, ahead), ..strategy };
         let plan = Plan::build(tensors(&[10]), strategy, update, world);
         plan.expect_err("a refusal").to_string()
     };
-    let backup = Close::Backup { ranks: 1 };
+    let backup = Cutoff::Backup { ranks: 1 };
     assert!(refused("p3", backup, 1, Update::Server, 3).contains("update=worker"));
     assert!(refused("kvstore", backup, 1, Update::Worker, 3).contains("pulls"));
     assert!(refused("ring", backup, 1, Update::Worker, 3).contains("contributions of all ranks"));
-    assert!(refused("p3", Close::Backup { ranks: 3 }, 1, Update::Worker, 3).contains("3 of 3"));
+    assert!(refused("p3", Cutoff::Backup { ranks: 3 }, 1, Update::Worker, 3).contains("3 of 3"));
     assert!(refused("p3", backup, 0, Update::Worker, 3).contains("ahead_steps"));
-    let deadline = Close::Deadline { percent: 100 };
+    let deadline = Cutoff::Deadline { percent: 100 };
     assert!(refused("p3", deadline, 1, Update::Worker, 3).contains("over 100%"));
-    let fine = Setting { ready: ready(backup, 1), ..p3 };
-    assert!(check_ready_rule(&fine, Update::Worker).is_ok());
+    let fine = Setting { synchrony: stragglers(backup, 1), ..p3 };
+    assert!(fine.validate(Update::Worker, 2).is_ok());
 }

@@ -8,7 +8,8 @@ use common::model::{self, gradient};
 use common::toy::Toy;
 use common::{block_header, names_the_lost, tensors, Cluster};
 use gradlane_engine::{
-    Close, Coding, Plan, ReadyRule, Roles, Scheme, SetRule, Strategy, TensorSetting, Update,
+    CodecSizes, Cutoff, Input, Plan, Roles, Scheme, StragglerPolicy, Strategy, Synchrony,
+    TensorSetting, Update,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -38,10 +39,10 @@ fn give(cluster: &mut Cluster, sizes: &[u64], step: u64) {
         let id = TensorId(tensor as u32);
         // Every fifth gradient is missing.
         if (u64::from(rank) + tensor as u64 + step).is_multiple_of(5) {
-            node.engine.tensor_absent(id, Step(step)).expect("an absence");
+            node.engine.handle(Input::TensorAbsent(id, Step(step))).expect("an absence");
         } else {
             node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor]);
-            node.engine.gradient_ready(id, Step(step)).expect("a gradient");
+            node.engine.handle(Input::GradientReady(id, Step(step))).expect("a gradient");
         }
     }
 }
@@ -51,7 +52,7 @@ fn train(cluster: &mut Cluster, sizes: &[u64], step: u64, through: fn(f32) -> f3
     cluster.run();
     let workers = cluster.workers() as usize;
     for node in &mut cluster.nodes[..workers] {
-        node.engine.tensor_needed(TensorId(0), Step(step)).expect("a wait");
+        node.engine.handle(Input::TensorNeeded(TensorId(0), Step(step))).expect("a wait");
     }
     cluster.run();
     for node in &cluster.nodes[..workers] {
@@ -93,7 +94,7 @@ proptest! {
         frame_bytes in prop_oneof![Just(64_u32), Just(1 << 16)],
         seed in any::<u64>(),
     ) {
-        let plan = plan_for(&sizes, name, slice_elems, Roles::apart(workers, servers));
+        let plan = plan_for(&sizes, name, slice_elems, Roles::dedicated(workers, servers));
         prop_assert_eq!(plan.world_size, workers + servers);
         prop_assert!(plan.slices.iter().all(|slice| slice.owner.0 >= workers));
         let mut cluster = Cluster::new(&plan, frame_bytes, 300, seed);
@@ -109,7 +110,7 @@ proptest! {
 fn slices_are_cut_and_dealt_as_to_servers_that_train() {
     let sizes = [301, 20, 5_000, 2_000_000];
     for (name, servers) in [("p3", 2), ("kvstore", 3)] {
-        let apart = plan_for(&sizes, name, 50, Roles::apart(3, servers));
+        let apart = plan_for(&sizes, name, 50, Roles::dedicated(3, servers));
         let shared = plan_for(&sizes, name, 50, Roles::first(3, servers));
         assert_eq!(apart.slices.len(), shared.slices.len());
         for (apart, shared) in apart.slices.iter().zip(&shared.slices) {
@@ -126,14 +127,14 @@ fn encoded_gradients_are_served_too() {
     let toy = Toy { granule_elems: 4, varies: false, integer: false };
     let settings = || {
         let coded = |spec| -> TensorSetting {
-            let coding: Box<dyn Coding> = Box::new(toy);
-            (spec, Some(coding)).into()
+            let codec: Box<dyn CodecSizes> = Box::new(toy);
+            (spec, Some(codec)).into()
         };
         tensors(&[300, 40]).into_iter().map(coded).collect::<Vec<TensorSetting>>()
     };
     for seed in 0..20 {
         let strategy = Strategy::named("p3", Some(60), 0).expect("p3");
-        let roles = Roles::apart(1 + (seed % 3) as u32, 2);
+        let roles = Roles::dedicated(1 + (seed % 3) as u32, 2);
         let plan = Plan::build_for(settings(), strategy, Update::Worker, roles).expect("a plan");
         let mut cluster = Cluster::with_toy(&Arc::new(plan), toy, 64, 64, seed);
         cluster.step_zero();
@@ -151,7 +152,7 @@ fn rings_and_blocks_go_between_the_ranks_that_train() {
         let mut settings: Vec<TensorSetting> = specs.into_iter().map(Into::into).collect();
         settings[0].scheme = Some(scheme);
         let strategy = Strategy::named("p3", Some(60), 0).expect("p3");
-        let roles = Roles::apart(3, 2);
+        let roles = Roles::dedicated(3, 2);
         let plan = Plan::build_for(settings, strategy, Update::Worker, roles);
         Arc::new(plan.expect("a plan"))
     };
@@ -163,22 +164,22 @@ fn rings_and_blocks_go_between_the_ranks_that_train() {
         }
         cluster.finish();
     }
-    for scheme in [Scheme::Gather, Scheme::Answer] {
+    for scheme in [Scheme::AllGather, Scheme::GatherToRoot] {
         let plan = with(scheme);
         assert!(plan.slices_of(TensorId(0)).all(|slice| plan.trains(plan.slice(slice).owner)));
     }
-    let mut cluster = Cluster::new(&with(Scheme::Gather), 64, 64, 5);
+    let mut cluster = Cluster::new(&with(Scheme::AllGather), 64, 64, 5);
     for rank in 0..3 {
         let engine = &mut cluster.nodes[rank].engine;
-        engine.step_begin(Step(0)).expect("step 0");
-        engine.gradient_ready(TensorId(1), Step(0)).expect("values");
+        engine.handle(Input::StepBegin(Step(0))).expect("step 0");
+        engine.handle(Input::GradientReady(TensorId(1), Step(0))).expect("values");
     }
     cluster.run();
     cluster.begin(Step(1));
     for rank in 0..3 {
         let engine = &mut cluster.nodes[rank].engine;
-        engine.block_ready(TensorId(0), Step(1), 100).expect("a block");
-        engine.gradient_ready(TensorId(1), Step(1)).expect("a gradient");
+        engine.handle(Input::BlockReady(TensorId(0), Step(1), 100)).expect("a block");
+        engine.handle(Input::GradientReady(TensorId(1), Step(1))).expect("a gradient");
     }
     cluster.run();
     for rank in 0..3 {
@@ -194,14 +195,17 @@ fn rings_and_blocks_go_between_the_ranks_that_train() {
 fn priorities_are_switched_on_ranks_that_serve() {
     for seed in 0..20 {
         let sizes = [300, 20];
-        let plan = plan_for(&sizes, "p3", 50, Roles::apart(2, 2));
+        let plan = plan_for(&sizes, "p3", 50, Roles::dedicated(2, 2));
         let mut cluster = Cluster::new(&plan, 64, 64, seed);
         cluster.step_zero();
         cluster.begin(Step(1));
         cluster.switch(&[0, 5]);
         for rank in 0..2 {
             for tensor in (0..2).map(TensorId) {
-                cluster.nodes[rank].engine.gradient_ready(tensor, Step(1)).expect("a gradient");
+                cluster.nodes[rank]
+                    .engine
+                    .handle(Input::GradientReady(tensor, Step(1)))
+                    .expect("a gradient");
             }
         }
         cluster.run();
@@ -215,16 +219,16 @@ fn priorities_are_switched_on_ranks_that_serve() {
 
 #[test]
 fn who_only_serves_begins_no_step_and_leaves_last() {
-    let plan = plan_for(&[100], "p3", 50, Roles::apart(2, 1));
+    let plan = plan_for(&[100], "p3", 50, Roles::dedicated(2, 1));
     let mut cluster = Cluster::new(&plan, 64, 64, 3);
-    let refused = cluster.nodes[2].engine.step_begin(Step(0));
+    let refused = cluster.nodes[2].engine.handle(Input::StepBegin(Step(0)));
     assert!(refused.is_err_and(|error| error.to_string().contains("only serves")));
     cluster.step_zero();
-    cluster.nodes[0].engine.finish();
+    cluster.nodes[0].engine.handle(Input::Finish).expect("always taken");
     cluster.run();
     assert!(!cluster.nodes[2].closed && !cluster.nodes[0].closed, "rank 1 may go on");
     // It does, and hears that rank 0 has left, not the server.
-    cluster.nodes[1].engine.step_begin(Step(1)).expect("a step");
+    cluster.nodes[1].engine.handle(Input::StepBegin(Step(1))).expect("a step");
     cluster.nodes[1].take_events();
     let failure = cluster.nodes[1].failure.as_ref().expect("a failure");
     assert_eq!(failure.peer, Some(Rank(0)), "{failure}");
@@ -238,14 +242,17 @@ fn a_lost_rank_is_named_by_all_whatever_it_did() {
     for seed in 0..20 {
         for lost in [1, 2, 3] {
             let sizes = [300, 20];
-            let plan = plan_for(&sizes, "p3", 50, Roles::apart(2, 2));
+            let plan = plan_for(&sizes, "p3", 50, Roles::dedicated(2, 2));
             let mut cluster = Cluster::new(&plan, 64, 64, seed);
             cluster.step_zero();
             train(&mut cluster, &sizes, 1, same);
             cluster.begin(Step(2));
             // Rank 1 gives nothing, so that the step cannot be complete.
             for tensor in (0..2).map(TensorId) {
-                cluster.nodes[0].engine.gradient_ready(tensor, Step(2)).expect("a gradient");
+                cluster.nodes[0]
+                    .engine
+                    .handle(Input::GradientReady(tensor, Step(2)))
+                    .expect("a gradient");
             }
             cluster.run();
             cluster.kill(lost);
@@ -264,7 +271,7 @@ fn a_lost_rank_is_named_by_all_whatever_it_did() {
 
 #[test]
 fn who_holds_up_a_step_is_named_by_the_servers_before_workers_blame_these() {
-    let plan = plan_for(&[300], "p3", 50, Roles::apart(3, 2));
+    let plan = plan_for(&[300], "p3", 50, Roles::dedicated(3, 2));
     let mut cluster = Cluster::new(&plan, 64, 64, 9);
     cluster.step_zero();
     let at = |seconds: u64| Time(seconds * 1_000_000_000);
@@ -274,7 +281,10 @@ fn who_holds_up_a_step_is_named_by_the_servers_before_workers_blame_these() {
     }
     cluster.begin(Step(1));
     for rank in [0, 2] {
-        cluster.nodes[rank].engine.gradient_ready(TensorId(0), Step(1)).expect("a gradient");
+        cluster.nodes[rank]
+            .engine
+            .handle(Input::GradientReady(TensorId(0), Step(1)))
+            .expect("a gradient");
     }
     cluster.run();
     let due = cluster.nodes[3].engine.poll_timeout().expect("a deadline");
@@ -297,7 +307,7 @@ fn who_holds_up_a_step_is_named_by_the_servers_before_workers_blame_these() {
 
 #[test]
 fn frames_that_no_role_sends_are_refused() {
-    let plan = plan_for(&[100, 100], "p3", 100, Roles::apart(2, 2));
+    let plan = plan_for(&[100, 100], "p3", 100, Roles::dedicated(2, 2));
     let mut cluster = Cluster::new(&plan, 1024, 1024, 3);
     let header = |kind, slice: u32, sender: u32| FrameHeader {
         kind,
@@ -326,20 +336,26 @@ fn frames_that_no_role_sends_are_refused() {
 
 #[test]
 fn what_does_not_go_with_ranks_that_only_serve_is_refused_by_name() {
-    let build = |name, update, ready: Option<ReadyRule>, roles| {
+    let build = |name, update, ready: Option<Synchrony>, roles| {
         let mut strategy = Strategy::named(name, None, 0).expect("a strategy");
-        strategy.ready = ready.unwrap_or(strategy.ready);
+        strategy.synchrony = ready.unwrap_or(strategy.synchrony);
         Plan::build_for(tensors(&[10]), strategy, update, roles).map(|_| ())
     };
-    let rule = SetRule { close: Close::Backup { ranks: 1 }, ahead_steps: 2 };
-    let apart = Roles::apart(2, 2);
+    let rule = StragglerPolicy { cutoff: Cutoff::Backup { ranks: 1 }, ahead_steps: 2 };
+    let apart = Roles::dedicated(2, 2);
     for (refused, named) in [
         (build("asgd", Update::Server, None, apart), "wait for all ranks"),
-        (build("p3", Update::Worker, Some(ReadyRule::Set(rule)), apart), "wait for all ranks"),
+        (
+            build("p3", Update::Worker, Some(Synchrony::BackupWorkers(rule)), apart),
+            "wait for all ranks",
+        ),
         (build("p3", Update::Server, None, apart), "update=server"),
-        (build("p3", Update::Worker, None, Roles::apart(0, 2)), "at least one rank that trains"),
-        (build("p3", Update::Worker, None, Roles::apart(2, 0)), "0 servers of 2 ranks"),
-        (build("p3", Update::Worker, None, Roles::apart(u32::MAX, 2)), "2^32"),
+        (
+            build("p3", Update::Worker, None, Roles::dedicated(0, 2)),
+            "at least one rank that trains",
+        ),
+        (build("p3", Update::Worker, None, Roles::dedicated(2, 0)), "0 servers of 2 ranks"),
+        (build("p3", Update::Worker, None, Roles::dedicated(u32::MAX, 2)), "2^32"),
     ] {
         let text = refused.expect_err("refused").to_string();
         assert!(text.contains(named), "{text}");

@@ -1,21 +1,21 @@
-//! What comes at another time than a step's own, under the ready rule `Set`: pushes of ranks that a step
+//! What comes at another time than a step's own, under the synchrony `BackupWorkers`: pushes of ranks that a step
 //! went on without, which land in buffers and are dropped, and results of steps that this rank's
 //! worker has not come to, which wait in buffers until it begins them.
 
-use crate::collected::Arriving;
+use crate::contribution_set::Arriving;
 use crate::engine::Engine;
-use crate::inbound::{range, Checked};
-use crate::io::{BufferRef, Landing, Memory};
+use crate::io::{BufferRef, Memory, PayloadDest};
+use crate::receive::{range, Validated};
 use alloc::format;
 use gradlane_units::{Rank, SliceId, Step};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader};
+use gradlane_wire::{FrameFlags, FrameHeader, PayloadForm};
 
 /// A result of a step that this rank's worker has not come to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ahead {
+pub(crate) struct EarlyResult {
     /// None where no rank had a gradient, or of an empty slice.
     pub(crate) buffer: Option<BufferRef>,
-    pub(crate) form: Codec,
+    pub(crate) form: PayloadForm,
     pub(crate) received_bytes: u64,
     pub(crate) is_whole: bool,
     pub(crate) has_value: bool,
@@ -25,7 +25,7 @@ impl Engine {
     /// Whether a push is one that nobody waits for any more.
     fn is_late(&self, header: &FrameHeader) -> bool {
         let owned = self.server.owned.get(&header.slice);
-        self.chooses(header.step)
+        self.drops_stragglers(header.step)
             && owned
                 .is_some_and(|it| header.step < it.step || (header.step == it.step && it.reducing))
     }
@@ -35,12 +35,12 @@ impl Engine {
         &mut self,
         from: Rank,
         header: &FrameHeader,
-    ) -> Checked<Option<Landing>> {
+    ) -> Validated<Option<PayloadDest>> {
         if !self.is_late(header) {
             return Ok(None);
         }
         let key = (header.slice, from);
-        let bytes = self.plan.bytes_as(header.slice, header.codec);
+        let bytes = self.plan.bytes_as(header.slice, header.form);
         let was_in = self.contributors.set(header.step).is_some_and(|set| set.contains(from));
         let under_way = self.contributors.late.get(&key).filter(|(step, _)| *step == header.step);
         let arrived = under_way.map_or(0, |(_, arriving)| arriving.received_bytes);
@@ -49,7 +49,7 @@ impl Engine {
             return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
         }
         if header.length == 0 {
-            return Ok(Some(Landing::Nothing));
+            return Ok(Some(PayloadDest::Nothing));
         }
         let buffer = match under_way {
             Some((_, arriving)) if arriving.buffer.bytes != bytes => {
@@ -65,7 +65,7 @@ impl Engine {
                 arriving.buffer
             }
         };
-        Ok(Some(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
+        Ok(Some(PayloadDest::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
     }
 
     /// A frame of a push has arrived; true where it was late, and is dropped.
@@ -87,7 +87,7 @@ impl Engine {
 
     /// Whether a result is of a step that this rank has not come to.
     fn is_ahead(&self, step: Step) -> bool {
-        self.chooses(step) && step > self.worker.step
+        self.drops_stragglers(step) && step > self.worker.step
     }
 
     /// Where a result goes whose step this rank has not come to; none for others.
@@ -95,15 +95,15 @@ impl Engine {
         &mut self,
         from: Rank,
         header: &FrameHeader,
-    ) -> Checked<Option<Landing>> {
+    ) -> Validated<Option<PayloadDest>> {
         if !self.is_ahead(header.step) {
             return Ok(None);
         }
-        let furthest = self.plan.strategy.ready.set().map_or(0, |rule| rule.ahead_steps);
+        let furthest = self.plan.strategy.synchrony.stragglers().map_or(0, |rule| rule.ahead_steps);
         let known = self.contributors.ahead.get(&(header.step, header.slice));
         let arrived = known.map_or(0, |ahead| ahead.received_bytes);
         let is_over = known.is_some_and(|ahead| ahead.is_whole);
-        let is_other = known.is_some_and(|ahead| ahead.form != header.codec);
+        let is_other = known.is_some_and(|ahead| ahead.form != header.form);
         let too_far = header.step.0 > self.worker.step.0 + u64::from(furthest);
         if too_far || is_over || is_other || arrived != header.offset || from == self.rank() {
             return Err(format!(
@@ -114,21 +114,21 @@ impl Engine {
             ));
         }
         if header.length == 0 {
-            return Ok(Some(Landing::Nothing));
+            return Ok(Some(PayloadDest::Nothing));
         }
         let buffer = match known.and_then(|ahead| ahead.buffer) {
             Some(buffer) => buffer,
-            None => self.buffers.acquire(self.plan.bytes_as(header.slice, header.codec)),
+            None => self.buffers.acquire(self.plan.bytes_as(header.slice, header.form)),
         };
-        let ahead = Ahead {
+        let ahead = EarlyResult {
             buffer: Some(buffer),
-            form: header.codec,
+            form: header.form,
             received_bytes: arrived,
             is_whole: false,
             has_value: true,
         };
         self.contributors.ahead.insert((header.step, header.slice), ahead);
-        Ok(Some(Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
+        Ok(Some(PayloadDest::Region(range(Memory::Buffer(buffer), header.offset, header.length))))
     }
 
     /// A frame of a result has arrived; true where its step is still to come.
@@ -137,8 +137,9 @@ impl Engine {
             return false;
         }
         let has_value = !header.flags.contains(FrameFlags::ABSENT);
-        let form = header.codec;
-        let nothing = Ahead { buffer: None, form, received_bytes: 0, is_whole: false, has_value };
+        let form = header.form;
+        let nothing =
+            EarlyResult { buffer: None, form, received_bytes: 0, is_whole: false, has_value };
         let key = (header.step, header.slice);
         let ahead = self.contributors.ahead.entry(key).or_insert(nothing);
         ahead.received_bytes += u64::from(header.length);
@@ -155,7 +156,7 @@ impl Engine {
         slice: SliceId,
         step: Step,
         buffer: Option<BufferRef>,
-        form: Codec,
+        form: PayloadForm,
     ) -> bool {
         if !self.is_ahead(step) {
             return false;
@@ -165,7 +166,7 @@ impl Engine {
         }
         let received_bytes = buffer.map_or(0, |buffer| buffer.bytes);
         let has_value = buffer.is_some();
-        let ahead = Ahead { buffer, form, received_bytes, is_whole: true, has_value };
+        let ahead = EarlyResult { buffer, form, received_bytes, is_whole: true, has_value };
         self.contributors.ahead.insert((step, slice), ahead);
         true
     }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::Cluster;
-use gradlane_engine::{Plan, Scheme, Strategy, Update};
+use gradlane_engine::{Input, Plan, Scheme, Strategy, Update};
 use gradlane_units::{Rank, Rng, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 use proptest::prelude::*;
@@ -47,8 +47,8 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64) {
     let bytes = given.as_ref().map(|block| put(cluster, rank, tensor, block));
     let engine = &mut cluster.nodes[rank as usize].engine;
     match bytes {
-        Some(bytes) => engine.block_ready(id, at, bytes),
-        None => engine.tensor_absent(id, at),
+        Some(bytes) => engine.handle(Input::BlockReady(id, at, bytes)),
+        None => engine.handle(Input::TensorAbsent(id, at)),
     }
     .expect("a block");
 }
@@ -57,7 +57,7 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64) {
 fn answer(cluster: &mut Cluster, plan: &Plan, rank: u32) {
     let node = &mut cluster.nodes[rank as usize];
     let Some((id, step)) = node.questions.pop() else { return };
-    assert_eq!(plan.answerer(id), Some(Rank(rank)));
+    assert_eq!(plan.root(id), Some(Rank(rank)));
     let found: Vec<_> =
         node.blocks[&(id, step)].iter().map(|it| it.as_ref().map(|it| it.1.clone())).collect();
     let given = (0..plan.world_size).map(|from| bytes(block(plan, from, id.0, step.0)));
@@ -65,7 +65,10 @@ fn answer(cluster: &mut Cluster, plan: &Plan, rank: u32) {
     node.release(id, step);
     let answer = block(plan, plan.world_size, id.0, step.0).expect("an answer");
     let bytes = put(cluster, rank, id.0, &answer);
-    cluster.nodes[rank as usize].engine.answer_ready(id, step, bytes).expect("an answer");
+    cluster.nodes[rank as usize]
+        .engine
+        .handle(Input::RootResultReady(id, step, bytes))
+        .expect("an answer");
 }
 
 fn check(cluster: &mut Cluster, plan: &Plan, step: u64) {
@@ -74,7 +77,7 @@ fn check(cluster: &mut Cluster, plan: &Plan, step: u64) {
         let rank = node.engine.rank();
         for tensor in 0..plan.tensors.len() as u32 {
             let id = TensorId(tensor);
-            let owner = plan.answerer(id).expect("an owner");
+            let owner = plan.root(id).expect("an owner");
             let nobody = (0..plan.world_size).all(|it| block(plan, it, tensor, step).is_none());
             let ready: Vec<_> =
                 node.ready.iter().filter(|it| (it.0, it.1) == (id, Step(step))).collect();
@@ -106,7 +109,7 @@ proptest! {
         credit in prop_oneof![Just(0_u64), Just(300), Just(1 << 20)],
         seed in any::<u64>(),
     ) {
-        let tensors: Vec<_> = sizes.iter().map(|&numel| (numel, Scheme::Answer)).collect();
+        let tensors: Vec<_> = sizes.iter().map(|&numel| (numel, Scheme::GatherToRoot)).collect();
         let plan = plan(&tensors, slice_elems, world, servers.min(world));
         let mut cluster = Cluster::new(&plan, frame_bytes, credit, seed);
         cluster.begin(Step(0));
@@ -143,10 +146,10 @@ proptest! {
 #[test]
 fn whole_tensors_are_dealt_to_servers_by_bytes() {
     let sizes = [100, 30, 20, 9, 1, 200];
-    let tensors: Vec<_> = sizes.iter().map(|&numel| (numel, Scheme::Answer)).collect();
+    let tensors: Vec<_> = sizes.iter().map(|&numel| (numel, Scheme::GatherToRoot)).collect();
     let owners = |servers| {
         let plan = plan(&tensors, 40, 4, servers);
-        let owner = |tensor| plan.answerer(TensorId(tensor)).expect("an owner").0;
+        let owner = |tensor| plan.root(TensorId(tensor)).expect("an owner").0;
         (0..6).map(owner).collect::<Vec<_>>()
     };
     // Each to whoever has least, of equals to the first.
@@ -157,11 +160,11 @@ fn whole_tensors_are_dealt_to_servers_by_bytes() {
 
 /// A cluster of three after step 0, whose tensor of up to 100 elements rank 0 answers for.
 fn cluster() -> (Cluster, Arc<Plan>) {
-    let plan = plan(&[(100, Scheme::Answer), (10, Scheme::Ps)], 40, 3, 3);
+    let plan = plan(&[(100, Scheme::GatherToRoot), (10, Scheme::Ps)], 40, 3, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
     cluster.begin(Step(0));
     for node in &mut cluster.nodes {
-        node.engine.gradient_ready(TensorId(1), Step(0)).expect("values");
+        node.engine.handle(Input::GradientReady(TensorId(1), Step(0))).expect("values");
     }
     cluster.run();
     cluster.begin(Step(1));
@@ -173,23 +176,38 @@ fn an_answer_that_nobody_waits_for_is_misuse() {
     let (mut cluster, _) = cluster();
     let tensor = TensorId(0);
     for node in &mut cluster.nodes {
-        node.engine.block_ready(tensor, Step(1), 40).expect("a block");
-        node.engine.tensor_absent(TensorId(1), Step(1)).expect("an absence");
+        node.engine.handle(Input::BlockReady(tensor, Step(1), 40)).expect("a block");
+        node.engine.handle(Input::TensorAbsent(TensorId(1), Step(1))).expect("an absence");
     }
-    let early = cluster.nodes[0].engine.answer_ready(tensor, Step(1), 8).expect_err("early");
+    let early = cluster.nodes[0]
+        .engine
+        .handle(Input::RootResultReady(tensor, Step(1), 8))
+        .expect_err("early");
     assert!(early.to_string().contains("nobody waits for an answer"), "{early}");
     cluster.run();
     assert_eq!(cluster.nodes[0].questions, [(tensor, Step(1))]);
-    let elsewhere = cluster.nodes[1].engine.answer_ready(tensor, Step(1), 8).expect_err("no owner");
+    let elsewhere = cluster.nodes[1]
+        .engine
+        .handle(Input::RootResultReady(tensor, Step(1), 8))
+        .expect_err("no owner");
     assert!(elsewhere.to_string().contains("nobody waits for an answer"), "{elsewhere}");
     cluster.nodes[0].release(tensor, Step(1));
     for (bytes, words) in [(404, "at most 400 bytes"), (6, "elements of 4")] {
         let engine = &mut cluster.nodes[0].engine;
-        let error = engine.answer_ready(tensor, Step(1), bytes).expect_err(words).to_string();
+        let error = engine
+            .handle(Input::RootResultReady(tensor, Step(1), bytes))
+            .expect_err(words)
+            .to_string();
         assert!(error.contains(words), "{error}");
     }
-    cluster.nodes[0].engine.answer_ready(tensor, Step(1), 400).expect("an answer");
-    let twice = cluster.nodes[0].engine.answer_ready(tensor, Step(1), 400).expect_err("twice");
+    cluster.nodes[0]
+        .engine
+        .handle(Input::RootResultReady(tensor, Step(1), 400))
+        .expect("an answer");
+    let twice = cluster.nodes[0]
+        .engine
+        .handle(Input::RootResultReady(tensor, Step(1), 400))
+        .expect_err("twice");
     assert!(twice.to_string().contains("nobody waits for an answer"), "{twice}");
     cluster.run();
     assert!(cluster.nodes.iter().all(|node| node.completed.last() == Some(&Step(1))));
@@ -214,7 +232,7 @@ fn who_gives_no_block_is_named_and_elsewhere_the_owner_who_is_late() {
             give(&mut cluster, &plan, rank, 0, 1);
         }
         cluster.nodes.iter_mut().for_each(|node| {
-            node.engine.tensor_absent(TensorId(1), Step(1)).expect("an absence");
+            node.engine.handle(Input::TensorAbsent(TensorId(1), Step(1))).expect("an absence");
         });
         cluster.run();
         let (rank, expected) = if owner { (0, Rank(1)) } else { (2, Rank(0)) };
@@ -243,7 +261,7 @@ fn frames_on_the_wrong_way_are_refused() {
         FrameHeader { kind: FrameKind::Push, block_bytes: 0, ..header },
         "of scheme answer",
     );
-    cluster.nodes[1].engine.block_ready(TensorId(0), Step(1), 4).expect("a block");
+    cluster.nodes[1].engine.handle(Input::BlockReady(TensorId(0), Step(1), 4)).expect("a block");
     let answer = FrameHeader { sender: Rank(0), ..header };
     cluster.nodes[1].engine.handle_header(Rank(0), &answer).expect("an answer may come now");
 }

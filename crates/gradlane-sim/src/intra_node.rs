@@ -9,8 +9,8 @@
 //! Over a collective of a given rate (`Nodes::rate_bps`) a part is at its carrier after its bytes at
 //! this rate, added up on the way, and back after as long.
 
-use crate::calendar::Kind;
-use crate::node::Input;
+use crate::event_queue::EventKind;
+use crate::node::IoTask;
 use crate::nodes::Channels;
 use crate::scenario::Scenario;
 use crate::simulation::Run;
@@ -49,7 +49,7 @@ impl LocalCharges {
 
 /// Something that a rank does at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Doing {
+enum NodeAction {
     /// It hears that a rank of its node has spoken about a part that it carries.
     Hear(TensorId, Step),
     /// It has added up a part.
@@ -75,22 +75,22 @@ pub(crate) struct LocalRank {
     ended: Option<Step>,
     /// How many parts of each tensor's mean are here.
     landed: Vec<u32>,
-    due: BinaryHeap<Reverse<(u64, u64, Doing)>>,
+    due: BinaryHeap<Reverse<(u64, u64, NodeAction)>>,
     made: u64,
 }
 
 /// All nodes' sums.
 #[derive(Debug)]
-pub(crate) struct Sums {
+pub(crate) struct IntraNode {
     charges: LocalCharges,
     ranks: Vec<LocalRank>,
     /// The parts of each tensor: local rank that carries it, its number there.
     parts: Vec<Vec<(u32, TensorId)>>,
 }
 
-impl Sums {
+impl IntraNode {
     /// Of clusters whose ranks do not add up: none.
-    pub(crate) fn of(scenario: &Scenario, channels: &Channels) -> Option<Sums> {
+    pub(crate) fn of(scenario: &Scenario, channels: &Channels) -> Option<IntraNode> {
         let topology = channels.topology;
         if !topology.adds_up() {
             return None;
@@ -114,31 +114,31 @@ impl Sums {
             made: 0,
         };
         let ranks = (0..topology.ranks).map(rank).collect();
-        Some(Sums { charges: LocalCharges::new(scenario), ranks, parts })
+        Some(IntraNode { charges: LocalCharges::new(scenario), ranks, parts })
     }
 }
 
 impl Run {
-    fn sums(&mut self) -> &mut Sums {
-        self.sums.as_mut().expect("ranks add up on their nodes")
+    fn node_sums(&mut self) -> &mut IntraNode {
+        self.intra_node.as_mut().expect("ranks add up on their nodes")
     }
 
-    fn will_do(&mut self, rank: u32, time: u64, doing: Doing) {
-        let local = &mut self.sums().ranks[rank as usize];
+    fn will_do(&mut self, rank: u32, time: u64, doing: NodeAction) {
+        let local = &mut self.node_sums().ranks[rank as usize];
         local.made += 1;
         local.due.push(Reverse((time, local.made, doing)));
-        self.calendar.at(time, Kind::Local, rank);
+        self.events.at(time, EventKind::Local, rank);
     }
 
     /// A rank's backward has a gradient.
     pub(crate) fn give_to_node(&mut self, rank: u32, tensor: TensorId, step: Step) {
         let topology = self.channels.topology;
         let first = rank - topology.local(rank);
-        for (carrier, part) in self.sums().parts[tensor.index()].clone() {
+        for (carrier, part) in self.node_sums().parts[tensor.index()].clone() {
             let to = first + carrier;
             let bytes = self.part_bytes(to, part);
             let now = self.now;
-            let sums = self.sums();
+            let sums = self.node_sums();
             let (charges, local) = (sums.charges, &mut sums.ranks[rank as usize]);
             let at = if to == rank {
                 now
@@ -146,13 +146,13 @@ impl Run {
                 local.in_until = local.in_until.max(now) + (charges.copy_byte * bytes) as u64;
                 local.in_until + charges.word
             };
-            self.will_do(to, at, Doing::Hear(part, step));
+            self.will_do(to, at, NodeAction::Hear(part, step));
         }
     }
 
     /// A rank's backward is over.
     pub(crate) fn end_on_node(&mut self, rank: u32, step: Step) {
-        self.sums().ranks[rank as usize].ended = Some(step);
+        self.node_sums().ranks[rank as usize].ended = Some(step);
         self.end_if_all_given(rank);
     }
 
@@ -163,29 +163,29 @@ impl Run {
         let bytes = self.part_bytes(carrier, part);
         let first = carrier - topology.local(carrier);
         for rank in first..first + topology.per_node {
-            let sums = self.sums();
+            let sums = self.node_sums();
             let charges = sums.charges;
             let told = if rank == carrier { time } else { time + charges.word };
             let local = &mut sums.ranks[rank as usize];
             local.out_until = local.out_until.max(told) + (charges.copy_byte * bytes) as u64;
             let at = local.out_until;
-            self.will_do(rank, at, Doing::Land(tensor, step));
+            self.will_do(rank, at, NodeAction::Land(tensor, step));
         }
     }
 
     /// It is time for something on a rank.
     pub(crate) fn act_on_node(&mut self, rank: u32) {
-        let Some(Reverse((_, _, doing))) = self.sums().ranks[rank as usize].due.pop() else {
+        let Some(Reverse((_, _, doing))) = self.node_sums().ranks[rank as usize].due.pop() else {
             return;
         };
         match doing {
-            Doing::Hear(part, step) => self.hear_part(rank, part, step),
-            Doing::Summed(part, step) => {
-                self.hear(rank, Input::Gradient(part, step));
-                self.sums().ranks[rank as usize].given += 1;
+            NodeAction::Hear(part, step) => self.hear_part(rank, part, step),
+            NodeAction::Summed(part, step) => {
+                self.hear(rank, IoTask::Gradient(part, step));
+                self.node_sums().ranks[rank as usize].given += 1;
                 self.end_if_all_given(rank);
             }
-            Doing::Land(tensor, step) => self.land(rank, tensor, step),
+            NodeAction::Land(tensor, step) => self.land(rank, tensor, step),
         }
     }
 
@@ -193,7 +193,7 @@ impl Run {
         let per_node = self.channels.topology.per_node;
         let bytes = self.part_bytes(rank, part);
         let now = self.now;
-        let sums = self.sums();
+        let sums = self.node_sums();
         let (charges, local) = (sums.charges, &mut sums.ranks[rank as usize]);
         local.heard[part.index()] += 1;
         if local.heard[part.index()] < per_node {
@@ -205,22 +205,22 @@ impl Run {
         local.sums_until = end;
         let subject = Subject::Tensor(self.channels.tensor(rank, part));
         self.span(rank, Lane::Reduce, step, subject, begin, end);
-        self.will_do(rank, end, Doing::Summed(part, step));
+        self.will_do(rank, end, NodeAction::Summed(part, step));
     }
 
     fn end_if_all_given(&mut self, rank: u32) {
-        let local = &mut self.sums().ranks[rank as usize];
+        let local = &mut self.node_sums().ranks[rank as usize];
         if local.heard.is_empty() || local.given < local.heard.len() {
             return;
         }
         if let Some(step) = local.ended.take() {
             local.given = 0;
-            self.hear(rank, Input::End(step));
+            self.hear(rank, IoTask::End(step));
         }
     }
 
     fn land(&mut self, rank: u32, tensor: TensorId, step: Step) {
-        let sums = self.sums();
+        let sums = self.node_sums();
         let whole = sums.parts[tensor.index()].len() as u32;
         let landed = &mut sums.ranks[rank as usize].landed[tensor.index()];
         *landed += 1;

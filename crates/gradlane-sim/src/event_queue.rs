@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 /// What happens to which rank, or to which port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum EventKind {
     /// The port may send the next piece.
     Depart,
     /// The first piece that is on its way to the port is whole.
@@ -18,11 +18,11 @@ pub(crate) enum Kind {
     /// Its I/O thread is free and has something to hear.
     Listen,
     /// Its work thread has finished something.
-    Worked,
+    JobDone,
     /// Its accelerator goes on.
     Compute,
     /// It has made the gradient of a tensor that it owns.
-    Answer,
+    RootResult,
     /// Other traffic leaves its port.
     Background,
     /// It does something on its node (see `sums`).
@@ -36,12 +36,12 @@ pub(crate) enum Kind {
 }
 
 /// An event: time, kind, rank.
-type Entry = (u64, Kind, u32);
+type Entry = (u64, EventKind, u32);
 
 const BUCKETS: usize = u64::BITS as usize;
 
 #[derive(Debug)]
-pub(crate) struct Calendar {
+pub(crate) struct EventQueue {
     /// When the last event was.
     last: u64,
     /// What happens at that time, too.
@@ -53,9 +53,9 @@ pub(crate) struct Calendar {
     made: u64,
 }
 
-impl Default for Calendar {
-    fn default() -> Calendar {
-        Calendar {
+impl Default for EventQueue {
+    fn default() -> EventQueue {
+        EventQueue {
             last: 0,
             present: VecDeque::new(),
             later: [const { Vec::new() }; BUCKETS],
@@ -65,16 +65,16 @@ impl Default for Calendar {
     }
 }
 
-impl Calendar {
+impl EventQueue {
     /// Adds an event, which is not before the last one that happened.
-    pub(crate) fn at(&mut self, time: u64, kind: Kind, rank: u32) {
+    pub(crate) fn at(&mut self, time: u64, kind: EventKind, rank: u32) {
         debug_assert!(time >= self.last, "{kind:?} of {rank} at {time}, before {}", self.last);
         self.made += 1;
         self.put((time.max(self.last), kind, rank));
     }
 
     /// The next event.
-    pub(crate) fn next(&mut self) -> Option<(u64, Kind, u32)> {
+    pub(crate) fn next(&mut self) -> Option<(u64, EventKind, u32)> {
         if self.present.is_empty() && self.filled != 0 {
             let first = self.filled.trailing_zeros() as usize;
             let mut entries = std::mem::take(&mut self.later[first]);
@@ -114,25 +114,25 @@ mod tests {
     fn events_come_in_the_order_of_time_and_then_of_their_making() {
         for seed in 0..200 {
             let mut rng = Rng::new(seed);
-            let mut calendar = Calendar::default();
+            let mut events = EventQueue::default();
             let mut waiting: Vec<(u64, u32)> = Vec::new();
             let (mut now, mut made) = (0, 0);
             for _ in 0..1000 {
                 if rng.below(2) == 0 {
                     // Often at once, often together, seldom far away.
                     let time = now + (rng.next_u64() >> (24 + rng.below(40)));
-                    calendar.at(time, Kind::Listen, made);
+                    events.at(time, EventKind::Listen, made);
                     waiting.push((time, made));
                     made += 1;
                     continue;
                 }
                 let first = waiting.iter().copied().min();
                 waiting.retain(|&it| Some(it) != first);
-                let next = calendar.next();
+                let next = events.next();
                 assert_eq!(next.map(|(time, _, rank)| (time, rank)), first, "seed {seed}");
                 now = first.map_or(now, |(time, _)| time);
             }
-            assert_eq!(calendar.made(), u64::from(made));
+            assert_eq!(events.made(), u64::from(made));
         }
     }
 }

@@ -7,18 +7,18 @@
 //! it is nothing where each stands for itself.
 
 use crate::error::SimError;
-use gradlane_engine::{Granularity, Placement, Plan, ReadyRule, Scheme};
+use gradlane_engine::{Granularity, Placement, Plan, Scheme, Synchrony};
 
 /// How many real ranks each simulated rank stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Fold {
+pub(crate) struct RankGroups {
     pub(crate) weights: Vec<u32>,
 }
 
-impl Fold {
+impl RankGroups {
     /// Every rank stands for itself.
-    pub(crate) fn none(workers: u32) -> Fold {
-        Fold { weights: vec![1; workers as usize] }
+    pub(crate) fn none(workers: u32) -> RankGroups {
+        RankGroups { weights: vec![1; workers as usize] }
     }
 
     /// The owners of a plan for `workers` ranks, and `representatives` for all others; nothing is
@@ -27,7 +27,7 @@ impl Fold {
     /// # Errors
     /// When the strategy's placement depends on the number of ranks, or not all tensors have servers:
     /// without them every rank is one of its own.
-    pub(crate) fn of(plan: &Plan, representatives: u32) -> Result<Fold, SimError> {
+    pub(crate) fn of(plan: &Plan, representatives: u32) -> Result<RankGroups, SimError> {
         if plan.tensors.iter().any(|tensor| tensor.scheme != Scheme::Ps) {
             return Err(SimError::Argument(format!(
                 "representatives is {representatives}, but not all tensors have servers, and every \
@@ -44,7 +44,7 @@ impl Fold {
                 strategy.name
             )));
         }
-        if strategy.ready == ReadyRule::Each {
+        if strategy.synchrony == Synchrony::Async {
             return Err(SimError::Argument(format!(
                 "representatives is {representatives}, but strategy {:?} applies each rank's \
                  gradients alone, and none can stand for another: use 0",
@@ -54,7 +54,7 @@ impl Fold {
         let owners = (plan.slices.len() as u32).min(plan.world_size);
         let others = plan.world_size - owners;
         if others <= representatives {
-            return Ok(Fold::none(plan.world_size));
+            return Ok(RankGroups::none(plan.world_size));
         }
         let mut weights = vec![1; owners as usize];
         let share = |index: u32| {
@@ -62,6 +62,6 @@ impl Fold {
             (bound(index + 1) - bound(index)) as u32
         };
         weights.extend((0..representatives).map(share));
-        Ok(Fold { weights })
+        Ok(RankGroups { weights })
     }
 }

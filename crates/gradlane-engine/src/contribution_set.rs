@@ -2,7 +2,7 @@
 //! frames of each of a thousand ranks ask for it, so a rank's is found without a search.
 
 use crate::io::BufferRef;
-use crate::server::Part;
+use crate::server::Contribution;
 use alloc::vec::Vec;
 use gradlane_units::Rank;
 
@@ -18,19 +18,19 @@ enum Slot {
     #[default]
     Nothing,
     Arriving(Arriving),
-    Whole(Part),
+    Whole(Contribution),
 }
 
 /// The contributions to a slice, by rank.
 #[derive(Debug, Default)]
-pub(crate) struct Collected {
+pub(crate) struct ContributionSet {
     /// As long as the largest rank that something has come from needs.
     slots: Vec<Slot>,
     whole: usize,
     arriving: usize,
 }
 
-impl Collected {
+impl ContributionSet {
     /// Number of whole contributions.
     pub(crate) fn whole(&self) -> usize {
         self.whole
@@ -84,14 +84,14 @@ impl Collected {
     }
 
     /// Adds a whole contribution, of which nothing is arriving any more.
-    pub(crate) fn insert(&mut self, rank: Rank, part: Part) {
+    pub(crate) fn insert(&mut self, rank: Rank, part: Contribution) {
         let old = core::mem::replace(self.slot(rank), Slot::Whole(part));
         debug_assert!(!matches!(old, Slot::Arriving(_)), "{rank} is still arriving");
         self.whole += usize::from(!matches!(old, Slot::Whole(_)));
     }
 
     /// Takes all whole contributions, by rank.
-    pub(crate) fn take_whole(&mut self) -> Vec<(Rank, Part)> {
+    pub(crate) fn take_whole(&mut self) -> Vec<(Rank, Contribution)> {
         self.whole = 0;
         self.take(|slot| match slot {
             Slot::Whole(part) => Some(part),
@@ -137,29 +137,34 @@ mod tests {
 
     #[test]
     fn contributions_arrive_and_are_taken_by_rank() {
-        let mut collected = Collected::default();
-        assert!(collected.is_empty() && !collected.has(Rank(7)));
-        assert_eq!(collected.landing(Rank(7), || buffer(1)), buffer(1));
-        assert_eq!(collected.landing(Rank(7), || unreachable!("it has one")), buffer(1));
-        collected.receive(Rank(7), 60);
-        collected.receive(Rank(3), 60);
-        assert_eq!([3, 7, 9].map(|it| collected.received_bytes(Rank(it))), [0, 60, 0]);
-        assert!(!collected.is_empty() && collected.whole() == 0);
+        let mut contributions = ContributionSet::default();
+        assert!(contributions.is_empty() && !contributions.has(Rank(7)));
+        assert_eq!(contributions.landing(Rank(7), || buffer(1)), buffer(1));
+        assert_eq!(contributions.landing(Rank(7), || unreachable!("it has one")), buffer(1));
+        contributions.receive(Rank(7), 60);
+        contributions.receive(Rank(3), 60);
+        assert_eq!([3, 7, 9].map(|it| contributions.received_bytes(Rank(it))), [0, 60, 0]);
+        assert!(!contributions.is_empty() && contributions.whole() == 0);
 
-        let arrived = collected.take_arrived(Rank(7)).expect("it had begun");
+        let arrived = contributions.take_arrived(Rank(7)).expect("it had begun");
         assert_eq!((arrived.buffer, arrived.received_bytes), (buffer(1), 60));
-        assert!(collected.take_arrived(Rank(7)).is_none() && collected.is_empty());
-        collected.insert(Rank(7), Part::Buffer(buffer(1)));
-        collected.insert(Rank(2), Part::Own);
-        collected.landing(Rank(5), || buffer(2));
-        assert!(collected.whole() == 2 && collected.has(Rank(2)) && !collected.has(Rank(5)));
+        assert!(contributions.take_arrived(Rank(7)).is_none() && contributions.is_empty());
+        contributions.insert(Rank(7), Contribution::Buffer(buffer(1)));
+        contributions.insert(Rank(2), Contribution::Own);
+        contributions.landing(Rank(5), || buffer(2));
+        assert!(
+            contributions.whole() == 2 && contributions.has(Rank(2)) && !contributions.has(Rank(5))
+        );
 
-        let whole = collected.take_whole();
-        assert_eq!(whole, [(Rank(2), Part::Own), (Rank(7), Part::Buffer(buffer(1)))]);
-        assert!(collected.whole() == 0 && !collected.is_empty());
-        let arriving = collected.take_arriving();
+        let whole = contributions.take_whole();
+        assert_eq!(
+            whole,
+            [(Rank(2), Contribution::Own), (Rank(7), Contribution::Buffer(buffer(1)))]
+        );
+        assert!(contributions.whole() == 0 && !contributions.is_empty());
+        let arriving = contributions.take_arriving();
         assert_eq!(arriving.len(), 1);
         assert_eq!((arriving[0].0, arriving[0].1.buffer), (Rank(5), buffer(2)));
-        assert!(collected.is_empty());
+        assert!(contributions.is_empty());
     }
 }

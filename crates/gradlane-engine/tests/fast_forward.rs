@@ -1,11 +1,13 @@
 //! Runs that are longer than any test: clusters that skip to steps around 2^16, 2^31, 2^32 and 2^53, whose
-//! messages and works are numbered as high, and then train on. Nothing in a step may be narrower than 64 bits.
+//! messages and jobs are numbered as high, and then train on. Nothing in a step may be narrower than 64 bits.
 
 mod common;
 
 use common::model::{self, gradient};
 use common::{plan, tensors, Cluster};
-use gradlane_engine::{Close, Plan, ReadyRule, SetRule, Strategy as Setting, Update};
+use gradlane_engine::{
+    Cutoff, Input, Plan, StragglerPolicy, Strategy as Setting, Synchrony, Update,
+};
 use gradlane_units::{Step, TensorId};
 use std::sync::Arc;
 
@@ -20,13 +22,15 @@ fn step_all(cluster: &mut Cluster, step: Step) {
         let node = &mut cluster.nodes[rank as usize];
         for (tensor, &numel) in SIZES.iter().enumerate() {
             node.tensors[tensor] = gradient(rank, tensor, step.0, numel);
-            node.engine.gradient_ready(TensorId(tensor as u32), step).expect("a gradient");
+            node.engine
+                .handle(Input::GradientReady(TensorId(tensor as u32), step))
+                .expect("a gradient");
         }
-        node.engine.step_end(step).expect("an end");
+        node.engine.handle(Input::StepEnd(step)).expect("an end");
     }
     cluster.run();
     for node in &mut cluster.nodes {
-        node.engine.tensor_needed(TensorId(0), step).expect("a wait");
+        node.engine.handle(Input::TensorNeeded(TensorId(0), step)).expect("a wait");
     }
     cluster.run();
     for node in &cluster.nodes {
@@ -40,11 +44,13 @@ fn across(plan: &Arc<Plan>, check: impl Fn(&Cluster, Step)) {
     let mut cluster = Cluster::new(plan, 64, 1 << 10, 11);
     cluster.step_zero();
     // Where pushes are applied alone, these wait for the settings of the optimizer.
-    cluster.nodes.iter_mut().for_each(|node| node.engine.updates_ready());
+    for node in &mut cluster.nodes {
+        node.engine.handle(Input::UpdatesReady).expect("always taken");
+    }
     step_all(&mut cluster, Step(1));
     for wrap in WRAPS {
         let start = Step(wrap - 3);
-        cluster.nodes.iter_mut().for_each(|node| node.engine.skip_to(start));
+        cluster.nodes.iter_mut().for_each(|node| node.engine.fast_forward(start));
         for offset in 1..=6 {
             let step = Step(start.0 + offset);
             step_all(&mut cluster, step);
@@ -85,9 +91,9 @@ fn pushes_are_applied_one_by_one_there() {
 
 #[test]
 fn contributors_are_chosen_there() {
-    let rule = SetRule { close: Close::Backup { ranks: 1 }, ahead_steps: 4 };
+    let rule = StragglerPolicy { cutoff: Cutoff::Backup { ranks: 1 }, ahead_steps: 4 };
     let strategy = Setting::named("p3", Some(40), 7).expect("a known strategy");
-    let strategy = Setting { ready: ReadyRule::Set(rule), ..strategy };
+    let strategy = Setting { synchrony: Synchrony::BackupWorkers(rule), ..strategy };
     let plan = Plan::build(tensors(&SIZES), strategy, Update::Worker, 3).expect("a plan");
     across(&Arc::new(plan), |cluster, step| {
         for node in &cluster.nodes {
@@ -104,7 +110,7 @@ fn orders_are_switched_there() {
     cluster.step_zero();
     step_all(&mut cluster, Step(1));
     for (version, wrap) in (1..).zip(WRAPS) {
-        cluster.nodes.iter_mut().for_each(|node| node.engine.skip_to(Step(wrap - 2)));
+        cluster.nodes.iter_mut().for_each(|node| node.engine.fast_forward(Step(wrap - 2)));
         cluster.switch(&[3, 2, i32::try_from(version).expect("a small number")]);
         for offset in 0..3 {
             step_all(&mut cluster, Step(wrap - 1 + offset));

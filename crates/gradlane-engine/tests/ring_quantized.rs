@@ -7,10 +7,11 @@ use common::model::gradient;
 use common::toy::{encoded_plan, Toy};
 use common::{frame, round, tensors, Cluster};
 use gradlane_engine::{
-    Coding, Plan, PlanError, RingBytes, Strategy, TensorSpec, Update, RING_ENCODED_BLOCK_ELEMS,
+    CodecSizes, Input, Plan, PlanError, RingBytes, Strategy, TensorSpec, Update,
+    RING_ENCODED_CHUNK_ELEMS,
 };
 use gradlane_units::{Rank, Rng, Step, TensorId, Time};
-use gradlane_wire::{Codec, FrameHeader, FrameKind};
+use gradlane_wire::{FrameHeader, FrameKind, PayloadForm};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -39,9 +40,9 @@ fn give(cluster: &mut Cluster, rank: u32, tensor: usize, step: u64, holes: bool)
     if given(rank, tensor, step, holes) {
         let numel = node.engine.plan().tensor(id).spec.numel;
         node.tensors[tensor] = gradient(rank, tensor, step, numel);
-        node.engine.gradient_ready(id, Step(step)).expect("a gradient");
+        node.engine.handle(Input::GradientReady(id, Step(step))).expect("a gradient");
     } else {
-        node.engine.tensor_absent(id, Step(step)).expect("an absence");
+        node.engine.handle(Input::TensorAbsent(id, Step(step))).expect("an absence");
     }
 }
 
@@ -50,7 +51,7 @@ fn run_step(cluster: &mut Cluster, step: u64, holes: bool, raw: bool) {
     let world = cluster.world();
     cluster.begin(Step(step));
     for node in cluster.nodes.iter_mut().filter(|_| raw) {
-        node.engine.send_raw(Step(step)).expect("a raw step");
+        node.engine.handle(Input::SendRaw(Step(step))).expect("a raw step");
     }
     let count = cluster.nodes[0].tensors.len();
     let mut next = vec![count; world as usize];
@@ -87,7 +88,7 @@ fn check(cluster: &Cluster, plan: &Plan, toy: Toy, step: u64, holes: bool, raw: 
                 given(rank, index, step, holes)
                     .then(|| gradient(rank, index, step, tensor.spec.numel))
             };
-            let right = if tensor.encoding.is_none() || raw {
+            let right = if tensor.codec.is_none() || raw {
                 common::model::mean(plan, id, values)
             } else {
                 let part = |slice| {
@@ -127,7 +128,7 @@ proptest! {
         let plan = plan_of(&sizes, toy, slice_elems.max(total / 30), world);
         for (index, slice) in plan.slices.iter().enumerate() {
             let id = gradlane_units::SliceId(index as u32);
-            prop_assert!(plan.encoding(id).is_none() || slice.start % granule_elems == 0);
+            prop_assert!(plan.codec(id).is_none() || slice.start % granule_elems == 0);
         }
         let mut cluster = Cluster::with_toy(&plan, toy, frame_bytes, credit, seed);
         cluster.nodes[0].tensors =
@@ -142,10 +143,10 @@ proptest! {
             check(&cluster, &plan, toy, step, holes, step == raw_step);
         }
         for header in cluster.nodes.iter().flat_map(|node| &node.log) {
-            let coded = plan.tensor(header.tensor).encoding.is_some();
+            let coded = plan.tensor(header.tensor).codec.is_some();
             let raw = header.step.0 == 0 || header.step.0 == raw_step || !coded;
-            if header.length > 0 && header.kind.goes_round() {
-                prop_assert_eq!(header.codec, if raw { Codec::Raw } else { Codec::Encoded });
+            if header.length > 0 && header.kind.is_ring() {
+                prop_assert_eq!(header.form, if raw { PayloadForm::Raw } else { PayloadForm::Encoded });
             }
             prop_assert!(header.kind != FrameKind::RingScale || (integer && !raw));
         }
@@ -172,7 +173,7 @@ fn sums_are_sent_most_urgent_first_and_few_are_encoded_ahead() {
 
 #[test]
 fn slices_are_cut_at_granules_and_other_tensors_keep_their_owners() {
-    let sizes = [3 * RING_ENCODED_BLOCK_ELEMS + 5, 50_000, 40_000];
+    let sizes = [3 * RING_ENCODED_CHUNK_ELEMS + 5, 50_000, 40_000];
     let with = plan_of(&sizes, Toy { granule_elems: 96, ..HOPS }, 50_000, 3);
     let without = common::plan(&sizes, "ring", 50_000, 3);
     let owners = |plan: &Plan, tensor: u32| -> Vec<u32> {
@@ -205,7 +206,7 @@ fn ranks_that_disagree_on_a_raw_step_fail_and_say_so() {
         let mut cluster = Cluster::with_toy(&plan, toy, 64, 64, seed);
         cluster.step_zero();
         cluster.begin(Step(1));
-        cluster.nodes[0].engine.send_raw(Step(1)).expect("a raw step");
+        cluster.nodes[0].engine.handle(Input::SendRaw(Step(1))).expect("a raw step");
         for rank in 0..3 {
             give(&mut cluster, rank, 0, 1, false);
         }
@@ -250,7 +251,7 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
     let own = (owner + 3) % 4;
     let before = Rank((owner + 2) % 4);
     let header = FrameHeader {
-        codec: Codec::Encoded,
+        form: PayloadForm::Encoded,
         flags: gradlane_wire::FrameFlags::LAST,
         slice,
         length: 4,
@@ -266,7 +267,7 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
     let sum = FrameHeader { kind: FrameKind::RingReduce, length: 164, hop: 2, ..header };
     let wrong = [
         (FrameHeader { hop: 2, ..header }, "at hop 2, this rank gets it at hop 1"),
-        (FrameHeader { codec: Codec::Raw, ..header }, "share no scales"),
+        (FrameHeader { form: PayloadForm::Raw, ..header }, "share no scales"),
         (FrameHeader { step: Step(0), ..header }, "nothing is added"),
         (FrameHeader { length: 8, ..header }, "8 bytes at offset 0 of 4"),
         (sum, "before its scales had this rank's"),
@@ -296,7 +297,7 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
 #[derive(Debug)]
 struct Stationary;
 
-impl Coding for Stationary {
+impl CodecSizes for Stationary {
     fn name(&self) -> String {
         "stationary".to_owned()
     }
@@ -323,7 +324,7 @@ impl Coding for Stationary {
 #[test]
 fn a_codec_that_cannot_go_round_is_refused_with_its_reason() {
     let build = |strategy: &str| -> Result<Plan, PlanError> {
-        let codec: Box<dyn Coding> = Box::new(Stationary);
+        let codec: Box<dyn CodecSizes> = Box::new(Stationary);
         let strategy = Strategy::named(strategy, None, 0).expect("a strategy");
         Plan::build(vec![(tensors(&[10]).remove(0), Some(codec))], strategy, Update::Worker, 3)
     };

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{model, Cluster};
-use gradlane_engine::{Plan, Scheme, Strategy, Update};
+use gradlane_engine::{Input, Plan, Scheme, Strategy, Update};
 use gradlane_units::{Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use proptest::prelude::*;
@@ -23,9 +23,9 @@ fn given(plan: &Plan, rank: u32, tensor: u32, step: u64) -> Option<Vec<f32>> {
     let numel = plan.tensor(TensorId(tensor)).spec.numel;
     let elements = match (plan.tensor(TensorId(tensor)).scheme, rng.below(5)) {
         (_, 0) => return None,
-        (Scheme::Gather, 1) => numel,
-        (Scheme::Gather, 2) => 0,
-        (Scheme::Gather, _) => u64::from(rng.below(numel as u32 + 1)),
+        (Scheme::AllGather, 1) => numel,
+        (Scheme::AllGather, 2) => 0,
+        (Scheme::AllGather, _) => u64::from(rng.below(numel as u32 + 1)),
         _ => numel,
     };
     let value = move || (rng.next_u64() >> 40) as f32 / 7.0 - 1e6;
@@ -36,14 +36,14 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64) {
     let node = &mut cluster.nodes[rank as usize];
     let (id, at) = (TensorId(tensor), Step(step));
     match (given(plan, rank, tensor, step), plan.tensor(id).scheme) {
-        (None, _) => node.engine.tensor_absent(id, at).expect("an absence"),
-        (Some(block), Scheme::Gather) => {
+        (None, _) => node.engine.handle(Input::TensorAbsent(id, at)).expect("an absence"),
+        (Some(block), Scheme::AllGather) => {
             node.tensors[tensor as usize][..block.len()].copy_from_slice(&block);
-            node.engine.block_ready(id, at, 4 * block.len() as u64).expect("a block");
+            node.engine.handle(Input::BlockReady(id, at, 4 * block.len() as u64)).expect("a block");
         }
         (Some(gradient), _) => {
             node.tensors[tensor as usize] = gradient;
-            node.engine.gradient_ready(id, at).expect("a gradient");
+            node.engine.handle(Input::GradientReady(id, at)).expect("a gradient");
         }
     }
 }
@@ -58,7 +58,7 @@ fn check(cluster: &Cluster, plan: &Plan, step: u64) {
             let ready: Vec<_> =
                 node.ready.iter().filter(|it| (it.0, it.1) == (id, Step(step))).collect();
             assert_eq!(ready.len(), 1, "released once");
-            if plan.tensor(id).scheme == Scheme::Gather {
+            if plan.tensor(id).scheme == Scheme::AllGather {
                 assert_eq!(ready[0].2, all.iter().all(Option::is_none));
                 let found = &node.blocks[&(id, Step(step))];
                 let bytes = |block: &Option<Vec<f32>>| -> Option<Vec<u8>> {
@@ -80,7 +80,7 @@ fn check(cluster: &Cluster, plan: &Plan, step: u64) {
 fn any_tensors() -> impl proptest::strategy::Strategy<Value = Vec<(u64, Scheme)>> {
     let numel = prop_oneof![Just(0_u64), 1..12_u64, 1..120_u64, Just(500_u64)];
     let scheme =
-        prop_oneof![3 => Just(Scheme::Gather), 1 => Just(Scheme::Ps), 1 => Just(Scheme::Ring)];
+        prop_oneof![3 => Just(Scheme::AllGather), 1 => Just(Scheme::Ps), 1 => Just(Scheme::Ring)];
     proptest::collection::vec((numel, scheme), 1..5)
 }
 
@@ -104,9 +104,9 @@ proptest! {
         });
         cluster.begin(Step(0));
         for rank in 0..world {
-            for (tensor, _) in tensors.iter().enumerate().filter(|it| it.1.1 != Scheme::Gather) {
+            for (tensor, _) in tensors.iter().enumerate().filter(|it| it.1.1 != Scheme::AllGather) {
                 let engine = &mut cluster.nodes[rank as usize].engine;
-                engine.gradient_ready(TensorId(tensor as u32), Step(0)).expect("values");
+                engine.handle(Input::GradientReady(TensorId(tensor as u32), Step(0))).expect("values");
             }
         }
         cluster.run();
@@ -148,11 +148,11 @@ proptest! {
 
 /// A cluster of three with a tensor of blocks of up to 100 elements in slices of 40, after step 0.
 fn cluster() -> (Cluster, Arc<Plan>) {
-    let plan = plan(&[(100, Scheme::Gather), (10, Scheme::Ps)], 40, 3);
+    let plan = plan(&[(100, Scheme::AllGather), (10, Scheme::Ps)], 40, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
     cluster.begin(Step(0));
     for node in &mut cluster.nodes {
-        node.engine.gradient_ready(TensorId(1), Step(0)).expect("values");
+        node.engine.handle(Input::GradientReady(TensorId(1), Step(0))).expect("values");
     }
     cluster.run();
     assert!(cluster.nodes.iter().all(|node| node.completed == [Step(0)]), "blocks have no step 0");
@@ -166,24 +166,28 @@ fn misuse_is_named_and_changes_nothing() {
     let engine = &mut cluster.nodes[0].engine;
     let (blocks, gradient) = (TensorId(0), TensorId(1));
     for (result, words) in [
-        (engine.gradient_ready(blocks, Step(1)), "use block_ready"),
-        (engine.block_ready(gradient, Step(1), 40), "use gradient_ready"),
-        (engine.block_ready(blocks, Step(1), 404), "at most 400 bytes"),
-        (engine.block_ready(blocks, Step(1), 6), "elements of 4"),
-        (engine.block_ready(blocks, Step(2), 4), "current step is step 1"),
-        (engine.release_blocks(blocks, Step(1)), "no blocks"),
+        (engine.handle(Input::GradientReady(blocks, Step(1))), "use block_ready"),
+        (engine.handle(Input::BlockReady(gradient, Step(1), 40)), "use gradient_ready"),
+        (engine.handle(Input::BlockReady(blocks, Step(1), 404)), "at most 400 bytes"),
+        (engine.handle(Input::BlockReady(blocks, Step(1), 6)), "elements of 4"),
+        (engine.handle(Input::BlockReady(blocks, Step(2), 4)), "current step is step 1"),
+        (engine.handle(Input::ReleaseBlocks(blocks, Step(1))), "no blocks"),
     ] {
         let error = result.expect_err(words).to_string();
         assert!(error.contains(words), "{error}");
     }
-    engine.block_ready(blocks, Step(1), 400).expect("a block");
-    let again = engine.block_ready(blocks, Step(1), 8).expect_err("twice").to_string();
+    engine.handle(Input::BlockReady(blocks, Step(1), 400)).expect("a block");
+    let again =
+        engine.handle(Input::BlockReady(blocks, Step(1), 8)).expect_err("twice").to_string();
     assert!(again.contains("already has"), "{again}");
     for rank in [1, 2] {
-        cluster.nodes[rank].engine.tensor_absent(blocks, Step(1)).expect("an absence");
+        cluster.nodes[rank]
+            .engine
+            .handle(Input::TensorAbsent(blocks, Step(1)))
+            .expect("an absence");
     }
     cluster.nodes.iter_mut().for_each(|node| {
-        node.engine.tensor_absent(gradient, Step(1)).expect("an absence");
+        node.engine.handle(Input::TensorAbsent(gradient, Step(1))).expect("an absence");
     });
     cluster.run();
     let found = &cluster.nodes[2].blocks[&(blocks, Step(1))];
@@ -199,7 +203,7 @@ fn who_gives_no_block_is_named() {
         give(&mut cluster, &plan, rank, 0, 1);
         give(&mut cluster, &plan, rank, 1, 1);
     }
-    cluster.nodes[1].engine.tensor_absent(TensorId(1), Step(1)).expect("an absence");
+    cluster.nodes[1].engine.handle(Input::TensorAbsent(TensorId(1), Step(1))).expect("an absence");
     cluster.run();
     let deadline = cluster.nodes[0].engine.poll_timeout().expect("a deadline");
     cluster.nodes[0].engine.handle_time(deadline);
@@ -226,7 +230,7 @@ fn blocks_that_are_larger_than_the_plan_or_change_their_size_are_refused() {
         (FrameHeader { length: 200, flags: last, ..header }, "200 bytes"),
         (FrameHeader { flags: FrameFlags::ABSENT, ..header }, "100 bytes"),
         (FrameHeader { length: 0, ..header }, "0 bytes"),
-        (FrameHeader { codec: gradlane_wire::Codec::Encoded, ..header }, "as encoded bytes"),
+        (FrameHeader { form: gradlane_wire::PayloadForm::Encoded, ..header }, "as encoded bytes"),
         (FrameHeader { step: Step(2), ..header }, "this rank is in step 0"),
         (FrameHeader { kind: FrameKind::Push, block_bytes: 0, ..header }, "of scheme gather"),
         (FrameHeader { tensor: TensorId(1), slice: SliceId(3), ..header }, "of scheme ps"),

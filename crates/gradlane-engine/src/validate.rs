@@ -3,19 +3,19 @@
 //! can be.
 
 use crate::engine::Engine;
-use crate::inbound::Checked;
+use crate::receive::Validated;
 use crate::scheme::Scheme;
 use alloc::format;
 use alloc::string::String;
 use gradlane_units::Rank;
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
 /// Longest reason in an abort frame.
 const ABORT_TEXT_BYTES_MAX: u32 = 4096;
 
 impl Engine {
     /// What any frame must satisfy.
-    pub(crate) fn check_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn check_header(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let refuse = |what: String| Err(what);
         if header.sender != from {
             return refuse(format!("a frame in the name of {}", header.sender));
@@ -37,16 +37,16 @@ impl Engine {
                 .then_some(())
                 .ok_or_else(|| format!("a suspicion of {} bytes", header.length)),
             FrameKind::PlanSwitch => self.check_switch_length(header),
-            FrameKind::StepBegun | FrameKind::StepGiven | FrameKind::Contributors => {
-                self.check_choosing(from, header)
+            FrameKind::StepBegun | FrameKind::GradientsQueued | FrameKind::Contributors => {
+                self.validate_straggler_frame(from, header)
             }
             _ => self.check_slice_header(from, header),
         }
     }
 
     /// What every frame about a slice must satisfy.
-    fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let serves = header.kind == FrameKind::Broadcast && self.applies_each(header.step);
+    fn check_slice_header(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
+        let serves = header.kind == FrameKind::Broadcast && self.is_async(header.step);
         if self.lifecycle.has_departed(from) && !serves {
             return Err(format!("{} after its goodbye", self.describe(header)));
         }
@@ -73,7 +73,7 @@ impl Engine {
         if header.kind == FrameKind::Block {
             return self.check_block(from, header);
         }
-        let encoded = header.codec == Codec::Encoded;
+        let encoded = header.form == PayloadForm::Encoded;
         let has_body = !matches!(header.kind, FrameKind::Notify | FrameKind::Pull)
             && !header.flags.contains(FrameFlags::ABSENT);
         let may_be_encoded =
@@ -90,7 +90,7 @@ impl Engine {
         // Where encodings differ in length, the last frame says how long this one is.
         let varies = !is_scales
             && encoded
-            && self.plan.encoding(header.slice).is_some_and(|encoding| !encoding.fixed);
+            && self.plan.codec(header.slice).is_some_and(|encoding| !encoding.fixed);
         let end = header.offset.checked_add(u64::from(header.length));
         let last = header.flags.contains(FrameFlags::LAST);
         let fits = end.is_some_and(|end| end <= bytes && (varies || last == (end == bytes)));
@@ -107,7 +107,7 @@ impl Engine {
     }
 
     /// The sender must be the one that sends this, to this rank, in the tensor's scheme.
-    fn check_route(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    fn check_route(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         if !self.may_send(header.kind, from) {
             let own = self.rank();
             return Err(format!(
@@ -117,9 +117,9 @@ impl Engine {
         }
         let scheme = self.plan.tensor(header.tensor).scheme;
         let right = match header.kind {
-            FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => Scheme::Ring,
+            FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingBroadcast => Scheme::Ring,
             FrameKind::Block if scheme.has_blocks() => scheme,
-            FrameKind::Block => Scheme::Gather,
+            FrameKind::Block => Scheme::AllGather,
             _ => Scheme::Ps,
         };
         if scheme != right {
@@ -129,17 +129,17 @@ impl Engine {
         match scheme {
             Scheme::Ps => {}
             Scheme::Ring => return self.check_round(from, header),
-            Scheme::Gather | Scheme::Answer if from == self.rank() => {
+            Scheme::AllGather | Scheme::GatherToRoot if from == self.rank() => {
                 return Err(format!("{} from this rank itself", self.describe(header)));
             }
-            Scheme::Answer => {
+            Scheme::GatherToRoot => {
                 let owner = self.plan.slice(header.slice).owner;
                 if owner == self.rank() || owner == from {
                     return Ok(());
                 }
                 return Err(format!("{}, but {owner} answers for it", self.describe(header)));
             }
-            Scheme::Gather => return Ok(()),
+            Scheme::AllGather => return Ok(()),
         }
         let owner = match header.kind {
             FrameKind::Push | FrameKind::Pull => self.rank(),

@@ -1,4 +1,4 @@
-//! The ready rule `Each`: asynchronous training. Every push is applied alone, in the order in which
+//! The synchrony `Async`: asynchronous training. Every push is applied alone, in the order in which
 //! pushes become whole, and answered to the rank that sent it, alone. Nobody waits for anybody else's
 //! gradients.
 //!
@@ -11,18 +11,18 @@
 //! answered for the step before, so an owner owes each rank at most one answer a slice.
 
 use crate::engine::Engine;
-use crate::io::{BufferRef, Event, Operation, Work};
+use crate::io::{BufferRef, Event, Job, Operation};
+use crate::jobs::{Pending, Running};
 use crate::plan::Plan;
 use crate::scheduler::Body;
-use crate::server::Part;
-use crate::strategy::ReadyRule;
-use crate::work::{Pending, Running};
+use crate::server::Contribution;
+use crate::strategy::Synchrony;
 use crate::worker::Phase;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;
 use alloc::string::String;
 use gradlane_units::{Priority, Rank, SliceId, Step};
-use gradlane_wire::Codec;
+use gradlane_wire::PayloadForm;
 
 /// Where one rank is, for one slice.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ impl Clock {
 pub(crate) struct Push {
     pub(crate) rank: Rank,
     pub(crate) step: Step,
-    pub(crate) part: Part,
+    pub(crate) part: Contribution,
     pub(crate) priority: Priority,
 }
 
@@ -66,7 +66,7 @@ impl OwnedState {
 
 /// All of them.
 #[derive(Debug, Default)]
-pub(crate) struct Each {
+pub(crate) struct AsyncOwners {
     /// Whether the driver knows how to update.
     updates_ready: bool,
     /// Whether answers carry what the driver reads out, and updates change nothing.
@@ -76,7 +76,7 @@ pub(crate) struct Each {
     answers: BTreeMap<(SliceId, Rank), Option<BufferRef>>,
 }
 
-impl Each {
+impl AsyncOwners {
     /// The parameters that everybody starts from.
     fn found(&mut self, slice: SliceId, state: BufferRef) {
         let owned = OwnedState {
@@ -116,16 +116,16 @@ impl Each {
 
 impl Engine {
     /// Whether pushes of a step are applied one by one.
-    pub(crate) fn applies_each(&self, step: Step) -> bool {
-        self.plan.strategy.ready == ReadyRule::Each && step.0 > 0
+    pub(crate) fn is_async(&self, step: Step) -> bool {
+        self.plan.strategy.synchrony == Synchrony::Async && step.0 > 0
     }
 
-    /// The driver knows how tensors are updated. Under the ready rule `Each` no push is applied
+    /// The driver knows how tensors are updated. Under the synchrony `Async` no push is applied
     /// before; under other rules this changes nothing, as nothing is applied before this rank's own
     /// contribution.
-    pub fn updates_ready(&mut self) {
-        self.each.updates_ready = true;
-        self.each.reading = false;
+    pub(crate) fn updates_ready(&mut self) {
+        self.async_owners.updates_ready = true;
+        self.async_owners.reading = false;
         for slice in self.plan_slices() {
             self.apply_next(slice);
         }
@@ -133,8 +133,8 @@ impl Engine {
 
     /// From now on, and until updates are ready again, the driver answers pushes with something
     /// else than parameters, which stay as they are.
-    pub fn updates_paused(&mut self) {
-        self.each.reading = true;
+    pub(crate) fn updates_paused(&mut self) {
+        self.async_owners.reading = true;
     }
 
     fn plan_slices(&self) -> impl Iterator<Item = SliceId> + use<> {
@@ -144,52 +144,60 @@ impl Engine {
     /// Keeps the result of step 0 as the state that updates start from; an empty slice has none.
     pub(crate) fn keep_initial(&mut self, slice: SliceId, state: Option<BufferRef>) {
         let tensor = self.plan.slice(slice).tensor;
-        if self.plan.strategy.ready != ReadyRule::Each || !self.plan.takes_part(tensor, Step(1)) {
+        if self.plan.strategy.synchrony != Synchrony::Async
+            || !self.plan.takes_part(tensor, Step(1))
+        {
             return;
         }
         let bytes = self.plan.slice_bytes(slice);
         let state = state.inspect(|&state| self.buffers.retain(state));
         let state = state.unwrap_or_else(|| self.buffers.acquire(bytes));
-        self.each.found(slice, state);
+        self.async_owners.found(slice, state);
     }
 
     /// Whether this would leave a tensor without a state to update: rank 0 has no value in step 0.
     pub(crate) fn lacks_initial(&self, step: Step, from: Rank, absent: bool) -> bool {
-        let each = self.plan.strategy.ready == ReadyRule::Each;
+        let each = self.plan.strategy.synchrony == Synchrony::Async;
         each && absent && step.0 == 0 && from == Rank(0)
     }
 
     /// For engines that begin after step 0: states, of whatever values.
     pub(crate) fn skip_initial_states(&mut self) {
         let (plan, rank): (&Plan, Rank) = (&self.plan, self.options.rank);
-        if plan.strategy.ready != ReadyRule::Each {
+        if plan.strategy.synchrony != Synchrony::Async {
             return;
         }
         let trained = |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, Step(1));
         for slice in (0..plan.slices.len() as u32).map(SliceId) {
             if plan.slice(slice).owner == rank && trained(slice) {
                 let state = self.buffers.acquire(plan.slice_bytes(slice));
-                self.each.found(slice, state);
+                self.async_owners.found(slice, state);
             }
         }
-        self.each.updates_ready = true;
+        self.async_owners.updates_ready = true;
     }
 
     /// The session closes: the states go.
     pub(crate) fn drop_states(&mut self) {
-        for owned in core::mem::take(&mut self.each.owned).into_values() {
+        for owned in core::mem::take(&mut self.async_owners.owned).into_values() {
             self.buffers.release(owned.state, &mut self.events);
         }
     }
 
     /// A rank's push of a slice that this rank owns is whole.
-    pub(crate) fn add_push(&mut self, slice: SliceId, rank: Rank, part: Part, priority: Priority) {
+    pub(crate) fn add_push(
+        &mut self,
+        slice: SliceId,
+        rank: Rank,
+        part: Contribution,
+        priority: Priority,
+    ) {
         let is_empty = self.plan.slice(slice).length == 0;
-        let owned = self.each.owned.get_mut(&slice).expect("a state is there after step 0");
+        let owned = self.async_owners.owned.get_mut(&slice).expect("a state is there after step 0");
         let clock = owned.clocks.entry(rank).or_insert(Clock::START);
         let step = clock.step;
         clock.step = step.next();
-        if part == Part::Absent || is_empty {
+        if part == Contribution::Absent || is_empty {
             // Nothing to apply: the rank is told the newest state, if it does not have it.
             let news = clock.received < owned.version;
             clock.received = owned.version;
@@ -203,8 +211,8 @@ impl Engine {
 
     /// Starts on the next push of a slice, unless one is being applied.
     fn apply_next(&mut self, slice: SliceId) {
-        let ready = self.each.updates_ready;
-        let Some(owned) = self.each.owned.get_mut(&slice) else {
+        let ready = self.async_owners.updates_ready;
+        let Some(owned) = self.async_owners.owned.get_mut(&slice) else {
             return;
         };
         if !ready || owned.applying.is_some() {
@@ -213,17 +221,17 @@ impl Engine {
         if let Some(push) = owned.waiting.pop_front() {
             owned.applying = Some(push.rank);
             let key = self.slice_key(push.step, push.priority, slice);
-            self.work.push(key, Pending::Apply { slice, push });
+            self.jobs.push(key, Pending::Apply { slice, push });
         }
     }
 
-    pub(crate) fn start_apply(&mut self, slice: SliceId, push: Push) -> Work {
+    pub(crate) fn start_apply(&mut self, slice: SliceId, push: Push) -> Job {
         let bytes = self.plan.slice_bytes(slice);
         let (input, output) = match push.part {
-            Part::Buffer(buffer) => (buffer.whole(), buffer),
+            Contribution::Buffer(buffer) => (buffer.whole(), buffer),
             _ => (self.gradient_region(slice), self.buffers.acquire(bytes)),
         };
-        let owned = self.each.owned.get(&slice).expect("a state is there after step 0");
+        let owned = self.async_owners.owned.get(&slice).expect("a state is there after step 0");
         let operation = Operation::ReduceApply {
             inputs: alloc::vec![input],
             absent: false,
@@ -238,10 +246,10 @@ impl Engine {
 
     /// An update is done: its result is the slice's state, and the answer to who pushed.
     pub(crate) fn applied(&mut self, slice: SliceId, push: Push, output: BufferRef) {
-        let owned = self.each.owned.get_mut(&slice).expect("a state is there after step 0");
+        let owned = self.async_owners.owned.get_mut(&slice).expect("a state is there after step 0");
         let clock = owned.clocks.entry(push.rank).or_insert(Clock::START);
         owned.applying = None;
-        if self.each.reading {
+        if self.async_owners.reading {
             self.answer(slice, push.rank, push.step, Some(output), push.priority);
             self.buffers.release(output, &mut self.events);
         } else {
@@ -280,8 +288,8 @@ impl Engine {
             }
             return;
         }
-        self.each.answers.insert((slice, rank), state);
-        let message = self.result_message(slice, step, (state, Codec::Raw), priority);
+        self.async_owners.answers.insert((slice, rank), state);
+        let message = self.result_message(slice, step, (state, PayloadForm::Raw), priority);
         debug_assert!(!matches!(message.body, Body::Inline(_)), "a state lies in a buffer");
         let key = self.slice_key(step, priority, slice);
         self.scheduler.push(rank, key, message);
@@ -289,7 +297,7 @@ impl Engine {
 
     /// The last frame of an answer is with the kernel.
     pub(crate) fn answer_sent(&mut self, slice: SliceId, rank: Rank) {
-        if let Some(Some(state)) = self.each.answers.remove(&(slice, rank)) {
+        if let Some(Some(state)) = self.async_owners.answers.remove(&(slice, rank)) {
             self.buffers.release(state, &mut self.events);
         }
     }

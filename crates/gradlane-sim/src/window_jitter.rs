@@ -8,15 +8,15 @@ use crate::simulation::fraction;
 use gradlane_units::Rng;
 
 #[derive(Debug)]
-pub(crate) struct Shares {
+pub(crate) struct WindowJitter {
     spread: f64,
     rng: Rng,
 }
 
-impl Shares {
+impl WindowJitter {
     /// Of all connections.
-    pub(crate) fn new(network: &Network) -> Shares {
-        Shares { spread: network.share_spread, rng: Rng::new(network.share_seed) }
+    pub(crate) fn new(network: &Network) -> WindowJitter {
+        WindowJitter { spread: network.share_spread, rng: Rng::new(network.share_seed) }
     }
 
     /// A connection's first share, which lasts for a part of the usual time; of a rank whose

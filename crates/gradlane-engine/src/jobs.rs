@@ -1,33 +1,33 @@
-//! Work waiting for the driver's threads, most urgent first. What exactly is to be done is decided
+//! Jobs waiting for the driver's threads, most urgent first. What exactly is to be done is decided
 //! as late as possible: when the driver asks.
 
-use crate::each::Push;
-use crate::encoding::Waiting;
-use crate::io::{BufferRef, WorkId};
-use crate::scheduler::Key;
-use crate::server::Part;
+use crate::async_owner::Push;
+use crate::encoding::PendingEncode;
+use crate::io::{BufferRef, JobId};
+use crate::scheduler::OrderKey;
+use crate::server::Contribution;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step};
 
-/// Work that nobody has asked for yet.
+/// A job that nobody has asked for yet.
 #[derive(Debug)]
 pub(crate) enum Pending {
     /// Reduce the contributions of an owned slice.
-    Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Part)> },
+    Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Contribution)> },
     /// Add this rank's contribution to what came round the ring.
-    AddRound { slice: SliceId, step: Step, received: Part },
+    AddRound { slice: SliceId, step: Step, received: Contribution },
     /// Enlarge the scales that came round the ring by this rank's.
-    ScaleRound { slice: SliceId, step: Step, received: Part },
+    ScaleRound { slice: SliceId, step: Step, received: Contribution },
     /// Begin a sum of codes with the scales of all ranks.
-    BeginRound { slice: SliceId, step: Step, received: Part },
-    /// Apply one rank's push to an owned slice (ready rule `Each`).
+    BeginRound { slice: SliceId, step: Step, received: Contribution },
+    /// Apply one rank's push to an owned slice (synchrony `Async`).
     Apply { slice: SliceId, push: Push },
     /// Copy a result from scratch into the tensor's memory.
     Install { slice: SliceId, step: Step, buffer: BufferRef },
 }
 
-/// Work that the driver has.
+/// A job that the driver has.
 #[derive(Debug)]
 pub(crate) enum Running {
     Reduce {
@@ -43,8 +43,8 @@ pub(crate) enum Running {
         encoded: bool,
     },
     Encode {
-        waiting: Waiting,
-        key: Key,
+        waiting: PendingEncode,
+        key: OrderKey,
         output: BufferRef,
     },
     AddRound {
@@ -76,25 +76,25 @@ pub(crate) enum Running {
 }
 
 #[derive(Debug)]
-pub(crate) struct WorkQueue {
+pub(crate) struct JobQueue {
     depth: usize,
     next_id: u64,
-    pending: BTreeMap<Key, Pending>,
-    running: BTreeMap<WorkId, Running>,
+    pending: BTreeMap<OrderKey, Pending>,
+    running: BTreeMap<JobId, Running>,
 }
 
-impl WorkQueue {
-    pub(crate) fn new(depth: usize) -> WorkQueue {
-        WorkQueue { depth, next_id: 0, pending: BTreeMap::new(), running: BTreeMap::new() }
+impl JobQueue {
+    pub(crate) fn new(depth: usize) -> JobQueue {
+        JobQueue { depth, next_id: 0, pending: BTreeMap::new(), running: BTreeMap::new() }
     }
 
-    /// Numbers works on from a later number.
+    /// Numbers jobs on from a later number.
     pub(crate) fn skip(&mut self, id: u64) {
         self.next_id = self.next_id.max(id);
     }
 
-    pub(crate) fn push(&mut self, key: Key, work: Pending) {
-        self.pending.insert(key, work);
+    pub(crate) fn push(&mut self, key: OrderKey, job: Pending) {
+        self.pending.insert(key, job);
     }
 
     /// Whether the driver has enough.
@@ -102,24 +102,24 @@ impl WorkQueue {
         self.running.len() >= self.depth
     }
 
-    /// The key of the most urgent work.
-    pub(crate) fn first(&self) -> Option<Key> {
+    /// The key of the most urgent job.
+    pub(crate) fn first(&self) -> Option<OrderKey> {
         self.pending.first_key_value().map(|(&key, _)| key)
     }
 
-    /// The most urgent work.
+    /// The most urgent job.
     pub(crate) fn pop(&mut self) -> Option<Pending> {
-        self.pending.pop_first().map(|(_, work)| work)
+        self.pending.pop_first().map(|(_, job)| job)
     }
 
-    pub(crate) fn start(&mut self, running: Running) -> WorkId {
-        let id = WorkId(self.next_id);
+    pub(crate) fn start(&mut self, running: Running) -> JobId {
+        let id = JobId(self.next_id);
         self.next_id += 1;
         self.running.insert(id, running);
         id
     }
 
-    pub(crate) fn finish(&mut self, id: WorkId) -> Option<Running> {
+    pub(crate) fn finish(&mut self, id: JobId) -> Option<Running> {
         self.running.remove(&id)
     }
 
