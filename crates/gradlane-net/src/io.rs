@@ -18,5 +18,8 @@ mod peer_sockets;
 #[allow(unsafe_code, reason = "borrows memory for frames coming in")]
 mod receive;
 mod shutdown;
+#[cfg(test)]
+#[allow(unsafe_code, reason = "registers the memory of tests")]
+mod tests;
 
 pub(crate) use driver::Driver;

@@ -6,7 +6,7 @@
 //! channel touches the application's memory any more.
 
 use crate::channel::blocks::Blocks;
-use crate::channel::completion::{CompletionTable, WaitTarget};
+use crate::channel::completion::WaitTarget;
 use crate::channel::guard::ApiGuard;
 use crate::channel::shared::{panic_text, Command, SessionOutcome, Shared};
 use crate::connect::{self, digest, Acceptor, Identity, Listener, INTERRUPT_EVERY};
@@ -14,7 +14,6 @@ use crate::error::{ChannelError, ChannelFailure};
 use crate::io::Driver;
 use crate::memory::UserMemory;
 use crate::metrics::participation_stats::StepParticipation;
-use crate::metrics::trace::Trace;
 use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::descriptors;
@@ -26,7 +25,7 @@ use gradlane_units::{Priority, Rank, Step, TensorId};
 use std::io;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -88,17 +87,8 @@ impl Channel {
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let threads = options.io_threads.clamp(1, peers.len().max(2) - 1);
         let pollers: io::Result<Vec<Poller>> = (0..threads).map(|_| Poller::new()).collect();
-        let shared = Arc::new(Shared {
-            pollers: pollers.map_err(system)?,
-            commands: Mutex::default(),
-            completion: CompletionTable::new(plan.tensors.len()),
-            blocks: Mutex::default(),
-            metrics,
-            trace: Trace::new(options.trace),
-            journal: Mutex::new(None),
-            ended: OnceLock::new(),
-            usage: Mutex::new(None),
-        });
+        let pollers = pollers.map_err(system)?;
+        let shared = Arc::new(Shared::new(pollers, &plan, options, metrics));
         let socket = |stream| Arc::new(stream) as Arc<dyn Socket>;
         let sockets = mesh.streams.into_iter().map(|stream| stream.map(socket)).collect();
         let driver =

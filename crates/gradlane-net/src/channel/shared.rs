@@ -5,11 +5,12 @@ use crate::channel::completion::CompletionTable;
 use crate::compute::{StateKind, StateRead, UpdateRule};
 use crate::error::{ChannelError, ChannelFailure};
 use crate::memory::{ScratchBuffer, UserMemory};
-use crate::metrics::counters::Metrics;
 use crate::metrics::trace::Trace;
+use crate::metrics::Metrics;
+use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
-use gradlane_engine::{Input, Journal, UsageError};
+use gradlane_engine::{Input, Journal, Plan, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -65,6 +66,26 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    /// Makes the state of a session before its first step, with a poller for each I/O thread.
+    pub(crate) fn new(
+        pollers: Vec<Poller>,
+        plan: &Plan,
+        options: &ChannelOptions,
+        metrics: Arc<Metrics>,
+    ) -> Shared {
+        Shared {
+            pollers,
+            commands: Mutex::default(),
+            completion: CompletionTable::new(plan.tensors.len()),
+            blocks: Mutex::default(),
+            metrics,
+            trace: Trace::new(options.trace),
+            journal: Mutex::new(None),
+            ended: OnceLock::new(),
+            usage: Mutex::new(None),
+        }
+    }
+
     /// Queues a command.
     pub(crate) fn command(&self, command: Command) {
         lock(&self.commands).push(command);

@@ -184,10 +184,10 @@ fn call_until_connected(pending: &Arc<PendingMesh>, rank: Rank, address: &str, d
                     error => error.to_string(),
                 };
                 if is_unverified && !std::mem::replace(&mut is_logged, true) {
-                    // Where it is a mistake, such as another secret, nobody wants to wait to hear.
-                    eprintln!(
-                        "gradlane: {} calls {rank} at {}: {text}; it calls again until the time to \
-                         connect is up",
+                    // A mistake, such as another secret, is to be heard of before the time is up.
+                    log::warn!(
+                        "{} calls {rank} at {}: {text}; it calls again until the time to connect \
+                         is up",
                         pending.identity.rank,
                         escaped(address.as_bytes(), ADDRESS_BYTES_MAX)
                     );

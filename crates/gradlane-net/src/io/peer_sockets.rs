@@ -135,7 +135,7 @@ impl IoThread<'_> {
             Ok(()) => {}
             Err(Fault::Lost(reason)) => core.lose(rank, &reason),
             Err(Fault::ProtocolViolation(what)) => {
-                core.engine.reject_peer(rank, &format!("{rank} {what}"))
+                core.engine.reject_peer(rank, &format!("{rank} {what}"));
             }
             Err(Fault::Internal(what)) => core.engine.abort(&what),
         }

@@ -176,15 +176,13 @@ impl Metrics {
         ThreadCount { metrics: self, index: threads.len() - 1 }
     }
 
-    /// Notes a refused caller and says so on standard error, of many callers less and less often.
+    /// Notes a refused caller and logs it, of many callers less and less often.
     pub(crate) fn refuse(&self, rank: Rank, address: &str, reason: &str) {
         let mut refusals = lock(&self.refusals);
         refusals.0 += 1;
         if is_logged(refusals.0) {
             let count = refusals.0;
-            eprintln!(
-                "gradlane: {rank} refused a connection from {address}: {reason} (number {count})"
-            );
+            log::warn!("{rank} refused a connection from {address}: {reason} (number {count})");
         }
         if refusals.1.len() == REFUSALS_KEPT {
             refusals.1.pop_front();
