@@ -131,7 +131,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
         for step in 1..=5_u64 {
             let number = Step(step);
             let begun = match step {
-                3 => channel.step_gather(number),
+                3 => channel.step_barrier(number),
                 _ => channel.step_begin(number),
             };
             begun.expect("a step");
@@ -150,7 +150,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
             }
             channel.step_end(number).expect("the end");
             channel.wait_step(number, &mut deadline()).expect("a result");
-            assert_eq!(channel.standing(number).participated, Some(!late));
+            assert_eq!(channel.participation(number).participated, Some(!late));
         }
         channel.finish(PATIENCE, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")

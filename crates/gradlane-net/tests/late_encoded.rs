@@ -110,7 +110,7 @@ fn plan_for(codec: &str, slice_elems: u64, world_size: u32) -> String {
 
 fn wait_until_decided(channel: &Channel, step: Step) {
     let end = Instant::now() + PATIENCE;
-    while channel.standing(Step(0)).decided < step {
+    while channel.participation(Step(0)).decided < step {
         assert!(Instant::now() < end, "{step} is never decided");
         std::thread::sleep(Duration::from_micros(200));
     }
@@ -124,7 +124,7 @@ fn in_channel(step: u64) -> Step {
 /// What all ranks read of the owners' residuals of the first tensor.
 fn read_owners(channel: &Channel, numel: u64) -> Vec<f32> {
     let step = in_channel(READ_AFTER).next();
-    channel.step_gather(step).expect("a step for all");
+    channel.step_barrier(step).expect("a step for all");
     let read = StateRead { kind: StateKind::OwnerResidual, part: 0 };
     channel.read_state(read).expect("a read");
     let mut memory = SIZES.map(|numel| Tensor { bytes: vec![0xAB; 4 * numel as usize] });
@@ -135,7 +135,7 @@ fn read_owners(channel: &Channel, numel: u64) -> Vec<f32> {
     }
     channel.step_end(step).expect("the end");
     channel.wait_step(step, &mut deadline()).expect("the residual");
-    assert_eq!(channel.standing(step).participated, Some(true), "nobody is left out");
+    assert_eq!(channel.participation(step).participated, Some(true), "nobody is left out");
     let values = memory[0].bytes.chunks_exact(4);
     let values = values.map(|it| f32::from_le_bytes(it.try_into().expect("4")));
     values.take(numel as usize).collect()
@@ -211,7 +211,7 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
             let found = follow(&channel, &schedule, step, &given[rank as usize]);
             let was_in = schedule.late(rank, step).is_none();
             assert_eq!(
-                channel.standing(in_channel(step)).participated,
+                channel.participation(in_channel(step)).participated,
                 Some(was_in),
                 "{schedule:?}"
             );

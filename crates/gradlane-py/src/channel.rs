@@ -180,7 +180,7 @@ impl Channel {
 
     /// Begin a step that no rank is left out of; all ranks have to begin it so.
     fn step_gather(&self, step: u64) -> PyResult<()> {
-        self.channel.step_gather(Step(step)).map_err(translate)
+        self.channel.step_barrier(Step(step)).map_err(translate)
     }
 
     /// Wait until it is known who is in the current step.
@@ -191,7 +191,7 @@ impl Channel {
     /// (whether this rank was in the step, or None; whether it was a whole step behind; the last
     /// step whose contributors are known).
     fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {
-        let standing = self.channel.standing(Step(step));
+        let standing = self.channel.participation(Step(step));
         (standing.participated, standing.behind, standing.decided.0)
     }
 
@@ -228,7 +228,7 @@ impl Channel {
     /// the tensor is ready.
     fn answer_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
         let memory = memory(pointer, nbytes);
-        self.channel.answer_ready(TensorId(tensor), Step(step), memory).map_err(translate)
+        self.channel.root_result_ready(TensorId(tensor), Step(step), memory).map_err(translate)
     }
 
     /// (tensor, step) whose blocks are all here and that this rank owes an answer, each once. Waits
@@ -236,9 +236,9 @@ impl Channel {
     #[pyo3(signature = (*, wait = true))]
     fn next_questions(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(u32, u64)>> {
         let questions = if wait {
-            self.waiting(py, move |channel, interrupt| channel.next_questions(interrupt))?
+            self.waiting(py, move |channel, interrupt| channel.next_root_requests(interrupt))?
         } else {
-            self.channel.take_questions().map_err(translate)?
+            self.channel.take_root_requests().map_err(translate)?
         };
         Ok(questions.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
     }

@@ -1,7 +1,7 @@
-//! The blocks that a step gathered from all ranks, in the hands of the application.
+//! Blocks that a step gathered from all ranks, in the hands of the application.
 //!
-//! Blocks of other ranks lie in scratch buffers, which move out of the channel with them: they stay
-//! readable whatever becomes of the session, and go back to its pool when they are dropped.
+//! Blocks of other ranks lie in scratch buffers, which leave the channel with them: they stay
+//! readable after the session, and return to its pool when they are dropped.
 
 use crate::channel::shared::{Command, Shared};
 use crate::memory::{MemoryError, MemoryTable, ScratchBuffer};
@@ -13,11 +13,11 @@ use std::sync::Arc;
 /// One rank's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Block<'a> {
-    /// The rank had none.
+    /// The rank had no block.
     Absent,
-    /// That of this rank, of so many bytes: it is where it was given.
+    /// This rank's own block, with its number of bytes: it lies where the application gave it.
     Own(u64),
-    /// That of another rank.
+    /// Another rank's block.
     Other(&'a [u8]),
 }
 
@@ -40,26 +40,26 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// The blocks of a step that is ready, once.
+    /// Takes the blocks of a tensor in a step, once.
     pub(crate) fn take(shared: &Arc<Shared>, tensor: TensorId, step: Step) -> Option<Blocks> {
         let held = lock(&shared.blocks).remove(&(tensor, step))?;
         Some(Blocks { tensor, step, held, shared: Arc::clone(shared) })
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn world_size(&self) -> u32 {
         self.held.len() as u32
     }
 
-    /// The block of a rank; that of a rank outside of the world is absent.
+    /// Returns the block of a rank; absent for a rank outside of the world.
     #[must_use]
     pub fn of(&self, rank: Rank) -> Block<'_> {
         match self.held.get(rank.index()) {
             None | Some(GatheredBlock::Absent) => Block::Absent,
             Some(GatheredBlock::Own(bytes)) => Block::Own(*bytes),
             Some(GatheredBlock::Empty) => Block::Other(&[]),
-            Some(GatheredBlock::Other(block, length)) => Block::Other(block.bytes(*length)),
+            Some(GatheredBlock::Other(scratch, length)) => Block::Other(scratch.bytes(*length)),
         }
     }
 }
@@ -67,7 +67,7 @@ impl Blocks {
 impl Drop for Blocks {
     fn drop(&mut self) {
         let scratch = self.held.drain(..).filter_map(|held| match held {
-            GatheredBlock::Other(block, _) => Some(block),
+            GatheredBlock::Other(scratch, _) => Some(scratch),
             _ => None,
         });
         let command = Command::ReleaseBlocks(self.tensor, self.step, scratch.collect());

@@ -1,7 +1,7 @@
-//! Which tensors are ready in which step, and who waits for them.
+//! Which tensors are ready in which step, and the threads that wait for them.
 //!
-//! The I/O thread publishes, application threads look and wait. Looking is one atomic load;
-//! publishing costs a lock for waiters only when somebody waits.
+//! I/O threads publish; application threads look and wait. A look is one atomic load; publishing
+//! takes a lock only while a thread waits.
 
 use crate::sys::lock;
 use gradlane_units::{Step, TensorId};
@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What a waiter waits for.
+/// The target of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitTarget {
     Tensor(TensorId, Step),
     Step(Step),
-    /// That the contributors of a step are known, where they are chosen.
+    /// The choice of a step's contributors.
     Contributors(Step),
-    /// Something that became ready in a step and was not taken yet.
+    /// Any tensor that became ready in a step and was not taken yet.
     AnyTensor(Step),
-    /// Blocks of a tensor that this rank owes an answer to.
+    /// Blocks of a tensor whose root this rank is.
     RootRequest,
     End,
 }
@@ -30,10 +30,10 @@ struct Waiter {
     signal: Arc<Condvar>,
 }
 
-/// The board of results.
+/// Completed tensors and steps.
 #[derive(Debug)]
 pub(crate) struct CompletionTable {
-    /// Per tensor: one more than the last step in which it became ready.
+    /// By tensor: one more than the last step in which it became ready.
     tensors: Vec<AtomicU64>,
     /// The tensor that became ready last.
     newest: AtomicU32,
@@ -50,7 +50,7 @@ pub(crate) struct CompletionTable {
 }
 
 impl CompletionTable {
-    /// A board on which nothing is ready.
+    /// Makes a table on which nothing is complete.
     pub(crate) fn new(tensors: usize) -> CompletionTable {
         CompletionTable {
             tensors: (0..tensors).map(|_| AtomicU64::new(0)).collect(),
@@ -65,7 +65,7 @@ impl CompletionTable {
         }
     }
 
-    /// Whether what is awaited is there.
+    /// Whether a target is reached.
     pub(crate) fn has(&self, target: WaitTarget) -> bool {
         let (table, step) = match target {
             WaitTarget::Tensor(tensor, step) => match self.tensors.get(tensor.index()) {
@@ -83,20 +83,21 @@ impl CompletionTable {
         table.load(Ordering::SeqCst) > step.0
     }
 
-    /// The last step that is complete, if one is.
+    /// Returns the last complete step.
     pub(crate) fn last_complete(&self) -> Option<Step> {
         self.complete.load(Ordering::SeqCst).checked_sub(1).map(Step)
     }
 
-    /// The tensor that became ready last: of a complete step, the one that completed it.
+    /// Returns the tensor that became ready last: of a complete step, the one that completed it.
     pub(crate) fn newest(&self) -> TensorId {
         TensorId(self.newest.load(Ordering::Relaxed))
     }
 
-    /// A tensor is ready. What was written to its memory before is seen by who sees this.
+    /// Publishes a tensor. Threads that see it also see the writes to its memory.
     pub(crate) fn publish_tensor(&self, tensor: TensorId, step: Step, absent: bool) {
         let mut finished = lock(&self.finished);
-        // Where nobody takes news they must not pile up; of the step before they may still be wanted.
+        // Entries that are never taken must not pile up; those of the step before may still be
+        // wanted.
         while finished.front().is_some_and(|&(at, ..)| at.next() < step) {
             finished.pop_front();
         }
@@ -108,30 +109,30 @@ impl CompletionTable {
         self.signal(WaitTarget::AnyTensor(step));
     }
 
-    /// The blocks of a tensor are here, and this rank owes an answer.
+    /// Publishes that all blocks of a tensor are here, whose root this rank is.
     pub(crate) fn publish_root_request(&self, tensor: TensorId, step: Step) {
         lock(&self.root_requests).push_back((tensor, step));
         self.signal(WaitTarget::RootRequest);
     }
 
-    /// All questions since the last call.
+    /// Takes all root requests since the last call.
     pub(crate) fn take_root_requests(&self) -> Vec<(TensorId, Step)> {
         lock(&self.root_requests).drain(..).collect()
     }
 
-    /// A step is complete.
+    /// Publishes a complete step.
     pub(crate) fn publish_step(&self, step: Step) {
         self.complete.store(step.0 + 1, Ordering::SeqCst);
         self.signal(WaitTarget::Step(step));
     }
 
-    /// The contributors of a step are known.
+    /// Publishes that the contributors of a step are known.
     pub(crate) fn publish_contributors(&self, step: Step) {
         self.decided.store(step.0 + 1, Ordering::SeqCst);
         self.signal(WaitTarget::Contributors(step));
     }
 
-    /// The session is over: every waiter wakes.
+    /// Publishes the end of the session and wakes every thread that waits.
     pub(crate) fn publish_end(&self) {
         self.ended.store(1, Ordering::SeqCst);
         for waiter in lock(&self.waiters).iter() {
@@ -148,14 +149,14 @@ impl CompletionTable {
         }
     }
 
-    /// Waits until it is there, the session is over, or the time is up.
+    /// Waits until the target is reached, the session is over, or the time is up.
     pub(crate) fn wait(&self, target: WaitTarget, timeout: Duration) {
         if self.has(target) {
             return;
         }
         let signal = Arc::new(Condvar::new());
-        // The count goes up before the state is looked at again: a publisher either sees the
-        // count, or published early enough for this look.
+        // The count goes up before the state is read again: a publisher either sees the count, or
+        // published early enough for this read.
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let mut waiters = lock(&self.waiters);
         waiters.push(Waiter { target, signal: Arc::clone(&signal) });
@@ -166,7 +167,8 @@ impl CompletionTable {
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// What became ready in `step` since the last call; news of earlier steps is dropped.
+    /// Takes the tensors that became ready in `step` since the last call, and drops those of
+    /// earlier steps.
     pub(crate) fn take(&self, step: Step) -> Vec<(TensorId, bool)> {
         let mut finished = lock(&self.finished);
         let mut taken = Vec::new();

@@ -1,7 +1,7 @@
-//! What the application has called so far, so that misuse is an error of the very call.
+//! Checks of the application's calls, so that misuse is an error of the very call.
 //!
-//! The engine checks the same on its own thread; this is the early look. Nothing is changed by a
-//! call that is refused.
+//! The engine checks the same on its own thread; these checks come earlier. A refused call changes
+//! nothing.
 
 use gradlane_engine::{Plan, Scheme, UsageError};
 use gradlane_units::{Step, TensorId};
@@ -10,22 +10,23 @@ use gradlane_units::{Step, TensorId};
 #[derive(Debug)]
 pub(crate) struct ApiGuard {
     current: Option<Step>,
-    /// Per tensor: one more than the last step it was contributed to.
+    /// By tensor: one more than the last step of a contribution.
     contributed: Vec<u64>,
 }
 
 impl ApiGuard {
-    /// Before step 0.
+    /// Makes the guard of a session before step 0.
     pub(crate) fn new(tensors: usize) -> ApiGuard {
         ApiGuard { current: None, contributed: vec![0; tensors] }
     }
 
-    /// The step in force; step 0 before any.
+    /// Returns the step in force; step 0 before any.
     pub(crate) fn current(&self) -> Step {
         self.current.unwrap_or_default()
     }
 
-    /// A step begins. `is_complete` says whether the one in force is, `missing` what it lacks.
+    /// Checks that a step may begin. `is_complete` tells whether the one in force is, `missing` how
+    /// many tensors it lacks, with the name of the first.
     pub(crate) fn step_begin(
         &mut self,
         step: Step,
@@ -44,7 +45,7 @@ impl ApiGuard {
         Ok(())
     }
 
-    /// A call for a step must be for the one in force.
+    /// Checks that a call is for the step in force.
     pub(crate) fn check_step(&self, call: &'static str, step: Step) -> Result<(), UsageError> {
         if self.current == Some(step) {
             return Ok(());
@@ -52,7 +53,7 @@ impl ApiGuard {
         Err(UsageError::WrongStep { call, step, current: self.current() })
     }
 
-    /// A tensor must exist.
+    /// Checks that a tensor exists.
     pub(crate) fn check_tensor(plan: &Plan, tensor: TensorId) -> Result<(), UsageError> {
         if tensor.index() < plan.tensors.len() {
             return Ok(());
@@ -60,7 +61,7 @@ impl ApiGuard {
         Err(UsageError::UnknownTensor { tensor: tensor.0, count: plan.tensors.len() })
     }
 
-    /// Memory must be as large as its tensor.
+    /// Checks that memory is as large as its tensor.
     pub(crate) fn check_memory(
         plan: &Plan,
         tensor: TensorId,
@@ -81,7 +82,7 @@ impl ApiGuard {
         Ok(())
     }
 
-    /// A tensor is contributed to a step: once, and only if it takes part.
+    /// Checks a contribution: once a step, and only if the tensor takes part.
     pub(crate) fn contribute(
         &mut self,
         call: &'static str,
@@ -99,7 +100,7 @@ impl ApiGuard {
         self.note(call, plan, tensor, step)
     }
 
-    /// A tensor must have blocks, and may have one of so many bytes.
+    /// Checks that a tensor has blocks, and may have one of this size.
     pub(crate) fn check_block(
         plan: &Plan,
         tensor: TensorId,
@@ -122,7 +123,7 @@ impl ApiGuard {
         Ok(())
     }
 
-    /// A block is given, of so many bytes: once, and no larger than the plan allows.
+    /// Checks a block: once a step, and no larger than the plan allows.
     pub(crate) fn contribute_block(
         &mut self,
         plan: &Plan,
@@ -134,7 +135,7 @@ impl ApiGuard {
         self.note("block_ready", plan, tensor, step)
     }
 
-    /// A tensor gets its one contribution to the step in force.
+    /// Notes the one contribution of a tensor to the step in force.
     fn note(
         &mut self,
         call: &'static str,

@@ -1,9 +1,9 @@
-//! The handle that application threads hold: connections to all ranks and the engine on its own
-//! threads, for one prepared model.
+//! The handle that application threads hold: one session with all other ranks, for one prepared
+//! model.
 //!
-//! Every call is checked before it becomes a command; calls return at once, except `wait`,
-//! `wait_step`, `finish` and `abort`. When a call says that the session has ended, no thread of the
-//! channel touches the application's memory any more.
+//! Every call is checked before it becomes a command. Calls return at once, except `wait`,
+//! `wait_step`, `finish` and `abort`. After a call has reported the end of the session, no thread
+//! of the channel touches the application's memory.
 
 use crate::channel::blocks::Blocks;
 use crate::channel::completion::WaitTarget;
@@ -48,14 +48,14 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Connects all ranks and starts. `peers[rank]` is `host:port` (`[v6]:port`) of each rank,
-    /// `plan_json` the plan, the same text on every rank, `secret` what all ranks know.
-    /// `interrupt` is asked every 50 ms whether to give up.
+    /// Connects all ranks and starts. `peers[rank]` is the `host:port` (`[v6]:port`) of each rank,
+    /// `plan_json` the plan, the same text on every rank, `secret` the job's secret. `interrupt` is
+    /// called every 50 ms and returns whether to give up.
     ///
     /// # Errors
-    /// [`ChannelError::Argument`] for options or a plan that make no sense,
-    /// [`ChannelError::Refused`] when a rank refuses another, [`ChannelError::TimedOut`] when not
-    /// all ranks are connected in time, [`ChannelError::Interrupted`] when asked to give up.
+    /// [`ChannelError::Argument`] for invalid options or an invalid plan, [`ChannelError::Refused`]
+    /// when a rank refuses another, [`ChannelError::TimedOut`] when not all ranks are connected in
+    /// time, [`ChannelError::Interrupted`] when `interrupt` asks to give up.
     pub fn connect(
         listener: Listener,
         options: &ChannelOptions,
@@ -133,33 +133,34 @@ impl Channel {
     /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
     ///
     /// # Errors
-    /// [`ChannelError::Usage`] when it is not the next step or the one before is not complete; an
+    /// [`ChannelError::Usage`] when it is not the next step or the previous one is not complete; an
     /// error when the session is over. The same for all calls below that name no errors.
     pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
         self.begin(step, Input::StepBegin(step))
     }
 
-    /// Begins a step that this rank takes no part in, since it was left out of the one before
-    /// (stragglers). All its tensors are to be given as absent; the results land there.
+    /// Begins a step without this rank's contributions, after one that went on without them
+    /// (stragglers). All its tensors are given as absent; the results land there.
     ///
     /// # Errors
-    /// As [`Channel::step_begin`]. That it may not be passed is raised at the next call.
+    /// As [`Channel::step_begin`]. A step that may not be passed is an error of the next call.
     pub fn step_pass(&self, step: Step) -> Result<(), ChannelError> {
         self.begin(step, Input::StepPass(step))
     }
 
-    /// Begins a step that no rank is left out of, whatever the plan says of stragglers; all ranks have to
-    /// begin it so. Where all wait for all it is a step like any other.
+    /// Begins a step that waits for every rank, whatever the plan's policy for stragglers. All
+    /// ranks begin it so; where steps always wait for all, it is an ordinary step.
     ///
     /// # Errors
-    /// As [`Channel::step_begin`]. Ranks that do not begin the same step so fail, and say who.
-    pub fn step_gather(&self, step: Step) -> Result<(), ChannelError> {
+    /// As [`Channel::step_begin`]. A session whose ranks disagree on it fails and names them.
+    pub fn step_barrier(&self, step: Step) -> Result<(), ChannelError> {
         self.begin(step, Input::StepBarrier(step))
     }
 
-    /// Whether this rank was in a step, where stragglers are left out, and how far the others are.
+    /// Returns whether a step counted this rank's contributions, where stragglers are left out, and
+    /// how far the others are.
     #[must_use]
-    pub fn standing(&self, step: Step) -> StepParticipation {
+    pub fn participation(&self, step: Step) -> StepParticipation {
         lock(&self.shared.metrics.participation).in_step(step)
     }
 
@@ -169,7 +170,7 @@ impl Channel {
         let completion = &self.shared.completion;
         let is_complete = |step| completion.has(WaitTarget::Step(step));
         guard.step_begin(step, is_complete, |current| self.missing(current))?;
-        // Commands are queued under the ledger's lock: their order is that of the checks.
+        // Commands are queued under the guard's lock: their order is that of the checks.
         self.shared.command(Command::Engine(input));
         Ok(())
     }
@@ -184,7 +185,7 @@ impl Channel {
         (missing.len(), name.unwrap_or_default())
     }
 
-    /// A tensor's gradient (in step 0: the tensor itself) is ready. The channel owns the memory
+    /// Hands over a tensor's gradient (in step 0 the tensor itself). The channel owns the memory
     /// until the tensor is ready in this step; then it holds the result.
     ///
     /// # Errors
@@ -204,8 +205,8 @@ impl Channel {
         Ok(())
     }
 
-    /// This rank has no gradient for a tensor in this step. If another rank has one, the mean lands
-    /// in `memory` all the same.
+    /// Hands over memory for a tensor without a gradient in this step. If another rank has one, the
+    /// mean lands in it.
     ///
     /// # Errors
     /// As [`Channel::gradient_ready`].
@@ -223,8 +224,8 @@ impl Channel {
         Ok(())
     }
 
-    /// This rank's block of a tensor is ready: of any size up to the plan's. The channel owns the
-    /// memory until the tensor is ready in this step; it is not written.
+    /// Hands over this rank's block of a tensor, of any size up to the plan's. The channel owns the
+    /// memory until the tensor is ready in this step and does not write to it.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] also for an unknown tensor or one of another scheme, a size that the
@@ -247,7 +248,7 @@ impl Channel {
         Ok(())
     }
 
-    /// This rank has no block of a tensor in this step.
+    /// Declares that this rank has no block of a tensor in this step.
     ///
     /// # Errors
     /// As [`Channel::block_ready`].
@@ -259,22 +260,23 @@ impl Channel {
         Ok(())
     }
 
-    /// The answer to the blocks of a tensor of scheme `answer`, which all ranks get. The channel owns
-    /// the memory until the tensor is ready in this step; it is not written.
+    /// Hands over the root's result for the blocks of a tensor of scheme `GatherToRoot`, which all
+    /// ranks get. The channel owns the memory until the tensor is ready in this step and does not
+    /// write to it.
     ///
     /// # Errors
-    /// As [`Channel::block_ready`]. That nobody waits for an answer is raised at the next call.
-    pub fn answer_ready(
+    /// As [`Channel::block_ready`]. A result that no rank waits for is an error of the next call.
+    pub fn root_result_ready(
         &self,
         tensor: TensorId,
         step: Step,
         memory: UserMemory,
     ) -> Result<(), ChannelError> {
-        // Other misuse is for the thread that trains to hear of.
+        // Other misuse is reported to the thread that trains.
         self.shared.outcome_error().map_or(Ok(()), Err)?;
         ApiGuard::check_block(&self.plan, tensor, memory.bytes())?;
         if memory.is_null() {
-            let what = format!("an answer of {} bytes at no address", memory.bytes());
+            let what = format!("a result of {} bytes at no address", memory.bytes());
             return Err(UsageError::Argument(what).into());
         }
         let input = Input::RootResultReady(tensor, step, memory.bytes() as u64);
@@ -282,8 +284,8 @@ impl Channel {
         Ok(())
     }
 
-    /// All ranks' blocks of a tensor that is ready in a step, once: none before that, or when they
-    /// were taken. They are released when the value is dropped, which may be in a later step.
+    /// Returns all ranks' blocks of a tensor that is ready in a step, once; `None` before, and when
+    /// they were taken. Dropping the value, also in a later step, releases them.
     ///
     /// # Errors
     /// When the session is over, and for an unknown tensor.
@@ -297,8 +299,8 @@ impl Channel {
         Ok(Blocks::take(&self.shared, tensor, step))
     }
 
-    /// The step's gradients are all given (`optimizer.step()` was called): with updates on the
-    /// server, parameters may be written from now on.
+    /// Declares that all gradients of the step are given (`optimizer.step()` was called): with
+    /// updates on the servers, parameters may be written from now on.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for another step than the current one.
@@ -310,17 +312,18 @@ impl Channel {
         Ok(())
     }
 
-    /// All other ranks are known to have connected to all: from now on one that says nothing is
-    /// silent. Before, it has the connect timeout for that.
+    /// Declares that all ranks are connected to all: from now on a peer that sends nothing is
+    /// silent. Before, it has the connect timeout in addition.
     pub fn all_connected(&self) {
         self.shared.command(Command::AllConnected);
     }
 
-    /// On rank 0: another priority for every tensor, in force on all ranks two steps later.
+    /// Sets another priority for every tensor, in force on all ranks two steps later; on rank 0
+    /// only.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] on another rank, for a vector of another length, or before any step.
-    /// That the last switch is not finished is raised at the next call.
+    /// A switch while the last one is unfinished is an error of the next call.
     pub fn switch_priorities(&self, priorities: Vec<Priority>) -> Result<(), ChannelError> {
         self.check()?;
         let refuse = |text: String| Err(ChannelError::Usage(UsageError::Argument(text)));
@@ -335,7 +338,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Why the session has failed, if it has.
+    /// Returns why the session has failed, if it has.
     #[must_use]
     pub fn failure(&self) -> Option<ChannelFailure> {
         match self.shared.ended.get() {
@@ -344,8 +347,8 @@ impl Channel {
         }
     }
 
-    /// Closes in good order: sends what is owed, says goodbye and waits until every rank has. At
-    /// the time's end it gives up. All threads are joined, except after an interrupt.
+    /// Closes in good order: sends what is owed, says goodbye and waits until every rank has. Gives
+    /// up at the timeout. All threads are joined, except after an interrupt.
     ///
     /// # Errors
     /// [`ChannelError::TimedOut`] when not every rank said goodbye in time,
@@ -390,8 +393,8 @@ impl Channel {
         }
     }
 
-    /// Gives up: tells every rank why, for at most about a second, and stops. Afterwards no memory
-    /// is touched and all threads are joined. After an end of any kind it only joins.
+    /// Gives up: tells every rank why, for about a second at most, and stops. Afterwards no memory
+    /// is touched and all threads are joined. A session that has ended is only joined.
     pub fn abort(&self, reason: &str) {
         if !self.forgotten.load(Ordering::Relaxed) {
             self.shared.command(Command::Abort(reason.to_owned()));
@@ -408,9 +411,8 @@ impl Channel {
         }
     }
 
-    /// In a forked child: closes all descriptors that gradlane had open in the parent, of every
-    /// channel and listener, and leaves the threads, which the child does not have, alone. The
-    /// parent notices nothing.
+    /// Closes, in a forked child, all descriptors that gradlane had open in the parent, of every
+    /// channel and listener. The child does not have the threads; the parent notices nothing.
     pub fn forget_in_child(&self) {
         self.forgotten.store(true, Ordering::Relaxed);
         descriptors::close_all_inherited();
@@ -420,7 +422,7 @@ impl Channel {
 impl Drop for Channel {
     fn drop(&mut self) {
         if self.forgotten.load(Ordering::Relaxed) || self.process_id != std::process::id() {
-            // The threads exist in the parent only, which also owns what they share.
+            // The threads exist in the parent only, and so do the resources that they share.
             let threads = self.threads.get_mut();
             let threads = threads.unwrap_or_else(std::sync::PoisonError::into_inner);
             if let Some(Threads { io, acceptor }) = threads.take() {
@@ -433,16 +435,16 @@ impl Drop for Channel {
     }
 }
 
-/// The first I/O thread from start to end.
+/// Runs the first I/O thread from start to end.
 fn drive(driver: Driver, shared: &Shared) {
     let result = catch_unwind(AssertUnwindSafe(|| driver.run().run()));
     if let Err(panic) = result {
-        // What it had was dropped: works have been waited for, and all connections are closed.
+        // The driver was dropped: jobs are done, and all connections are closed.
         shared.end_by_panic(&panic_text(&*panic));
     }
 }
 
-/// Reads a plan and checks what everything else relies on.
+/// Reads a plan and checks everything that the transport relies on.
 fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelError> {
     let refuse = |text: String| ChannelError::Argument(format!("plan: {text}"));
     let plan: Plan = serde_json::from_str(json).map_err(|error| refuse(error.to_string()))?;

@@ -1,5 +1,5 @@
-//! What the application gives to the servers and takes from them: memory of parameters, settings of
-//! optimizers, their state, residuals of codecs.
+//! Calls for updates on the servers: memory of parameters, settings and state of optimizers,
+//! residuals of codecs.
 
 use super::handle::Channel;
 use crate::channel::guard::ApiGuard;
@@ -13,7 +13,7 @@ use gradlane_engine::{Input, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
 
 impl Channel {
-    /// Where a parameter itself lies: needed before its first step with updates on the server.
+    /// Registers a parameter's own memory, before its first step with updates on the servers.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or memory of another size.
@@ -24,11 +24,11 @@ impl Channel {
         Ok(())
     }
 
-    /// Settings of the optimizer on the servers, for the tensors named, from the step on whose
-    /// gradients come next; others keep theirs.
+    /// Sets the optimizer on the servers for the named tensors, from the step on whose gradients
+    /// come next; others keep theirs.
     ///
     /// # Errors
-    /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses too.
+    /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses.
     pub fn set_optimizer(&self, rows: Vec<(TensorId, UpdateRule)>) -> Result<(), ChannelError> {
         self.check()?;
         for (tensor, rule) in &rows {
@@ -42,9 +42,9 @@ impl Channel {
         Ok(())
     }
 
-    /// In the step that has just begun, and until settings are given again, slices with a gradient
-    /// are not updated: their owners broadcast optimizer state in place of parameters. Every rank
-    /// has to ask for the same. Where it lands is told by `set_parameter`.
+    /// Makes the step that has just begun, and all until settings are given again, broadcast
+    /// optimizer state in place of updated parameters. Every rank calls it. The state lands where
+    /// `set_parameter` says.
     ///
     /// # Errors
     /// As [`Channel::step_begin`].
@@ -55,12 +55,12 @@ impl Channel {
         Ok(())
     }
 
-    /// In the step that has just begun, this rank's contributions travel as they are, whatever codec
-    /// the plan has. Every rank has to ask for the same, before its first contribution.
+    /// Makes this rank's contributions to the step that has just begun travel raw, whatever codec
+    /// the plan has. Every rank calls it, before its first contribution.
     ///
     /// # Errors
-    /// [`ChannelError::Usage`] for another step than the current one. That it comes too late is
-    /// raised at the next call.
+    /// [`ChannelError::Usage`] for another step than the current one. A call that comes too late is
+    /// an error of the next call.
     pub fn send_raw(&self, step: Step) -> Result<(), ChannelError> {
         self.check()?;
         let guard = lock(&self.guard);
@@ -69,8 +69,8 @@ impl Channel {
         Ok(())
     }
 
-    /// What encoding this rank's contributions to a tensor has lost so far (error feedback), in the
-    /// order of its storage; between steps. `interrupt` is asked every 50 ms.
+    /// Returns the residual of this rank's contributions to a tensor (error feedback), in the order
+    /// of its storage, between steps. `interrupt` is called every 50 ms.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor, [`ChannelError::Interrupted`] when asked.
@@ -104,9 +104,9 @@ impl Channel {
         Ok(())
     }
 
-    /// Puts a tensor's optimizer state in place, between steps: `values` are those of the whole
-    /// tensor in the order of its storage, of which this rank keeps what it owns; of its own residual
-    /// it keeps all.
+    /// Restores a tensor's optimizer state, between steps. `values` are those of the whole tensor
+    /// in the order of its storage; this rank keeps the slices that it owns, or, of its own
+    /// residual, all.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or another number of values.

@@ -1,4 +1,4 @@
-//! What the threads of a channel share: commands to the I/O threads, results from them.
+//! State that the threads of a channel share: commands to the I/O threads, results from them.
 
 use crate::channel::blocks::GatheredBlock;
 use crate::channel::completion::CompletionTable;
@@ -38,30 +38,29 @@ pub(crate) enum Command {
     Abort(String),
 }
 
-/// How the session has ended.
+/// The end of the session.
 #[derive(Debug)]
 pub(crate) enum SessionOutcome {
-    /// In good order.
+    /// Every rank said goodbye.
     Closed,
-    /// Before its time.
+    /// A rank failed, was lost or gave up.
     Failed(ChannelFailure),
 }
 
-/// The shared state.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Where each I/O thread sleeps.
+    /// By I/O thread: where it sleeps.
     pub(crate) pollers: Vec<Poller>,
     pub(crate) commands: Mutex<Vec<Command>>,
     pub(crate) completion: CompletionTable,
-    /// Blocks that are complete and that nobody has taken.
+    /// Complete blocks that were not taken yet.
     pub(crate) blocks: Mutex<BTreeMap<(TensorId, Step), Vec<GatheredBlock>>>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) trace: Trace,
-    /// What the engine heard and decided, once the session has ended.
+    /// The engine's inputs and decisions, once the session has ended.
     pub(crate) journal: Mutex<Option<Journal>>,
     pub(crate) ended: OnceLock<SessionOutcome>,
-    /// The first misuse that only the engine has noticed; it is raised at the next call.
+    /// The first misuse that only the engine has noticed, an error of the next call.
     pub(crate) usage: Mutex<Option<UsageError>>,
 }
 
@@ -92,7 +91,7 @@ impl Shared {
         self.wake(0);
     }
 
-    /// Wakes an I/O thread, if it sleeps: the first one where it does not matter which.
+    /// Wakes an I/O thread that sleeps; 0 for the engine's needs.
     pub(crate) fn wake(&self, io_thread: usize) {
         if let Some(poller) = self.pollers.get(io_thread) {
             poller.wake();
@@ -101,13 +100,13 @@ impl Shared {
 
     /// Keeps a misuse for the next call.
     pub(crate) fn note_usage(&self, error: UsageError) {
-        // What the engine says after the end is said better by the reason of the end.
+        // After the end, the reason of the end explains more.
         if !matches!(error, UsageError::Ended { .. }) {
             lock(&self.usage).get_or_insert(error);
         }
     }
 
-    /// Ends the session for everybody who waits or calls; the first reason stands.
+    /// Ends the session for all waits and calls; the first reason stands.
     pub(crate) fn end(&self, ended: SessionOutcome) {
         // A second end changes nothing.
         let _ = self.ended.set(ended);
@@ -115,7 +114,7 @@ impl Shared {
         self.completion.publish_end();
     }
 
-    /// Ends the session since an I/O thread panicked.
+    /// Ends the session after a panic of an I/O thread.
     pub(crate) fn end_by_panic(&self, text: &str) {
         self.end(SessionOutcome::Failed(ChannelFailure {
             message: format!("the I/O thread panicked: {text}"),
@@ -125,7 +124,7 @@ impl Shared {
         }));
     }
 
-    /// An error when the session is over.
+    /// Returns an error when the session is over.
     pub(crate) fn outcome_error(&self) -> Option<ChannelError> {
         Some(match self.ended.get()? {
             SessionOutcome::Failed(failure) => ChannelError::Failed(failure.clone()),
@@ -133,7 +132,7 @@ impl Shared {
         })
     }
 
-    /// An error when the session is over or was misused.
+    /// Returns an error when the session is over or was misused.
     pub(crate) fn check(&self) -> Result<(), ChannelError> {
         if let Some(ended) = self.outcome_error() {
             return Err(ended);
@@ -145,7 +144,7 @@ impl Shared {
     }
 }
 
-/// The text of a panic.
+/// Returns the text of a panic.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());

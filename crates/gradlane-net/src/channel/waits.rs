@@ -10,12 +10,12 @@ use gradlane_engine::UsageError;
 use gradlane_units::{Step, TensorId};
 use std::time::{Duration, Instant};
 
-/// How often the interrupt function of somebody who waits is asked: within what a person notices,
-/// and seldom enough to cost nothing beside a step.
-const ASK_EVERY: Duration = Duration::from_millis(200);
+/// Interval of the interrupt function while a call waits: within what a person notices, and too
+/// rare to cost anything beside a step.
+const INTERRUPT_INTERVAL: Duration = Duration::from_millis(200);
 
 impl Channel {
-    /// A consumer waits for a tensor.
+    /// Declares that a consumer waits for a tensor.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
@@ -24,7 +24,7 @@ impl Channel {
         self.request(&[tensor], step)
     }
 
-    /// Tells the engine that what is missing is needed.
+    /// Tells the engine which of these tensors are needed.
     fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
         for &tensor in tensors {
             ApiGuard::check_tensor(&self.plan, tensor)?;
@@ -44,7 +44,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Waits until all these tensors are ready in a step. `interrupt` is asked every 50 ms.
+    /// Waits until all these tensors are ready in a step. `interrupt` is called every 200 ms.
     ///
     /// # Errors
     /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked,
@@ -90,7 +90,7 @@ impl Channel {
     ) -> Result<(), ChannelError> {
         self.check()?;
         if self.plan.strategy.synchrony.stragglers().is_none() {
-            let what = format!("nobody decides {step}: it waits for all ranks");
+            let what = format!("no contributors are chosen for {step}: it waits for all ranks");
             return Err(UsageError::Argument(what).into());
         }
         lock(&self.guard).check_step("wait_decided", step)?;
@@ -108,7 +108,7 @@ impl Channel {
         }
         let start = Instant::now();
         let result = loop {
-            completion.wait(target, ASK_EVERY);
+            completion.wait(target, INTERRUPT_INTERVAL);
             if completion.has(target) {
                 break Ok(());
             }
@@ -123,7 +123,7 @@ impl Channel {
         result
     }
 
-    /// Whether a tensor is ready in a step.
+    /// Returns whether a tensor is ready in a step.
     ///
     /// # Errors
     /// When the session is over, and for an unknown tensor.
@@ -133,8 +133,8 @@ impl Channel {
         Ok(self.shared.completion.has(WaitTarget::Tensor(tensor, step)))
     }
 
-    /// What became ready in a step since the last call, with whether no rank had a gradient; in the
-    /// order in which it did.
+    /// Returns the tensors that became ready in a step since the last call, in order, with whether
+    /// no rank had a gradient.
     ///
     /// # Errors
     /// When the session is over.
@@ -143,8 +143,8 @@ impl Channel {
         Ok(self.shared.completion.take(step))
     }
 
-    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
-    /// that pass results on: it counts as no wait of the program.
+    /// Waits for a tensor of `step` that was not taken yet, and takes it. For threads that pass
+    /// results on: the program's wait time does not count it.
     ///
     /// # Errors
     /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
@@ -161,36 +161,36 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.completion.wait(WaitTarget::AnyTensor(step), ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::AnyTensor(step), INTERRUPT_INTERVAL);
         }
     }
 
-    /// Waits for tensors whose blocks are all here, and which this rank owes an answer, each once, in
-    /// the order in which they came. Their blocks are to be had from [`Channel::take_blocks`].
+    /// Waits for tensors whose blocks have all arrived at this rank, their root, and which wait for
+    /// its result: each once, in order of arrival. [`Channel::take_blocks`] returns their blocks.
     ///
     /// # Errors
     /// When the session is over, or the wait was interrupted.
-    pub fn next_questions(
+    pub fn next_root_requests(
         &self,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<(TensorId, Step)>, ChannelError> {
         loop {
-            let questions = self.take_questions()?;
-            if !questions.is_empty() {
-                return Ok(questions);
+            let requests = self.take_root_requests()?;
+            if !requests.is_empty() {
+                return Ok(requests);
             }
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.completion.wait(WaitTarget::RootRequest, ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::RootRequest, INTERRUPT_INTERVAL);
         }
     }
 
-    /// The same without a wait, which may be none.
+    /// Returns them without a wait; there may be none.
     ///
     /// # Errors
     /// When the session is over.
-    pub fn take_questions(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
+    pub fn take_root_requests(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
         self.shared.outcome_error().map_or(Ok(()), Err)?;
         Ok(self.shared.completion.take_root_requests())
     }

@@ -1,16 +1,16 @@
-//! Optimizers on the servers: the rule that a tensor is updated by; and the state that a slice keeps,
-//! which are also the residuals of codecs.
+//! Optimizers on the servers: the update rule of a tensor, and the state of a slice, with the
+//! residuals of codecs.
 //!
 //! State is f32, one value an element of the slice, and stays on the rank that owns the slice. It
-//! comes in from tensors that lie whole on every rank, and goes out through a step in which the
-//! owners broadcast it in place of parameters. The residual of a rank's own contributions is of all
-//! slices, and is another one on every rank.
+//! comes from tensors that lie whole on every rank, and returns by a step in which the owners
+//! broadcast it in place of parameters. The residual of a rank's own contributions covers all
+//! slices and differs between ranks.
 
 use super::error::JobError;
 use super::residual::WorkerResidual;
 use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
 
-/// How a tensor is updated in a step.
+/// The update of a tensor in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum UpdateRule {
     /// Stochastic gradient descent.
@@ -19,17 +19,17 @@ pub enum UpdateRule {
     Adam {
         /// Hyper-parameters.
         options: AdamOptions,
-        /// Steps that the tensor has taken before; where each push is a step, before the state was
-        /// put in place.
+        /// Steps that the tensor has taken before; in asynchronous training, before its state was
+        /// restored.
         steps: u64,
     },
 }
 
 impl UpdateRule {
-    /// Checks what torch checks when an optimizer is made.
+    /// Checks the settings as torch does.
     ///
     /// # Errors
-    /// [`UpdateRuleError`] with the setting that is wrong.
+    /// [`UpdateRuleError`] with the invalid setting.
     pub fn validate(&self) -> Result<(), UpdateRuleError> {
         match self {
             UpdateRule::Sgd(options) => Ok(options.validate()?),
@@ -38,7 +38,7 @@ impl UpdateRule {
     }
 }
 
-/// Settings that make no sense.
+/// Invalid settings.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum UpdateRuleError {
     /// Of SGD.
@@ -58,14 +58,14 @@ pub enum StateKind {
     ExpAvg,
     /// `exp_avg_sq` of Adam.
     ExpAvgSq,
-    /// What encoding this rank's contributions has lost so far.
+    /// The residual of this rank's contributions.
     WorkerResidual,
-    /// What encoding the results of owned slices has lost so far.
+    /// The residual of the results of owned slices.
     OwnerResidual,
 }
 
 impl StateKind {
-    /// The kind with a name.
+    /// Returns the kind with a name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<StateKind> {
         match name {
@@ -78,7 +78,7 @@ impl StateKind {
         }
     }
 
-    /// Torch's name; residuals have names of our own.
+    /// Returns torch's name; residuals have names of our own.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -90,22 +90,22 @@ impl StateKind {
         }
     }
 
-    /// Whether it is what a codec has lost, and not an optimizer's.
+    /// Whether it is a residual of a codec.
     #[must_use]
     pub fn is_residual(self) -> bool {
         matches!(self, StateKind::WorkerResidual | StateKind::OwnerResidual)
     }
 }
 
-/// What a step broadcasts in place of parameters.
+/// The state that a step broadcasts in place of parameters.
 ///
 /// State has four bytes an element. A tensor of four-byte elements takes them at once, one of
 /// two-byte elements the lower half in part 0 and the upper half in part 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateRead {
-    /// What is read.
+    /// The kind of state.
     pub kind: StateKind,
-    /// Which half, for tensors of two-byte elements.
+    /// The half, for tensors of two-byte elements.
     pub part: u8,
 }
 
@@ -117,12 +117,12 @@ pub(crate) struct SliceState {
     exp_avg_sq: Vec<f32>,
     worker_residual: WorkerResidual,
     owner_residual: Vec<f32>,
-    /// Steps that were counted here.
+    /// Steps of the optimizer, where each push is one.
     counted: u64,
 }
 
 impl SliceState {
-    /// The rule of the next step, counted here: on top of the steps that the rule says.
+    /// Counts a step on top of those in the rule, and returns its rule.
     pub(crate) fn count(&mut self, rule: UpdateRule) -> UpdateRule {
         let before = self.counted;
         self.counted += 1;
@@ -134,7 +134,7 @@ impl SliceState {
         }
     }
 
-    /// The values of a kind.
+    /// Returns the values of a kind.
     pub(crate) fn values(&mut self, kind: StateKind) -> &mut Vec<f32> {
         match kind {
             StateKind::MomentumBuffer => &mut self.momentum_buffer,
@@ -145,19 +145,19 @@ impl SliceState {
         }
     }
 
-    /// What encoding this rank's contributions has lost, with the way back.
+    /// Returns the residual of this rank's contributions, with its snapshot.
     pub(crate) fn contributed(&mut self) -> &mut WorkerResidual {
         &mut self.worker_residual
     }
 
-    /// Forgets what an optimizer keeps.
+    /// Clears the optimizer's state.
     pub(crate) fn clear_optimizer(&mut self) {
         for kind in [StateKind::MomentumBuffer, StateKind::ExpAvg, StateKind::ExpAvgSq] {
             self.values(kind).clear();
         }
     }
 
-    /// The bytes of a kind's values as they travel in elements of `element_bytes`.
+    /// Returns the bytes of a kind's values as they travel, in elements of `element_bytes`.
     ///
     /// # Errors
     /// When there is no such state for `elements` elements, or elements are not of 2 or 4 bytes.
@@ -169,11 +169,11 @@ impl SliceState {
     ) -> Result<Vec<u8>, JobError> {
         let values = self.values(read.kind);
         if read.kind.is_residual() && values.is_empty() {
-            // Nothing was lost so far.
+            // No residual so far.
             values.resize(elements, 0.0);
         }
         if read.kind == StateKind::OwnerResidual && values.len() > elements && elements > 0 {
-            // Of what an owner keeps only the first number of each value is not zero.
+            // Of an owner's residual only the first number of each value is not zero.
             let width = values.len() / elements;
             let mut first = SliceState::default();
             first.owner_residual.extend(values.iter().step_by(width));

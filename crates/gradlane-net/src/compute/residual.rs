@@ -1,30 +1,30 @@
-//! What encoding this rank's contributions to a slice has lost so far, and the way back.
+//! The residual of this rank's contributions to a slice, with a snapshot to roll back to.
 //!
-//! Where a step may go on without this rank, what was sent of a contribution may not count. Then
-//! nothing of it may stay: the residual is what it was before, to the last bit, and the gradient is lost, or
-//! carried on by who has it. So the sum of what counted and the residual is that of the gradients
-//! that counted.
+//! Where a step may go on without this rank, a contribution that was sent may not count. Then it
+//! leaves no trace: the residual is the one before, to the last bit, and the gradient is lost, or
+//! the application adds it to a later one. So the sum of the counted contributions and the residual
+//! is that of the counted gradients.
 
 use gradlane_units::Step;
 
-/// The residual of one slice; empty where nothing was lost yet.
+/// The residual of one slice; empty while it is zero.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerResidual {
     pub(crate) values: Vec<f32>,
-    /// What the values were before they were last sent, and in which step that was.
+    /// The values before they were last sent, and the step of that.
     before: Vec<f32>,
     sent_in: Option<Step>,
 }
 
 impl WorkerResidual {
-    /// Keeps the way back: the values are about to be sent in a step that may not count them.
+    /// Saves the values, which are about to be sent in a step that may not count them.
     pub(crate) fn snapshot(&mut self, step: Step) {
         self.before.clear();
         self.before.extend_from_slice(&self.values);
         self.sent_in = Some(step);
     }
 
-    /// A step went on without this rank: what was sent in it was not.
+    /// Restores the values that were saved for a step which went on without this rank.
     pub(crate) fn rollback(&mut self, step: Step) {
         if self.sent_in == Some(step) {
             self.sent_in = None;

@@ -1,8 +1,8 @@
-//! The thread that answers callers, from before the ranks are connected until the channel ends.
+//! The thread that accepts callers, from before the ranks are connected until the channel ends.
 //!
-//! A caller gets five seconds in a short-lived thread of its own; strangers, mismatches and second
+//! A caller gets five seconds in a short-lived thread of its own. Strangers, mismatches and second
 //! joiners are refused with the reason while training goes on. Where many call at once, places are
-//! shared between the networks that they call from, so that one cannot keep another out.
+//! shared between the networks that they call from, so that one network cannot keep another out.
 
 use crate::connect::handshake::{self, HandshakeError, Identity};
 use crate::metrics::counters::Metrics;
@@ -22,39 +22,41 @@ use std::time::{Duration, Instant};
 
 /// Time for the handshake of one caller.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Callers heard at once.
+/// Handshakes at once.
 const CALLERS_MAX: usize = 64;
-/// A caller that has been heard for so long gives way to another one.
+/// After this time a caller may be evicted for another one.
 const EVICT_AFTER: Duration = Duration::from_secs(1);
-/// Threads of callers, those that gave way and are about to end included.
+/// Threads of callers, including those that were evicted and are about to end.
 const CALLER_THREADS_MAX: usize = 2 * CALLERS_MAX;
 
-/// Connections as they come to be.
+/// The connections made so far.
 #[derive(Debug, Default)]
 pub(crate) struct MeshState {
-    /// Connected streams that were not taken yet, by rank.
+    /// By rank, until the mesh takes them.
     pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
-    /// Ranks that are connected or about to be.
+    /// By rank: whether it is connected or about to be.
     pub(crate) taken: Vec<bool>,
-    /// Errors that end the attempt to connect, and the last reason of each attempt that goes on.
+    /// A refusal that ends the attempt to connect.
     pub(crate) fatal: Option<(Rank, Reject)>,
+    /// By rank: the last error of an attempt that goes on.
     pub(crate) last_errors: Vec<Option<String>>,
 }
 
-/// Shared by the doorman, the connecting threads and who waits for them.
+/// A mesh that is being connected. The acceptor, the calling threads and the waiting thread share
+/// it.
 pub(crate) struct PendingMesh {
     pub(crate) identity: Identity,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) state: Mutex<MeshState>,
     pub(crate) changed: Condvar,
     pub(crate) cancelled: AtomicBool,
-    /// Threads that hear a caller.
+    /// Threads of callers.
     threads: AtomicUsize,
     callers: Mutex<Callers>,
     poller: Poller,
 }
 
-/// Those that are heard, in the order of their calls.
+/// Callers whose handshake runs, in the order of their calls.
 #[derive(Default)]
 struct Callers {
     last_number: u64,
@@ -69,7 +71,8 @@ struct Caller {
 }
 
 impl Callers {
-    /// Takes up a caller, in place of another one where there are many; `None` turns it away.
+    /// Admits a caller, and evicts another one where there are many. Returns `None` to turn it
+    /// away.
     fn admit(&mut self, stream: TcpStream, from: IpAddr) -> Option<(Caller, Option<Caller>)> {
         let (network, since) = (network_of(from), Instant::now());
         let mut evicted = None;
@@ -85,15 +88,15 @@ impl Callers {
         Some((caller(), evicted))
     }
 
-    /// Strikes a caller off; whether it was heard until now.
+    /// Removes a caller. Returns whether it was still active.
     fn remove(&mut self, number: u64) -> bool {
         let position = self.active.iter().position(|it| it.number == number);
         position.map(|it| self.active.remove(it)).is_some()
     }
 }
 
-/// Which caller gives way to one from `network`, of those that are heard, the longest first: the
-/// first of the network that has most, if that has at least two more; else one that is slow.
+/// Returns the index of the caller to evict for one from `network`, of active callers in order of
+/// age: the first of the largest network, if that has at least two more; else one that is slow.
 fn caller_to_evict(active: &[(IpAddr, Instant)], network: IpAddr, now: Instant) -> Option<usize> {
     let count = |of: IpAddr| active.iter().filter(|it| it.0 == of).count();
     let most = active.iter().map(|it| it.0).max_by_key(|&it| count(it))?;
@@ -103,8 +106,8 @@ fn caller_to_evict(active: &[(IpAddr, Instant)], network: IpAddr, now: Instant) 
     active.iter().position(|it| now.saturating_duration_since(it.1) >= EVICT_AFTER)
 }
 
-/// Whose places are counted together: an IPv4 address, or the half of an IPv6 address that a host
-/// cannot choose.
+/// Returns the network whose callers are counted together: an IPv4 address, or the half of an IPv6
+/// address that a host cannot choose.
 fn network_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => address.into(),
@@ -113,7 +116,7 @@ fn network_of(address: IpAddr) -> IpAddr {
 }
 
 impl PendingMesh {
-    /// A lobby in which nobody has arrived.
+    /// Makes a mesh without connections.
     pub(crate) fn new(identity: Identity, metrics: Arc<Metrics>) -> io::Result<PendingMesh> {
         let world_size = identity.world_size as usize;
         let state = MeshState {
@@ -134,7 +137,7 @@ impl PendingMesh {
         })
     }
 
-    /// Puts a connected stream where it is waited for.
+    /// Adds a connected stream.
     pub(crate) fn deposit(&self, rank: Rank, stream: ForkTracked<TcpStream>) {
         let mut state = lock(&self.state);
         state.taken[rank.index()] = true;
@@ -149,7 +152,7 @@ impl PendingMesh {
             return taken(format!("{caller} is this rank itself: two processes have one rank"));
         }
         if caller < own {
-            return taken(format!("{own} connects to {caller} itself: who calls is a second one"));
+            return taken(format!("{own} connects to {caller} itself: the caller is a second one"));
         }
         let mut state = lock(&self.state);
         if state.taken[caller.index()] {
@@ -169,13 +172,13 @@ impl PendingMesh {
         })();
         let was_active = lock(&self.callers).remove(caller.number);
         match (result, Arc::into_inner(stream)) {
-            // Who gave way was refused by then.
+            // An evicted caller was refused already.
             _ if !was_active => {}
             (Ok((rank, mut reservation)), Some(stream)) => {
                 reservation.kept = true;
                 self.deposit(rank, stream);
             }
-            (Ok(_), None) => unreachable!("nobody else holds the stream of a caller that has left"),
+            (Ok(_), None) => unreachable!("a removed caller's stream has no other holder"),
             (Err(HandshakeError::Cancelled), _) => {}
             (Err(error), _) => self.refuse(address, &error.to_string()),
         }
@@ -186,7 +189,7 @@ impl PendingMesh {
     }
 }
 
-/// A rank held for a caller; free again unless the connection was kept.
+/// A rank that is reserved for a caller; free again unless the connection was kept.
 struct Reservation {
     pending: Arc<PendingMesh>,
     rank: Rank,
@@ -201,27 +204,27 @@ impl Drop for Reservation {
     }
 }
 
-/// The thread, until it is dropped.
+/// The accepting thread, until it is dropped.
 pub(crate) struct Acceptor {
     pending: Arc<PendingMesh>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Acceptor {
-    /// Starts to answer callers.
+    /// Starts the thread.
     pub(crate) fn start(
         pending: &Arc<PendingMesh>,
         listener: ForkTracked<TcpListener>,
     ) -> io::Result<Acceptor> {
         pending.poller.watch(listener.as_fd(), 0, Interest::Begin)?;
-        let thread = std::thread::Builder::new().name("gradlane-door".to_owned()).spawn({
+        let thread = std::thread::Builder::new().name("gradlane-accept".to_owned()).spawn({
             let pending = Arc::clone(pending);
             move || accept_loop(&pending, &listener)
         })?;
         Ok(Acceptor { pending: Arc::clone(pending), thread: Some(thread) })
     }
 
-    /// Leaves the thread alone: in a forked child it does not exist.
+    /// Forgets the thread, which does not exist in a forked child.
     pub(crate) fn forget(mut self) {
         std::mem::forget(self.thread.take());
         std::mem::forget(self);
@@ -233,7 +236,7 @@ impl Drop for Acceptor {
         self.pending.cancelled.store(true, Ordering::SeqCst);
         self.pending.poller.wake();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was printed by itself, and it held nothing that is needed.
+            // The thread has printed its own panic, and holds nothing that is needed.
             let _ = thread.join();
         }
     }
@@ -253,7 +256,7 @@ fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) 
                 Ok((stream, address)) => admit_caller(pending, stream, address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
-                    // The caller is gone already, or descriptors have run out for a while.
+                    // The caller is gone, or descriptors have run out for a while.
                     std::thread::sleep(Duration::from_millis(20));
                     break;
                 }
@@ -275,7 +278,7 @@ fn admit_caller(pending: &Arc<PendingMesh>, stream: TcpStream, from: SocketAddr)
         return;
     };
     if let Some(evicted) = evicted {
-        // Its thread ends by that.
+        // This ends its thread.
         let _ = evicted.stream.get().shutdown(Shutdown::Both);
         pending.refuse(&evicted.network.to_string(), "it gave way to another caller");
     }
@@ -328,17 +331,17 @@ mod tests {
             callers.map(|it| (it, now - age)).collect()
         };
         let young = Duration::from_millis(10);
-        // Who has all places gives way to anybody else, and not to itself.
+        // A network that has all places gives way to any other one, and not to itself.
         let one = active(&[(1, 64)], young);
         assert_eq!(caller_to_evict(&one, address(2), now), Some(0));
         assert_eq!(caller_to_evict(&one, address(1), now), None);
         let shared = active(&[(2, 10), (1, 54)], young);
         assert_eq!(caller_to_evict(&shared, address(2), now), Some(10));
         assert_eq!(caller_to_evict(&shared, address(3), now), Some(10));
-        // A start of eight ranks on each of eight hosts pushes nobody out again and again.
+        // A start of eight ranks on each of eight hosts evicts nobody.
         let fair = active(&[(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)], young);
         assert_eq!(caller_to_evict(&fair, address(8), now), None);
-        // Slow callers give way also to their own address.
+        // Slow callers are evicted also for their own network.
         assert_eq!(caller_to_evict(&active(&[(1, 64)], EVICT_AFTER), address(1), now), Some(0));
     }
 }

@@ -1,11 +1,11 @@
 //! The handshake on a fresh connection: hello both ways, then proof of the secret both ways.
 //!
-//! The caller proves first, so that a stranger learns nothing but that gradlane listens. The proofs
-//! are HMAC-SHA256 over both hellos, apart for each direction, compared in constant time. Both
+//! The caller proves first, so that a stranger learns only that gradlane listens. The proofs are
+//! HMAC-SHA256 over both hellos, different for each direction, compared in constant time. Both
 //! sides read exactly the bytes of the handshake: the next byte is the first frame's.
 //!
 //! A refusal carries a keyed hash as well, over the caller's hello and the refuser's job, so that a
-//! caller knows whether a rank of its job refuses it or anybody at that address.
+//! caller can tell a refusal by a rank of its job from one by a stranger.
 
 use gradlane_units::Rank;
 use gradlane_wire::{
@@ -22,10 +22,10 @@ use std::time::{Duration, Instant};
 const CALLER_LABEL: &[u8] = b"gradlane caller v1";
 const ACCEPTER_LABEL: &[u8] = b"gradlane accepter v1";
 const REJECT_LABEL: &[u8] = b"gradlane reject v1";
-/// Longest wait in one system call, so that a cancelled handshake ends soon.
+/// Longest wait in one system call: a cancelled handshake ends soon.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What all ranks of a job must agree on, and who this one is.
+/// The facts that all ranks of a job agree on, and this rank.
 pub(crate) struct Identity {
     pub(crate) rank: Rank,
     pub(crate) world_size: u32,
@@ -35,18 +35,18 @@ pub(crate) struct Identity {
     pub(crate) secret: Vec<u8>,
 }
 
-/// How a handshake ends badly.
+/// Why a handshake fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HandshakeError {
     #[error("not a gradlane peer")]
     NotGradlane,
-    /// We refuse the other side.
+    /// This rank refuses the other side.
     #[error("{}", .0.text)]
     Refused(Reject),
-    /// A rank of this job, with its secret, refuses us.
+    /// A rank of this job, with its secret, refuses this one.
     #[error("it refused this rank: {}", .0.text)]
     RefusedByPeer(Reject),
-    /// Anybody refuses us.
+    /// The other side refuses this rank without a proof.
     #[error("it refused this rank, without proof that it knows the job and its secret: {}", .0.text)]
     RefusedUnverified(Reject),
     #[error("no handshake in time")]
@@ -59,7 +59,7 @@ pub(crate) enum HandshakeError {
     Cancelled,
 }
 
-/// SHA-256, for the digests in a hello.
+/// Returns the SHA-256 of bytes, for the digests in a hello.
 pub(crate) fn digest(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }
@@ -79,7 +79,7 @@ impl Identity {
         })
     }
 
-    /// The keyed hash of a direction over both hellos.
+    /// Returns the keyed hash of a direction over both hellos.
     fn proof(&self, label: &[u8], caller: &[u8], accepter: &[u8]) -> Hmac<Sha256> {
         let mut mac = match Hmac::<Sha256>::new_from_slice(&self.secret) {
             Ok(mac) => mac,
@@ -91,14 +91,14 @@ impl Identity {
         mac
     }
 
-    /// The keyed hash of a refusal of a caller.
+    /// Returns the keyed hash of a refusal of a caller.
     fn refusal_proof(&self, caller: &[u8], reject: &[u8; REJECT_BYTES]) -> Hmac<Sha256> {
         let mut mac = self.proof(REJECT_LABEL, caller, &reject[..REJECT_SIGNED_BYTES]);
         mac.update(&self.job_digest);
         mac
     }
 
-    /// Why a hello does not fit this rank's own.
+    /// Returns why a hello does not fit this rank's own.
     fn mismatch(&self, other: &Hello) -> Option<Reject> {
         let own = self.rank;
         let reject = |reason, text| Some(Reject { reason, text });
@@ -148,7 +148,7 @@ struct TimedStream<'a> {
 }
 
 impl TimedStream<'_> {
-    /// Time for one system call.
+    /// Returns the time for one system call.
     fn call_timeout(&self) -> Result<Duration, HandshakeError> {
         if self.cancelled.load(Ordering::Relaxed) {
             return Err(HandshakeError::Cancelled);
@@ -186,8 +186,8 @@ impl TimedStream<'_> {
         Ok(())
     }
 
-    /// Reads `bytes`, or the refusal that comes in their place. `is_expected` says whether the first
-    /// four bytes are those of the expected message; `caller` is the hello of the side that called.
+    /// Reads `bytes`, or a refusal in their place. `is_expected` tells whether the first four bytes
+    /// are those of the expected message; `caller` is the hello of the side that called.
     fn read_or_reject(
         &mut self,
         bytes: &mut [u8],
@@ -214,12 +214,12 @@ impl TimedStream<'_> {
         })
     }
 
-    /// Tells the other side why it is refused, if it still listens.
+    /// Sends a refusal, if the other side still listens.
     fn refuse(&mut self, caller: &[u8], reject: Reject) -> HandshakeError {
         let mut bytes = reject.encode();
         let proof = self.identity.refusal_proof(caller, &bytes).finalize().into_bytes();
         bytes[REJECT_SIGNED_BYTES..].copy_from_slice(&proof);
-        // The refusal stands whether or not its text arrives.
+        // The refusal stands, also when its text does not arrive.
         let _ = self.write(&bytes);
         HandshakeError::Refused(reject)
     }
@@ -236,7 +236,7 @@ fn retry_or_fail(error: io::Error) -> Result<(), HandshakeError> {
     }
 }
 
-/// The caller's side: this rank has connected to `expected`.
+/// Runs the caller's side, on a stream to `expected`.
 pub(crate) fn call(
     stream: &TcpStream,
     identity: &Identity,
@@ -261,8 +261,8 @@ pub(crate) fn call(
     timed.write(&proof)?;
     let answer = identity.proof(ACCEPTER_LABEL, &own, &theirs).finalize().into_bytes();
     let mut answered = [0; MAC_BYTES];
-    // Whether a proof or a refusal comes is seen from its start; the proof itself is compared
-    // whole and in constant time.
+    // The first bytes tell a proof from a refusal; the proof itself is compared whole and in
+    // constant time.
     timed.read_or_reject(&mut answered, &own, |start| {
         *start == answer[..4] || !Reject::begins(start)
     })?;
@@ -272,8 +272,8 @@ pub(crate) fn call(
     })
 }
 
-/// The answerer's side. `reserve` is asked, after the caller has proved the secret, whether its
-/// rank is still free, and holds it from then on.
+/// Runs the accepting side. `reserve` is called after the caller has proved the secret: it holds
+/// the caller's rank, or refuses it.
 pub(crate) fn accept<R>(
     stream: &TcpStream,
     identity: &Identity,

@@ -57,7 +57,7 @@ impl Listener {
         )))
     }
 
-    /// The address and port that it listens on.
+    /// Returns the address and port.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -71,7 +71,7 @@ impl Listener {
 fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     if address.port() != 0 {
-        // A port of a fixed range may still be in TIME_WAIT from the run before.
+        // A port of a fixed range may still be in TIME_WAIT from the previous run.
         socket.set_reuse_address(true)?;
     }
     socket.bind(&address.into())?;

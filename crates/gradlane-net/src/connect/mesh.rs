@@ -1,8 +1,8 @@
-//! Connections between all ranks: each rank calls every lower rank and answers every higher one.
+//! Connections between all ranks: each rank calls every lower rank and accepts every higher one.
 //!
-//! Peers may start late: calls are repeated until the time is up. A refusal by a rank of this job,
-//! which proves that it knows the secret, ends the attempt at once, with its text. Whatever else
-//! answers at a rank's address ends nothing: it is called again, and named when the time is up.
+//! Peers may start late: calls are repeated until the timeout. A refusal by a rank of this job,
+//! which proves that it knows the secret, ends the attempt at once, with its text. Any other answer
+//! at a rank's address ends nothing: the address is called again, and named at the timeout.
 
 use crate::connect::acceptor::{Acceptor, PendingMesh};
 use crate::connect::handshake::{self, HandshakeError, Identity};
@@ -22,26 +22,26 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longest wait for one address to answer a connection request.
+/// Longest wait for one connection request.
 const CONNECT_ATTEMPT: Duration = Duration::from_secs(3);
 /// Pause between attempts: short at first, since ranks start at nearly the same time.
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_LAST: Duration = Duration::from_millis(500);
-/// Longest address that is printed.
+/// Longest address in a message.
 const ADDRESS_BYTES_MAX: usize = 200;
-/// How often the caller's interrupt function is asked.
+/// Interval at which the caller's interrupt function is called.
 pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
 
-/// All connections of a rank, and the doorman who refuses late callers.
+/// All connections of a rank, and the acceptor that refuses late callers.
 pub(crate) struct Mesh {
-    /// By rank; none for this rank itself. Not blocking, all options set.
+    /// By rank; `None` for this rank itself. Non-blocking, with all options set.
     pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
     /// Whether all peers are on this machine.
     pub(crate) is_local: bool,
     pub(crate) acceptor: Acceptor,
 }
 
-/// Connects all ranks. `interrupt` is asked every 50 ms whether to stop.
+/// Connects all ranks. `interrupt` is called every 50 ms and returns whether to stop.
 pub(crate) fn assemble(
     listener: Listener,
     identity: Identity,
@@ -100,7 +100,7 @@ impl Drop for CallThreads {
             self.pending.cancelled.store(true, Ordering::SeqCst);
         }
         for thread in self.threads.drain(..) {
-            // A panic was printed by the thread; its rank is then missing, which is an error.
+            // The thread has printed its panic; its rank is then missing, which is an error.
             let _ = thread.join();
         }
     }
@@ -157,7 +157,7 @@ fn wait_for_all(
     }
 }
 
-/// A thread of its own for each lower rank.
+/// Calls a lower rank until it is connected, on a thread of its own.
 fn call_until_connected(pending: &Arc<PendingMesh>, rank: Rank, address: &str, deadline: Instant) {
     let mut pause = PAUSE_FIRST;
     let mut is_logged = false;
@@ -184,7 +184,7 @@ fn call_until_connected(pending: &Arc<PendingMesh>, rank: Rank, address: &str, d
                     error => error.to_string(),
                 };
                 if is_unverified && !std::mem::replace(&mut is_logged, true) {
-                    // A mistake, such as another secret, is to be heard of before the time is up.
+                    // A mistake, such as another secret, is logged before the timeout.
                     log::warn!(
                         "{} calls {rank} at {}: {text}; it calls again until the time to connect \
                          is up",
@@ -216,7 +216,7 @@ fn call_once(
             Ok(stream) => {
                 let stream = ForkTracked::new(stream);
                 let (identity, cancelled) = (&pending.identity, &pending.cancelled);
-                // The peer may be listening long before it answers: it has until the deadline.
+                // A peer may listen long before it accepts: it has until the deadline.
                 handshake::call(stream.get(), identity, rank, deadline, cancelled)?;
                 return Ok(stream);
             }

@@ -1,6 +1,6 @@
-//! The engine and all that its decisions are carried out with: one for all I/O threads of a rank,
-//! behind one lock. It is held while the engine hears or decides something, never while bytes are
-//! copied to or from a socket or checksums are computed.
+//! The engine with everything that its decisions are carried out with: one for all I/O threads of a
+//! rank, behind one lock. The lock is held while the engine handles an input or decides, never
+//! while bytes are copied to or from a socket or checksums are computed.
 
 use super::connection::Connection;
 use super::driver::ShutdownCause;
@@ -28,31 +28,31 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Longest wait for other ranks to say that they hear a silent peer.
+/// Longest wait for another rank to report that it hears a silent peer.
 const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What all I/O threads know of a peer.
+/// The state of a peer that all I/O threads see.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    /// The I/O thread that has its connection.
+    /// The I/O thread of its connection.
     pub(super) thread: usize,
     pub(super) socket: Arc<dyn Socket>,
     pub(super) pacer: Pacer,
-    /// Whether bytes can still come.
+    /// Whether bytes can still arrive.
     open: bool,
-    /// Whether the engine was told that it can take frames.
+    /// Whether the engine may choose frames for it.
     pub(super) writable: bool,
     pub(super) said_goodbye: bool,
-    /// When bytes came last; none before the first ones.
+    /// When bytes arrived last; `None` before the first ones.
     pub(super) last_received: Option<Time>,
-    /// Until when the other ranks may say that they hear this silent peer.
+    /// Deadline for other ranks to report that they hear this silent peer.
     pub(super) suspected_until: Option<Time>,
-    /// Frames that the engine has chosen and that its thread has not taken yet.
+    /// Frames that the engine has chosen and the peer's thread has not taken.
     outbox: VecDeque<OutgoingFrame>,
 }
 
 impl Peer {
-    /// A peer whose connection was made a moment ago.
+    /// Makes a peer with a new connection.
     pub(super) fn new(thread: usize, socket: Arc<dyn Socket>) -> Peer {
         Peer {
             thread,
@@ -68,32 +68,32 @@ impl Peer {
     }
 }
 
-/// What the I/O threads share.
+/// The state that the I/O threads share.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) engine: JournaledEngine,
-    /// By rank; none for this rank itself.
+    /// By rank; `None` for this rank itself.
     pub(super) peers: Vec<Option<Peer>>,
     pub(crate) memory: MemoryTable,
     pub(crate) jobs: JobRunner,
     pub(crate) shared: Arc<Shared>,
     pub(super) contribution_times: ContributionTimes,
-    /// None where there is one peer only, where peers are on this machine, and where it is not wanted.
+    /// `None` with a single peer, with peers on this machine only, and when switched off.
     pub(super) pacing: Option<PortPacing>,
     pub(super) options: ChannelOptions,
     pub(super) clock: SuspendAwareClock,
     pub(super) now: Time,
-    /// Since when all other ranks are known to be connected with all.
+    /// When all ranks were known to be connected to all.
     pub(super) connected_at: Option<Time>,
     pub(super) commands: Vec<Command>,
-    /// By I/O thread: its peers whose outbox has something, the most urgent first.
+    /// By I/O thread: its peers with frames in their outbox, the most urgent first.
     pub(super) chosen: Vec<Vec<Rank>>,
-    /// Set once: no thread goes on afterwards.
+    /// Set once; then all threads stop.
     pub(super) shutdown: Option<ShutdownCause>,
 }
 
 impl Core {
-    /// Does what the engine asks for until it asks for nothing. What is to be sent lies in outboxes
+    /// Carries out the engine's decisions until there are none. Frames to send lie in outboxes
     /// then.
     pub(super) fn pump(&mut self) {
         while self.shutdown.is_none() {
@@ -111,7 +111,7 @@ impl Core {
         }
     }
 
-    /// Ends the session, for whatever reason comes first.
+    /// Ends the session; the first cause stands.
     pub(super) fn end(&mut self, shutdown: ShutdownCause) {
         self.shutdown.get_or_insert(shutdown);
         for thread in 0..self.chosen.len() {
@@ -119,12 +119,12 @@ impl Core {
         }
     }
 
-    /// Why the session ends, once all I/O threads have stopped.
+    /// Takes the cause of the end, once all I/O threads have stopped.
     pub(crate) fn take_shutdown(&mut self) -> ShutdownCause {
         self.shutdown.take().unwrap_or(ShutdownCause::Closed)
     }
 
-    /// Whether there is nothing for an I/O thread but what sockets report.
+    /// Whether an I/O thread has nothing to do until a socket reports.
     pub(super) fn is_idle(&self, thread: usize) -> bool {
         self.shutdown.is_none()
             && self.chosen[thread].is_empty()
@@ -137,7 +137,7 @@ impl Core {
         self.engine.handle_time(self.now);
     }
 
-    /// Reports finished works and starts new ones.
+    /// Reports finished jobs and starts new ones.
     fn run_jobs(&mut self) -> bool {
         let result = self.jobs.advance(&mut self.engine, &mut self.memory);
         self.shared.metrics.jobs_in_flight.store(self.jobs.in_flight(), Ordering::Relaxed);
@@ -192,7 +192,7 @@ impl Core {
         }
     }
 
-    /// Keeps gathered blocks for the application to take.
+    /// Stores gathered blocks until the application takes them.
     fn store_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
         match blocks::take_out(&mut self.memory, self.engine.rank(), blocks) {
             Ok(held) => {
@@ -202,7 +202,7 @@ impl Core {
         }
     }
 
-    /// Puts a frame that the engine has chosen before the thread that sends to its peer.
+    /// Puts a chosen frame into the outbox of its peer.
     pub(crate) fn stage(&mut self, transmit: Transmit) {
         let (rank, header) = (transmit.peer, transmit.header);
         let payload = match &transmit.payload {
@@ -229,7 +229,7 @@ impl Core {
         }
     }
 
-    /// Puts a frame before the thread that sends to its peer.
+    /// Puts a frame into the outbox of a peer.
     pub(super) fn enqueue(&mut self, rank: Rank, frame: OutgoingFrame) {
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             peer.outbox.push_back(frame);
@@ -240,14 +240,14 @@ impl Core {
         }
     }
 
-    /// Hands what is chosen for a peer to its connection.
+    /// Moves a peer's outbox to its connection.
     pub(crate) fn take_chosen(&mut self, rank: Rank, connection: &mut Connection) {
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             connection.writer.append(&mut peer.outbox);
         }
     }
 
-    /// The kernel has frames of a peer, `bytes` since the last call.
+    /// Notes frames that the kernel has, and `bytes` that it took since the last call.
     pub(super) fn sent(
         &mut self,
         rank: Rank,
@@ -268,8 +268,7 @@ impl Core {
         }
     }
 
-    /// A frame is in place and its checksum is right; `control` has its payload where the engine
-    /// reads that itself.
+    /// Handles a verified frame; `control` has the payload that the engine reads itself.
     pub(crate) fn frame_arrived(
         &mut self,
         from: Rank,
@@ -289,7 +288,7 @@ impl Core {
         Ok(())
     }
 
-    /// A peer's socket takes frames from now on, or takes no more.
+    /// Tells the engine whether a peer's socket takes frames.
     pub(super) fn set_writable(&mut self, rank: Rank, writable: bool) {
         let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
             return;
@@ -303,33 +302,33 @@ impl Core {
         }
     }
 
-    /// Whether bytes can still come from a peer.
+    /// Whether bytes can still arrive from a peer.
     pub(crate) fn is_open(&self, rank: Rank) -> bool {
         self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.open)
     }
 
-    /// Whether the engine was told that a peer's socket takes frames.
+    /// Whether the engine may choose frames for a peer.
     pub(super) fn is_writable(&self, rank: Rank) -> bool {
         self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.writable)
     }
 
-    /// How a peer's connection is paced; none where there is no peer.
+    /// Returns the pacer of a peer's connection.
     pub(super) fn pacer(&self, rank: Rank) -> Option<&Pacer> {
         self.peers.get(rank.index())?.as_ref().map(|peer| &peer.pacer)
     }
 
-    /// Whether the thread that paces a peer's connection may give it the next frame now.
+    /// Whether the pacing of a peer allows the next frame now.
     pub(super) fn may_send(&self, rank: Rank) -> bool {
         self.pacer(rank).is_some_and(|pacer| pacer.may_send(self.now))
     }
 
-    /// Whether ranks apply pushes one by one: who does is needed, and gives signs of life, after its
-    /// goodbye too.
+    /// Whether training is asynchronous: then peers serve, and send heartbeats, after their goodbye
+    /// too.
     pub(super) fn is_async(&self) -> bool {
         self.engine.plan().strategy.synchrony == Synchrony::Async
     }
 
-    /// Bytes have come from a peer.
+    /// Notes that bytes arrived from a peer.
     pub(super) fn heard(&mut self, rank: Rank) {
         let now = self.now;
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
@@ -338,16 +337,15 @@ impl Core {
         }
     }
 
-    /// Whether a peer was heard so lately that it runs: it says something every quarter of the
-    /// silence timeout.
+    /// Whether a peer was heard recently: it sends something every quarter of the silence timeout.
     fn heard_recently(&self, rank: Rank) -> bool {
         let peer = self.peers.get(rank.index()).and_then(Option::as_ref);
         let last = peer.filter(|peer| peer.open).and_then(|peer| peer.last_received);
         last.is_some_and(|last| self.now.since(last) < self.options.silence_timeout() / 2)
     }
 
-    /// A peer was silent for too long: whether nobody else hears it either, after asking. Otherwise
-    /// when to look again.
+    /// Checks that no other rank hears a silent peer either, after asking. Otherwise returns when
+    /// to check again.
     pub(super) fn confirm_silence(&mut self, rank: Rank) -> Result<(), Time> {
         let now = self.now;
         let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
@@ -368,8 +366,8 @@ impl Core {
         }
     }
 
-    /// Nothing can come from a peer any more. Only the thread of its connection may say so: it
-    /// reads no more of what the peer had begun to send.
+    /// Loses a peer: nothing can arrive from it any more. Only the thread of its connection may
+    /// call this, since it reads no more of the peer's bytes.
     pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
         let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
             return;
@@ -378,14 +376,14 @@ impl Core {
             return;
         }
         peer.writable = false;
-        // The socket is closed later; that it cannot be watched any more is in order.
+        // The socket is closed later; an unwatched one is in order.
         let poller = &self.shared.pollers[peer.thread];
         let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);
         self.engine.handle_writable(rank, false);
         self.engine.handle_peer_lost(rank, reason);
     }
 
-    /// Shares this rank's port out among its connections, when it is time to.
+    /// Shares this rank's port out among its connections, at intervals.
     pub(super) fn pace(&mut self) {
         let now = self.now;
         let Some(pacing) = &mut self.pacing else {

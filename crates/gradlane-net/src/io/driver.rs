@@ -21,16 +21,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Instant;
 
-/// How a session ends, as the I/O threads find it.
+/// Why a session ends, as the I/O threads find it.
 #[derive(Debug)]
 pub(crate) enum ShutdownCause {
     Closed,
     Failed(Failure),
-    /// A mistake of this program; the text of the panic.
+    /// A bug in this program, with the text of the panic.
     Panicked(String),
 }
 
-/// The engine and the connections that the I/O threads begin with.
+/// The engine and the connections at the start of the I/O threads.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(super) core: Mutex<Core>,
@@ -39,7 +39,8 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// A driver with all connections, before step 0, and with a thread for each of the pollers.
+    /// Makes a driver with all connections, before step 0, and with a thread for each poller.
+    /// `is_local` tells whether all peers are on this machine, where ports are not paced.
     pub(crate) fn new(
         options: ChannelOptions,
         plan: &Arc<Plan>,
@@ -95,8 +96,8 @@ impl Driver {
         Ok(Driver { core: Mutex::new(core), links })
     }
 
-    /// Runs until the session ends, on this thread and as many more as there are other pollers.
-    /// Afterwards no thread uses a connection.
+    /// Runs until the session ends, on this thread and one for each other poller. Afterwards no
+    /// thread uses a connection.
     pub(crate) fn run(self) -> SessionShutdown {
         let Driver { core, links } = self;
         let mut threads = links.into_iter().enumerate();
@@ -116,7 +117,7 @@ impl Driver {
                 .collect();
             let mut merged = first.map_or_else(Vec::new, IoThread::run);
             for handle in others {
-                // Their turns are guarded: the threads themselves do not panic.
+                // Their loops are guarded: the threads themselves do not panic.
                 for (slot, link) in merged.iter_mut().zip(handle.join().unwrap_or_default()) {
                     if link.is_some() {
                         *slot = link;

@@ -1,5 +1,4 @@
-//! Signs of life: heartbeats to peers that would hear nothing otherwise, and the end of peers that
-//! give none.
+//! Keepalive: heartbeats to peers that would hear nothing otherwise, and the loss of silent peers.
 
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use super::io_thread::IoThread;
@@ -9,7 +8,7 @@ use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use std::time::Duration;
 
 impl IoThread<'_> {
-    /// Sends signs of life to this thread's peers, and loses those that give none.
+    /// Sends heartbeats to this thread's peers, and loses those that are silent.
     pub(super) fn check_keepalive(&mut self) {
         let mut core = self.core();
         let now = core.now;
@@ -36,7 +35,7 @@ impl IoThread<'_> {
             if !link.heard_goodbye || is_async {
                 let last = core.peers[index].as_ref().and_then(|peer| peer.last_received);
                 let last = last.or(core.connected_at);
-                // Until its first byte a peer may still be waiting for others to connect.
+                // Until its first byte a peer may still be waiting for other ranks to connect.
                 let grace =
                     if last.is_some() { Duration::ZERO } else { core.options.connect_timeout() };
                 let last = last.unwrap_or(Time::ZERO);
@@ -57,7 +56,7 @@ impl IoThread<'_> {
                 }
             }
         }
-        // Never twice in one millisecond: the poller counts in these.
+        // At most once a millisecond, the resolution of the poller.
         self.next_keepalive_check = next.max(now + Duration::from_millis(1));
     }
 }

@@ -1,7 +1,7 @@
-//! The last moments of a session, when no I/O thread but the first is left.
+//! The end of a session, on the first I/O thread alone.
 //!
-//! Memory of the application is let go of first; only then is anybody told that the session is
-//! over. After a failure the other ranks are told why for at most a second.
+//! The borrows of application memory end first; only then does the application learn of the end.
+//! After a failure the other ranks are told the reason, for at most a second.
 
 use super::connection::Connection;
 use super::core::Core;
@@ -19,19 +19,19 @@ use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Longest time for telling the others and for letting their last bytes come.
+/// Longest time for sending the reason and receiving the others' last bytes.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A session that no I/O thread drives any more.
+/// A session whose I/O threads have stopped.
 #[derive(Debug)]
 pub(crate) struct SessionShutdown {
     core: Core,
-    /// Connections on which something can still come.
+    /// Connections on which bytes can still arrive.
     open: Vec<(Rank, Connection)>,
 }
 
 impl SessionShutdown {
-    /// What the I/O threads have left behind.
+    /// Takes the state that the I/O threads leave behind.
     pub(super) fn new(core: Core, links: Links) -> SessionShutdown {
         let links = links.into_iter().enumerate();
         let open = links
@@ -41,7 +41,7 @@ impl SessionShutdown {
         SessionShutdown { core, open }
     }
 
-    /// Tells the application and the other ranks how the session has ended.
+    /// Ends the session for the application and the other ranks.
     pub(crate) fn run(mut self) {
         let shared = Arc::clone(&self.core.shared);
         self.core.jobs.stop();
@@ -52,7 +52,7 @@ impl SessionShutdown {
         match self.core.take_shutdown() {
             ShutdownCause::Closed => {
                 for (_, connection) in &self.open {
-                    // A peer that has closed already needs no end of stream.
+                    // A peer that has closed needs no end of stream.
                     let _ = connection.socket.end_stream();
                 }
                 shared.end(SessionOutcome::Closed);
@@ -64,7 +64,7 @@ impl SessionShutdown {
                 self.linger(&shared, Instant::now() + LINGER);
             }
             ShutdownCause::Panicked(text) => {
-                // The engine may be in any state: nobody is told more than that the connections close.
+                // The engine may be in any state: peers only see their connections close.
                 drop(self);
                 shared.end_by_panic(&text);
             }
@@ -83,13 +83,13 @@ impl SessionShutdown {
         }
     }
 
-    /// Stages and sends what the engine has left to say: the reason.
+    /// Sends the engine's last frames, which give the reason.
     fn send_abort_reasons(&mut self) {
         let core = &mut self.core;
         while let Some(transmit) = core.engine.poll_transmit() {
             core.stage(transmit);
         }
-        // Who cannot be told any more is not told.
+        // A peer whose socket fails cannot be told.
         self.open.retain_mut(|(rank, connection)| {
             core.take_chosen(*rank, connection);
             let sent = |_: &_, transmit: Option<_>| {
@@ -102,18 +102,18 @@ impl SessionShutdown {
     }
 
     /// Sends the rest and reads until the others have closed too: closing with unread bytes would
-    /// destroy what they have not read yet.
+    /// destroy bytes that they have not read yet.
     fn linger(&mut self, shared: &Shared, deadline: Instant) {
         let mut events = EpollEvents::new();
         let mut reports = Vec::new();
         let mut shut = Vec::new();
-        // One poller takes them all over. Readiness to send is looked at now and then below; reported
-        // all the time, it would keep this thread busy.
+        // One poller takes all connections over. Readiness to send is polled by the timeout below:
+        // reported all the time, it would keep this thread busy.
         let poller = &shared.pollers[0];
         for (rank, connection) in &self.open {
             let (socket, key) = (&connection.socket, u64::from(rank.0));
             for former in &shared.pollers {
-                // All but one have never known it, and a socket that is gone needs no change.
+                // Only one of them knows the socket, and a socket that is gone needs no change.
                 let _ = socket.watch(former, key, Interest::End);
             }
             // A socket that cannot be watched is polled by the timeout below.
@@ -124,7 +124,7 @@ impl SessionShutdown {
             self.open.retain(|(rank, connection)| {
                 if connection.writer.is_empty() && !shut.contains(rank) {
                     shut.push(*rank);
-                    // A peer that has closed already needs no end of stream.
+                    // A peer that has closed needs no end of stream.
                     let _ = connection.socket.end_stream();
                 }
                 let goes_on = discard(&*connection.socket);
@@ -146,7 +146,7 @@ impl SessionShutdown {
     }
 }
 
-/// Reads and forgets what has come; `false` at the end of the stream.
+/// Reads and drops what has arrived. Returns `false` at the end of the stream.
 fn discard(socket: &dyn Socket) -> bool {
     let mut room = [0_u8; 16 << 10];
     loop {

@@ -1,8 +1,8 @@
 //! Counters of a channel: bytes, frames, waits, CPU time of its threads, refused callers.
 //!
-//! Counters only grow and are read at any time from any thread; a reading is not one instant. What
-//! is counted for each frame costs a few plain additions; waits and late ranks are counted when a
-//! thread has slept, or a slice is whole.
+//! Counters only grow and are read at any time from any thread; a snapshot is not of one instant. A
+//! frame costs a few plain additions; waits and stragglers are counted when a thread has slept, or
+//! a slice is complete.
 
 use crate::channel::completion::WaitTarget;
 use crate::metrics::participation_stats::ParticipationStats;
@@ -23,10 +23,10 @@ use std::time::Duration;
 
 /// Refusals that are kept; older ones are only counted.
 const REFUSALS_KEPT: usize = 64;
-/// Refusals that are all printed; after these every one that doubles their number is.
+/// Refusals that are all logged; after these, those that double the number.
 const REFUSALS_LOGGED: u64 = 16;
 
-/// What went to and came from one peer.
+/// Traffic with one peer.
 #[derive(Debug, Default)]
 pub(crate) struct PeerCounters {
     pub(crate) sent_bytes: AtomicU64,
@@ -38,13 +38,13 @@ pub(crate) struct PeerCounters {
 }
 
 impl PeerCounters {
-    /// A frame is with the kernel.
+    /// Notes a frame that the kernel has.
     pub(crate) fn sent(&self, header: &FrameHeader) {
         count(&self.sent_frames, 1);
         count(&self.sent_payload_bytes, u64::from(header.length));
     }
 
-    /// A frame is here.
+    /// Notes a frame that has arrived.
     pub(crate) fn received(&self, header: &FrameHeader) {
         count(&self.received_frames, 1);
         count(&self.received_payload_bytes, u64::from(header.length));
@@ -78,7 +78,7 @@ struct WaitStats {
     max_ns: AtomicU64,
     max_step: AtomicU64,
     last_step: AtomicU64,
-    /// Waits for a whole step that this tensor was the last of.
+    /// Waits for a whole step that this tensor completed.
     step_count: AtomicU64,
     step_sum_ns: AtomicU64,
 }
@@ -94,7 +94,7 @@ impl WaitStats {
     }
 }
 
-/// CPU time of one thread, also after it has ended.
+/// CPU time of one thread, also after its end.
 #[derive(Debug, Default)]
 struct ThreadCpu {
     clock: Option<ThreadClock>,
@@ -105,35 +105,35 @@ struct ThreadCpu {
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) peers: Vec<PeerCounters>,
-    /// Time that application threads waited.
+    /// Time that application threads have waited.
     pub(crate) wait_ns: AtomicU64,
     /// Version of the priority vector in force.
     pub(crate) plan_version: AtomicU64,
     /// Frames chosen and not yet in the kernel's hands.
     pub(crate) outgoing_frames: AtomicU64,
-    /// JobRunner handed out and not yet done.
+    /// Jobs handed out and not yet done.
     pub(crate) jobs_in_flight: AtomicU64,
     /// Bytes of scratch buffers.
     pub(crate) scratch_bytes: AtomicU64,
-    /// Times that the I/O thread looked for something to do.
+    /// Turns of the I/O threads.
     pub(crate) turns: AtomicU64,
-    /// Pushes that this rank has applied one by one.
+    /// Staleness of the pushes that this rank has applied one by one.
     pub(crate) staleness: Mutex<Staleness>,
-    /// Who the slices of this rank wait for.
+    /// Ranks that the slices of this rank wait for.
     pub(crate) stragglers: StragglerStats,
-    /// Who was left out of which steps.
+    /// Ranks that steps went on without.
     pub(crate) participation: Mutex<ParticipationStats>,
-    /// How much waited in the engine when somebody asked.
+    /// The engine's queues, on request.
     pub(crate) queue_stats: StatsQuery,
     waits: Vec<WaitStats>,
     /// Bytes of whole messages sent, before and after encoding.
     raw_bytes: AtomicU64,
     encoded_bytes: AtomicU64,
-    /// Payload bytes of results that this rank sent as an owner, and of what it got for them.
+    /// Payload bytes of results that this rank sent as an owner, and of the contributions to them.
     served_sent_bytes: AtomicU64,
     served_received_bytes: AtomicU64,
-    /// By tensor: whether this rank answers for it.
-    answers: Vec<bool>,
+    /// By tensor: whether this rank is its root.
+    is_root: Vec<bool>,
     /// By rank: bytes of trained tensors that it owns.
     owned_bytes: Vec<u64>,
     threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
@@ -141,14 +141,14 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Counters at zero.
+    /// Makes counters at zero.
     pub(crate) fn new(rank: Rank, plan: &Plan) -> Metrics {
         let (world_size, tensors) = (plan.world_size, plan.tensors.len());
-        let answers = |tensor| plan.root(TensorId(tensor)) == Some(rank);
+        let is_root = |tensor| plan.root(TensorId(tensor)) == Some(rank);
         Metrics {
             served_sent_bytes: AtomicU64::new(0),
             served_received_bytes: AtomicU64::new(0),
-            answers: (0..tensors as u32).map(answers).collect(),
+            is_root: (0..tensors as u32).map(is_root).collect(),
             owned_bytes: owned_bytes(plan),
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
@@ -190,7 +190,7 @@ impl Metrics {
         refusals.1.push_back(Refusal { address: address.to_owned(), reason: reason.to_owned() });
     }
 
-    /// A thread has waited; of a whole step, `last` is the tensor that came last.
+    /// Notes the wait of a thread; of a whole step, `last` is the tensor that completed it.
     pub(crate) fn note_wait(&self, target: WaitTarget, last: TensorId, waited: Duration) {
         let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
         count_shared(&self.wait_ns, waited_ns);
@@ -213,27 +213,27 @@ impl Metrics {
         }
     }
 
-    /// A frame is with the kernel.
+    /// Notes a frame that the kernel has.
     pub(crate) fn sent(&self, to: Rank, header: &FrameHeader) {
         self.peers[to.index()].sent(header);
-        if header.kind == FrameKind::Broadcast || self.is_answered_here(header) {
+        if header.kind == FrameKind::Broadcast || self.is_for_this_root(header) {
             count(&self.served_sent_bytes, u64::from(header.length));
         }
     }
 
-    /// A frame is here.
+    /// Notes a frame that has arrived.
     pub(crate) fn received(&self, from: Rank, header: &FrameHeader) {
         self.peers[from.index()].received(header);
-        if header.kind == FrameKind::Push || self.is_answered_here(header) {
+        if header.kind == FrameKind::Push || self.is_for_this_root(header) {
             count(&self.served_received_bytes, u64::from(header.length));
         }
     }
 
-    fn is_answered_here(&self, header: &FrameHeader) -> bool {
-        header.kind == FrameKind::Block && self.answers[header.tensor.index()]
+    fn is_for_this_root(&self, header: &FrameHeader) -> bool {
+        header.kind == FrameKind::Block && self.is_root[header.tensor.index()]
     }
 
-    /// The last frame of a message is with the kernel.
+    /// Notes a frame that the kernel has; the last one of a message counts its bytes.
     pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
         let carries_slice = matches!(
             header.kind,
@@ -250,7 +250,7 @@ impl Metrics {
         }
     }
 
-    /// All counters now.
+    /// Returns all counters.
     pub(crate) fn snapshot(&self, plan: &Plan) -> MetricsSnapshot {
         let queue_stats = self.queue_stats.latest();
         let peers: Vec<PeerSnapshot> = self
@@ -309,7 +309,7 @@ impl Metrics {
         }
     }
 
-    /// The waits for tensors that anybody has waited for.
+    /// Returns the waits of tensors that a thread has waited for.
     fn wait_snapshots(&self, plan: &Plan) -> Vec<WaitSnapshot> {
         let rows = plan.tensors.iter().zip(&self.waits).map(|(tensor, waits)| WaitSnapshot {
             name: tensor.spec.name.clone(),
@@ -332,14 +332,14 @@ impl Metrics {
     }
 }
 
-/// Whether the refusal of this number, from 1 on, is printed: whoever calls every second, such as a
-/// scanner of ports, must not fill the log of a run of weeks.
+/// Whether the refusal of this number, from 1 on, is logged: a caller every second, such as a port
+/// scanner, must not fill the log of a run of weeks.
 fn is_logged(number: u64) -> bool {
     number <= REFUSALS_LOGGED || number.is_power_of_two()
 }
 
-/// By rank: bytes of trained tensors that it owns. Round a ring, and of blocks that all get, nobody
-/// owns anything.
+/// Returns, by rank, the bytes of trained tensors that it owns. Nobody owns tensors of rings, or
+/// blocks that all ranks get.
 fn owned_bytes(plan: &Plan) -> Vec<u64> {
     let mut owned = vec![0; plan.world_size as usize];
     for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.kind == TensorKind::Parameter) {
@@ -352,7 +352,7 @@ fn owned_bytes(plan: &Plan) -> Vec<u64> {
     owned
 }
 
-/// By rank; nothing where no push was applied alone.
+/// Returns rows by rank; none where no push was applied alone.
 fn staleness_snapshots(staleness: &Staleness) -> Vec<StalenessSnapshot> {
     let tallies = staleness.by_rank();
     if tallies.iter().all(|tally| tally.pushes == 0) {
@@ -367,7 +367,7 @@ fn staleness_snapshots(staleness: &Staleness) -> Vec<StalenessSnapshot> {
     tallies.iter().map(reading).collect()
 }
 
-/// Keeps the CPU time of a thread when it ends.
+/// Stores the CPU time of a thread when it ends.
 pub(crate) struct ThreadCount<'a> {
     metrics: &'a Metrics,
     index: usize,

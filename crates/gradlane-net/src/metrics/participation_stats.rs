@@ -1,7 +1,7 @@
-//! Who was in each step, where stragglers are left out, and how late they were.
+//! Ranks that steps counted, where stragglers are left out, and how late the others were.
 //!
-//! The I/O thread writes, application threads read. All ranks know who was left out; how late a rank
-//! was, rank 0 knows, which decides.
+//! The I/O thread writes, application threads read. All ranks know which ranks were left out; rank
+//! 0, which decides, knows how late they were.
 
 use crate::metrics::counters::seconds;
 use gradlane_engine::Event;
@@ -9,10 +9,10 @@ use gradlane_units::{Rank, Step};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Decided steps that can be asked for.
+/// Decided steps that can be queried.
 const STEPS_KEPT: usize = 64;
 
-/// How one rank fared.
+/// Statistics of one rank.
 #[derive(Clone, Copy, Debug, Default)]
 struct RankParticipation {
     left_out: u64,
@@ -22,22 +22,22 @@ struct RankParticipation {
     late_step_max: u64,
 }
 
-/// All decided steps.
+/// Statistics of all decided steps.
 #[derive(Debug)]
 pub(crate) struct ParticipationStats {
     rank: Rank,
     decided: Step,
-    /// Whether this rank was in, in the last steps.
+    /// By step: whether it counted this rank, of the last ones.
     participated: BTreeMap<Step, bool>,
     /// The last step that this rank was so late for that it should pass the next.
     behind: Option<Step>,
     ranks: Vec<RankParticipation>,
 }
 
-/// Where this rank stands after a step.
+/// This rank's part in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepParticipation {
-    /// Whether it was in; none where that is not known.
+    /// Whether the step counted this rank; `None` where that is not known.
     pub participated: Option<bool>,
     /// Whether it was so late that the next step would go on without it, too.
     pub behind: bool,
@@ -46,7 +46,7 @@ pub struct StepParticipation {
 }
 
 impl ParticipationStats {
-    /// No step is decided.
+    /// Makes statistics without a decided step.
     pub(crate) fn new(rank: Rank, world_size: u32) -> ParticipationStats {
         let ranks = vec![RankParticipation::default(); world_size as usize];
         ParticipationStats {
@@ -94,7 +94,7 @@ impl ParticipationStats {
         }
     }
 
-    /// The last decided step, and a row a rank; none where nothing was decided.
+    /// Returns the last decided step, and a row a rank; none where nothing was decided.
     pub(crate) fn snapshot(&self) -> (u64, Vec<LeftOutSnapshot>) {
         if self.decided.0 == 0 {
             return (0, Vec::new());
@@ -115,9 +115,9 @@ impl ParticipationStats {
 pub struct LeftOutSnapshot {
     /// Steps that went on without its gradients.
     pub left_out_steps: u64,
-    /// Those of them whose gradients it had all the same, later.
+    /// Those of them whose gradients were ready later.
     pub late_count: u64,
-    /// How much later than the decision that was, in seconds, over all of these.
+    /// Sum of their delays after the decision, in seconds.
     pub left_out_late_s: f64,
     /// The longest of them.
     pub late_s_max: f64,

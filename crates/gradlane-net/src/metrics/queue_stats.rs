@@ -1,7 +1,7 @@
-//! How deep the engine's queues are, asked for by application threads.
+//! Statistics of the engine's queues, on request of application threads.
 //!
-//! Only the I/O thread sees the engine, and counting what waits takes it some time: so it counts when
-//! it is asked, and not otherwise.
+//! Only the I/O thread sees the engine, and counting takes it some time: so it counts on request
+//! alone.
 
 use crate::sys::lock;
 use gradlane_engine::QueueStats;
@@ -10,15 +10,15 @@ use std::time::Duration;
 
 #[derive(Debug, Default)]
 struct QueryState {
-    /// Questions asked so far.
+    /// Queries so far.
     requested: u64,
-    /// Questions that the depths below answer.
+    /// Queries that the statistics below answer.
     replied_to: u64,
     stats: QueueStats,
     closed: bool,
 }
 
-/// Questions and the last answer.
+/// Queries and the last reply.
 #[derive(Debug, Default)]
 pub(crate) struct StatsQuery {
     state: Mutex<QueryState>,
@@ -26,7 +26,7 @@ pub(crate) struct StatsQuery {
 }
 
 impl StatsQuery {
-    /// Asks, with a call that makes the I/O thread answer, and waits for so long at most.
+    /// Sends a query by `notify` and waits for the reply, or until the timeout.
     pub(crate) fn request(&self, timeout: Duration, notify: impl FnOnce()) {
         let mut state = lock(&self.state);
         if state.closed {
@@ -41,7 +41,7 @@ impl StatsQuery {
         drop(result.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Answers all questions asked so far.
+    /// Replies to all queries so far.
     pub(crate) fn reply(&self, stats: QueueStats) {
         let mut state = lock(&self.state);
         state.replied_to = state.requested;
@@ -49,7 +49,7 @@ impl StatsQuery {
         self.replied.notify_all();
     }
 
-    /// Nothing waits any more and nobody answers.
+    /// Ends all queries: the queues are gone.
     pub(crate) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
@@ -57,7 +57,7 @@ impl StatsQuery {
         self.replied.notify_all();
     }
 
-    /// The last answer.
+    /// Returns the last reply.
     pub(crate) fn latest(&self) -> QueueStats {
         lock(&self.state).stats.clone()
     }

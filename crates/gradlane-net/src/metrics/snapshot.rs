@@ -1,4 +1,4 @@
-//! What is read of a channel's counters, in Rust and, by the same names, in JSON.
+//! Snapshots of a channel's counters, in Rust and, by the same names, in JSON.
 
 use crate::metrics::participation_stats::LeftOutSnapshot;
 use crate::metrics::straggler_stats::StragglerSnapshot;
@@ -7,13 +7,13 @@ use serde::Serialize;
 /// A connection that was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Refusal {
-    /// Who called.
+    /// Address of the caller.
     pub address: String,
-    /// Why it was refused.
+    /// Reason of the refusal.
     pub reason: String,
 }
 
-/// What went to and came from one peer, and what waits for it.
+/// Traffic with one peer, and its queue.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PeerSnapshot {
     /// Bytes sent, payloads and headers of frames.
@@ -24,13 +24,13 @@ pub struct PeerSnapshot {
     pub tx_payload_bytes: u64,
     /// Bytes received in payloads of whole frames.
     pub rx_payload_bytes: u64,
-    /// Messages that are not, or not wholly, handed out.
+    /// Messages that are not handed out, or not whole.
     pub queued_messages: u64,
     /// Bytes of them that are still to be handed out.
     pub queued_bytes: u64,
     /// Bytes handed out and not yet with the kernel.
     pub in_flight_bytes: u64,
-    /// Bytes of trained tensors that the rank owns: adds up, or answers for.
+    /// Bytes of trained tensors that the rank owns or is the root of.
     pub owned_bytes: u64,
     /// Frames sent.
     pub tx_frames: u64,
@@ -38,8 +38,8 @@ pub struct PeerSnapshot {
     pub rx_frames: u64,
 }
 
-/// The staleness of one rank's pushes to the slices that this rank owns, where each push is applied
-/// alone: updates of the slice between what the rank had received and its push.
+/// The staleness of one rank's pushes to the slices that this rank owns, in asynchronous training:
+/// updates of the slice between the version that the rank had received and its push.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StalenessSnapshot {
     /// Pushes that were applied.
@@ -55,11 +55,11 @@ pub struct StalenessSnapshot {
 /// Waits of application threads for one tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WaitSnapshot {
-    /// Of the tensor.
+    /// Name of the tensor.
     pub name: String,
-    /// Times that a thread had to wait for it.
+    /// Waits for it.
     pub count: u64,
-    /// Seconds altogether.
+    /// Sum of the waits in seconds.
     pub wait_s: f64,
     /// The longest wait.
     pub wait_s_max: f64,
@@ -67,9 +67,9 @@ pub struct WaitSnapshot {
     pub wait_step_max: u64,
     /// The step of the last wait.
     pub wait_step_last: u64,
-    /// Times that a thread waited for a whole step and this tensor came last.
+    /// Waits for a whole step that this tensor completed.
     pub last_of_step_count: u64,
-    /// Seconds of these.
+    /// Sum of these in seconds.
     pub last_of_step_wait_s: f64,
 }
 
@@ -88,11 +88,11 @@ pub struct MetricsSnapshot {
     pub tx_payload_bytes: u64,
     /// Bytes received in payloads of whole frames.
     pub rx_payload_bytes: u64,
-    /// Messages that are not, or not wholly, handed out.
+    /// Messages that are not handed out, or not whole.
     pub queued_messages: u64,
     /// Bytes of them that are still to be handed out.
     pub queued_bytes: u64,
-    /// JobRunner that wait for a free work thread.
+    /// Jobs that wait for a free thread.
     pub queued_works: u64,
     /// Bytes of slices that were sent whole, before encoding.
     pub raw_bytes: u64,
@@ -102,25 +102,25 @@ pub struct MetricsSnapshot {
     pub served_tx_bytes: u64,
     /// Payload bytes of contributions of others that this rank got for these.
     pub served_rx_bytes: u64,
-    /// The same for each rank; zeros for this one, but for what it owns.
+    /// The same by rank; zeros for this one, except for the bytes that it owns.
     pub peers: Vec<PeerSnapshot>,
-    /// Waits for tensors; those that nobody has waited for are left out.
+    /// Waits by tensor; tensors without waits are left out.
     pub waits: Vec<WaitSnapshot>,
     /// By rank: how late its contributions to this rank's slices were.
     pub stragglers: Vec<StragglerSnapshot>,
-    /// Slices of this rank that all ranks' contributions have come for.
+    /// Slices of this rank that have all contributions.
     pub gathered_slices: u64,
-    /// Those of them whose last two contributions came together: nobody was late.
+    /// Those of them whose last two contributions arrived together: no rank was late.
     pub together_slices: u64,
     /// Steps whose contributors were chosen.
     pub decided_steps: u64,
-    /// By rank: how often it was left out of these; empty where contributors are not chosen.
+    /// By rank: steps without it; empty where contributors are not chosen.
     pub left_out: Vec<LeftOutSnapshot>,
     /// CPU time of the I/O thread, in seconds.
     pub io_cpu_s: f64,
-    /// CPU time of all work threads, in seconds.
+    /// CPU time of all job threads, in seconds.
     pub work_cpu_s: f64,
-    /// CPU time of the thread that answers callers, in seconds.
+    /// CPU time of the acceptor, in seconds.
     pub doorman_cpu_s: f64,
     /// Time that application threads spent waiting, in seconds.
     pub wait_s: f64,
@@ -128,13 +128,13 @@ pub struct MetricsSnapshot {
     pub plan_version: u64,
     /// Frames chosen and not yet in the kernel's hands.
     pub outgoing_frames: u64,
-    /// JobRunner handed out and not yet done.
+    /// Jobs handed out and not yet done.
     pub works_in_flight: u64,
     /// Bytes of scratch buffers.
     pub scratch_bytes: u64,
-    /// Times that the I/O thread looked for something to do.
+    /// Turns of the I/O threads.
     pub turns: u64,
-    /// By rank, what was pushed to this rank's slices and applied alone; empty for other strategies.
+    /// By rank: its pushes to this rank's slices in asynchronous training; else empty.
     pub staleness: Vec<StalenessSnapshot>,
     /// Connections that were refused.
     pub refused_connections: u64,

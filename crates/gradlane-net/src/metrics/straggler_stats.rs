@@ -1,9 +1,9 @@
-//! Whose contributions the slices of this rank wait for.
+//! Stragglers: the ranks whose contributions the slices of this rank wait for.
 //!
-//! An owner adds a slice up when the last rank's contribution is whole. How much later it came than
-//! the one before it is what the others have waited for that rank, and for its way through the
-//! network: a rank's own contribution has none. Times are those of the turns of the I/O loop, so
-//! what comes in one turn came together. A step of a slice that is never whole counts nothing.
+//! An owner reduces a slice when the last contribution is complete. Its delay after the one before
+//! it is the time that the other ranks waited for that rank and for its way through the network; a
+//! rank's own contribution has none. Times are those of the turns of the I/O loop: contributions of
+//! one turn are ties. A step of a slice that is never complete counts nothing.
 
 use crate::metrics::counters::{count, load, seconds};
 use gradlane_engine::Plan;
@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What has come for one slice.
+/// Contributions to one slice.
 #[derive(Clone, Copy, Debug, Default)]
 struct SliceProgress {
     step: Step,
@@ -20,26 +20,26 @@ struct SliceProgress {
     latest: Time,
 }
 
-/// What has come for the slices of one rank.
+/// Contributions to the slices of one rank.
 #[derive(Debug)]
 pub(crate) struct ContributionTimes {
     rank: Rank,
-    /// How many ranks contribute.
+    /// Number of ranks that contribute.
     workers: u32,
     /// Whether there is no other rank.
     is_alone: bool,
-    /// By slice; only this rank's own ones are used.
+    /// By slice; only the slices that this rank owns are used.
     slices: Vec<SliceProgress>,
 }
 
 impl ContributionTimes {
-    /// Before step 1.
+    /// Makes times before step 1.
     pub(crate) fn new(plan: &Plan, rank: Rank) -> ContributionTimes {
         let slices = vec![SliceProgress::default(); plan.slices.len()];
         ContributionTimes { rank, workers: plan.workers(), is_alone: plan.world_size == 1, slices }
     }
 
-    /// This rank contributes to all slices of a tensor.
+    /// Notes this rank's contribution to all slices of a tensor.
     pub(crate) fn own_contribution(
         &mut self,
         plan: &Plan,
@@ -55,7 +55,7 @@ impl ContributionTimes {
         }
     }
 
-    /// The contribution of a rank to a slice is whole.
+    /// Notes the complete contribution of a rank to a slice.
     pub(crate) fn arrived(
         &mut self,
         slice: SliceId,
@@ -64,8 +64,8 @@ impl ContributionTimes {
         now: Time,
         stats: &StragglerStats,
     ) {
-        // In step 0 only rank 0 has something to say, alone nobody waits, and nobody waits for what
-        // comes after its step was decided without it.
+        // In step 0 only rank 0 contributes, a single rank has nobody to wait for, and
+        // contributions after the step's decision are not waited for.
         let Some(progress) = self.slices.get_mut(slice.index()) else {
             return;
         };
@@ -83,7 +83,7 @@ impl ContributionTimes {
     }
 }
 
-/// How late one rank's contributions were, as this rank's slices saw it.
+/// Delays of one rank's contributions, as this rank's slices saw them.
 #[derive(Debug, Default)]
 struct RankStats {
     last_count: AtomicU64,
@@ -92,7 +92,7 @@ struct RankStats {
     late_step_max: AtomicU64,
 }
 
-/// How late each rank's contributions were.
+/// Delays of all ranks' contributions.
 #[derive(Debug)]
 pub(crate) struct StragglerStats {
     ranks: Vec<RankStats>,
@@ -101,13 +101,13 @@ pub(crate) struct StragglerStats {
 }
 
 impl StragglerStats {
-    /// Nobody was late yet.
+    /// Makes statistics without delays.
     pub(crate) fn new(world_size: u32) -> StragglerStats {
         let ranks = (0..world_size).map(|_| RankStats::default()).collect();
         StragglerStats { ranks, gathered: AtomicU64::new(0), ties: AtomicU64::new(0) }
     }
 
-    /// A slice was whole with the contribution of `rank`, so much later than with all others'.
+    /// Notes a slice that the contribution of `rank` completed, with its delay after all others.
     pub(crate) fn note(&self, rank: Rank, step: Step, late: Duration) {
         count(&self.gathered, 1);
         let late_ns = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);
@@ -125,12 +125,12 @@ impl StragglerStats {
         }
     }
 
-    /// Slices that were whole, and those of them whose last two contributions came together.
+    /// Returns the number of complete slices, and of those whose last two contributions were ties.
     pub(crate) fn slices(&self) -> (u64, u64) {
         (load(&self.gathered), load(&self.ties))
     }
 
-    /// A row a rank.
+    /// Returns a row a rank.
     pub(crate) fn snapshot(&self) -> Vec<StragglerSnapshot> {
         let row = |stats: &RankStats| StragglerSnapshot {
             last_count: load(&stats.last_count),
@@ -142,12 +142,12 @@ impl StragglerStats {
     }
 }
 
-/// How late one rank's contributions to slices of this rank were.
+/// Delays of one rank's contributions to slices of this rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StragglerSnapshot {
-    /// Slices that it was the last rank to contribute to.
+    /// Slices that it completed.
     pub last_count: u64,
-    /// Seconds that it came after the one before it, over all of these.
+    /// Sum of its delays after the contribution before, in seconds.
     pub late_s: f64,
     /// The longest of them.
     pub late_s_max: f64,

@@ -1,6 +1,6 @@
-//! A record of frames as they leave and arrive, and of works as they run: the last ones, in order,
-//! never more than fit the ring. Without the option `trace` nothing is recorded and nothing is paid
-//! but a branch.
+//! A record of frames as they leave and arrive, and of jobs as they run: the last ones, in order,
+//! never more than fit the ring. Without the option `trace` nothing is recorded, and each event
+//! costs a branch.
 
 use crate::sys::lock;
 use crate::sys::syscall::monotonic_ns;
@@ -12,28 +12,28 @@ use std::sync::Mutex;
 /// Entries that are kept of each kind; older ones fall out and are counted.
 const CAPACITY: usize = 1 << 18;
 
-/// Which way a frame went.
+/// Direction of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The kernel took the last byte of it.
+    /// The kernel has its last byte.
     Sent,
-    /// Its last byte arrived and its checksum was right.
+    /// Its last byte arrived and its checksum was verified.
     Received,
 }
 
 /// One frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceEntry {
-    /// When it was chosen and the frames before it on its connection were with the kernel, or, of
-    /// one that came, when its header was here; on the machine's monotonic clock, in nanoseconds.
+    /// Begin on the machine's monotonic clock, in nanoseconds: when the frame was chosen and its
+    /// predecessors were with the kernel; of a received one, when its header had arrived.
     pub begin_ns: u64,
-    /// When the last byte of it was with the kernel, or here.
+    /// When its last byte was with the kernel, or had arrived.
     pub time_ns: u64,
-    /// Which way.
+    /// Sent or received.
     pub direction: Direction,
     /// The other rank.
     pub peer: Rank,
-    /// Its header.
+    /// The frame's header.
     pub header: FrameHeader,
 }
 
@@ -45,48 +45,48 @@ impl TraceEntry {
     }
 }
 
-/// What a work did.
+/// The operation of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobKind {
-    /// Added contributions up.
+    /// Reduced contributions.
     Reduce,
-    /// Added them up and updated parameters.
+    /// Reduced contributions and updated parameters.
     Update,
     /// Copied a result to its place.
     Copy,
     /// Encoded a contribution.
     Encode,
-    /// Added encoded contributions up and encoded their mean.
+    /// Decoded, reduced and encoded contributions.
     Recode,
     /// Decoded a result to its place.
     Decode,
 }
 
-/// One work as it ran.
+/// One job as it ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobEntry {
-    /// When it began to run, as in [`TraceEntry`].
+    /// Begin, as in [`TraceEntry`].
     pub begin_ns: u64,
-    /// When it had run.
+    /// End.
     pub end_ns: u64,
-    /// What it did.
+    /// Its operation.
     pub kind: JobKind,
-    /// For this step.
+    /// The step that it is for.
     pub step: Step,
-    /// For this slice.
+    /// The slice that it is for.
     pub slice: SliceId,
     /// Bytes that it read and wrote.
     pub bytes: u64,
 }
 
-/// What a thread has found out about the frames of one peer.
+/// Times of the frames of one peer.
 #[derive(Clone, Debug, Default)]
 struct PeerTimes {
     /// When frames were chosen that are not yet with the kernel, in order.
     chosen: VecDeque<u64>,
     /// When the last frame was with the kernel.
     sent_at: u64,
-    /// When the header of the frame was here that is arriving.
+    /// When the header of the arriving frame was here.
     announced_at: u64,
 }
 
@@ -115,33 +115,33 @@ impl Ring {
     }
 }
 
-/// The ring.
+/// The record; disabled, it does nothing.
 #[derive(Debug)]
 pub(crate) struct Trace {
     ring: Option<Mutex<Ring>>,
 }
 
 impl Trace {
-    /// A ring that records, or one that does nothing.
+    /// Makes a record.
     pub(crate) fn new(enabled: bool) -> Trace {
         Trace { ring: enabled.then(Mutex::default) }
     }
 
-    /// A frame to this rank was chosen and stands before its socket.
+    /// Notes a frame that was chosen for a peer.
     pub(crate) fn chosen(&self, peer: Rank) {
         if let Some(ring) = &self.ring {
             lock(ring).times(peer).chosen.push_back(monotonic_ns());
         }
     }
 
-    /// The kernel has a frame.
+    /// Notes a frame that the kernel has.
     pub(crate) fn sent(&self, peer: Rank, header: &FrameHeader) {
         if let Some(ring) = &self.ring {
             let time_ns = monotonic_ns();
             let mut ring = lock(ring);
             let times = ring.times(peer);
-            // The engine does not choose heartbeats, and timelines do not show them: a frame that
-            // went with one begins when it was chosen, as clocks are compared by (`trace merge`).
+            // The engine does not choose heartbeats, and timelines do not show them. A frame that
+            // left with one begins when it was chosen, which `trace merge` compares clocks by.
             let begin_ns = if header.kind == FrameKind::Heartbeat {
                 time_ns
             } else {
@@ -153,14 +153,14 @@ impl Trace {
         }
     }
 
-    /// The header of a frame is here.
+    /// Notes a header that has arrived.
     pub(crate) fn announced(&self, peer: Rank) {
         if let Some(ring) = &self.ring {
             lock(ring).times(peer).announced_at = monotonic_ns();
         }
     }
 
-    /// All of a frame is here.
+    /// Notes a frame that has arrived.
     pub(crate) fn received(&self, peer: Rank, header: &FrameHeader) {
         if let Some(ring) = &self.ring {
             let time_ns = monotonic_ns();
@@ -171,12 +171,12 @@ impl Trace {
         }
     }
 
-    /// The time, if works are to be recorded.
+    /// Returns the time, if jobs are recorded.
     pub(crate) fn clock(&self) -> Option<u64> {
         self.ring.as_ref().map(|_| monotonic_ns())
     }
 
-    /// A work has run.
+    /// Notes a job that has run.
     pub(crate) fn job_done(&self, job: JobEntry) {
         if let Some(ring) = &self.ring {
             let mut ring = lock(ring);
@@ -188,17 +188,17 @@ impl Trace {
         }
     }
 
-    /// All frames since the last call.
+    /// Takes all frames since the last call.
     pub(crate) fn take_frames(&self) -> Vec<TraceEntry> {
         self.ring.as_ref().map_or_else(Vec::new, |ring| lock(ring).frames.drain(..).collect())
     }
 
-    /// All works since the last call.
+    /// Takes all jobs since the last call.
     pub(crate) fn take_jobs(&self) -> Vec<JobEntry> {
         self.ring.as_ref().map_or_else(Vec::new, |ring| lock(ring).jobs.drain(..).collect())
     }
 
-    /// How many of both have fallen out since the start.
+    /// Returns how many of both have fallen out since the start.
     pub(crate) fn dropped(&self) -> u64 {
         self.ring.as_ref().map_or(0, |ring| lock(ring).dropped)
     }

@@ -1,7 +1,7 @@
-//! All descriptors that gradlane has open in this program, so that a forked child can close them.
+//! All open descriptors of gradlane in this program, so that a forked child can close them.
 //!
-//! The table takes no lock: at the moment of a fork another thread may hold any lock, and the child
-//! would wait for it for ever.
+//! The table has no lock: at the moment of a fork another thread may hold any lock, and the child
+//! would wait for it forever.
 
 use crate::sys::syscall;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ static OPEN: [AtomicI32; SLOTS] = [const { AtomicI32::new(FREE) }; SLOTS];
 /// An open descriptor that is in the table until it is dropped.
 #[derive(Debug)]
 pub(crate) struct ForkTracked<T: AsFd> {
-    /// Nothing only while it is being dropped.
+    /// `None` only while it is being dropped.
     owner: Option<T>,
     slot: Option<usize>,
 }
@@ -30,7 +30,7 @@ impl<T: AsFd> ForkTracked<T> {
         ForkTracked { owner: Some(owner), slot }
     }
 
-    /// The owner of the descriptor.
+    /// Returns the owner of the descriptor.
     pub(crate) fn get(&self) -> &T {
         match &self.owner {
             Some(owner) => owner,
@@ -49,7 +49,8 @@ impl<T: AsFd> Drop for ForkTracked<T> {
     fn drop(&mut self) {
         let descriptor = self.as_fd().as_raw_fd();
         // The entry goes before the descriptor closes: the number may be in use again right after.
-        // No entry any more means that this is a forked child, which has closed it already.
+        // A missing entry means that this is a forked child, which has closed the descriptor
+        // already.
         let ours = self.slot.is_none_or(|slot| {
             let order = (Ordering::AcqRel, Ordering::Relaxed);
             OPEN[slot].compare_exchange(descriptor, FREE, order.0, order.1).is_ok()
@@ -64,7 +65,7 @@ impl<T: AsFd> Drop for ForkTracked<T> {
 pub(crate) type ForkTrackedFd = ForkTracked<OwnedFd>;
 
 /// Closes every descriptor in the table. Only for a forked child, in which no thread uses them and
-/// no owner will be dropped.
+/// no owner is dropped.
 pub(crate) fn close_all_inherited() {
     for slot in &OPEN {
         let descriptor = slot.swap(FREE, Ordering::AcqRel);

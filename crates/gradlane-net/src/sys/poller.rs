@@ -1,7 +1,7 @@
-//! Waiting for many sockets at once, and being woken by other threads.
+//! Waits for many sockets at once, with wake-ups by other threads.
 //!
-//! A wait is one system call: registrations are level-triggered and stay, and a wake-up from another
-//! thread costs a system call only while the waiting thread really sleeps.
+//! A wait is one system call: registrations are level-triggered and stay. A wake-up costs a system
+//! call only while the waiting thread really sleeps.
 
 use crate::sys::descriptors::ForkTrackedFd;
 use crate::sys::syscall::{self, EpollChange, EpollEvents, EpollReport};

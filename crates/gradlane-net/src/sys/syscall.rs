@@ -90,7 +90,7 @@ pub(crate) fn set_unsent_low_water(socket: BorrowedFd<'_>, bytes: u64) -> io::Re
 pub(crate) fn set_send_buffer(socket: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     set_option(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, value)?;
-    // What the kernel says is twice what it was asked for.
+    // The kernel reports twice the size that it grants.
     let granted = read_option(socket, libc::SOL_SOCKET, libc::SO_SNDBUF)? / 2;
     if granted < value {
         if let Ok(locks) = read_option(socket, libc::SOL_SOCKET, SO_BUF_LOCK) {
@@ -222,7 +222,7 @@ pub(crate) fn epoll_control(
 /// One report of an epoll instance.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EpollReport {
-    /// Which registration.
+    /// Key of the registration.
     pub(crate) key: u64,
     /// Bytes, an end of stream or an error can be read.
     pub(crate) readable: bool,
@@ -236,12 +236,12 @@ pub(crate) struct EpollEvents([libc::epoll_event; EVENTS_MAX]);
 const EVENTS_MAX: usize = 128;
 
 impl EpollEvents {
-    /// Empty room.
+    /// Makes empty room.
     pub(crate) fn new() -> EpollEvents {
         EpollEvents([libc::epoll_event { events: 0, u64: 0 }; EVENTS_MAX])
     }
 
-    /// Waits at most `timeout` (`None`: for ever) and returns the reports; none after a signal.
+    /// Waits at most `timeout` (`None`: forever) and returns the reports; none after a signal.
     pub(crate) fn wait(
         &mut self,
         epoll: BorrowedFd<'_>,
@@ -330,7 +330,7 @@ pub(crate) fn monotonic_ns() -> u64 {
 pub(crate) struct ThreadClock(libc::clockid_t);
 
 impl ThreadClock {
-    /// The clock of the calling thread.
+    /// Returns the clock of the calling thread.
     pub(crate) fn of_this_thread() -> Option<ThreadClock> {
         let mut clock: libc::clockid_t = 0;
         // SAFETY: the calling thread exists, and the call writes one clock id.
@@ -338,7 +338,7 @@ impl ThreadClock {
         (result == 0).then_some(ThreadClock(clock))
     }
 
-    /// CPU time in nanoseconds; `None` when the thread has ended.
+    /// Returns the CPU time in nanoseconds; `None` when the thread has ended.
     pub(crate) fn read_ns(self) -> Option<u64> {
         read_clock(self.0)
     }
