@@ -1,8 +1,8 @@
 //! Jobs: the engine's operations, run by kernels on threads of their own.
 //!
 //! `prepare` is the only place that knows the list of operations: it turns each into a [`Job`] with the
-//! borrowed memory, the codec and the state that it needs. `job_runner` keeps that state between jobs,
-//! `job_queue` has the threads. `kernels`, `encoded` and `quantized_ring` compute.
+//! borrowed memory, the codec and the state that it needs. `state` keeps it between jobs, `job_runner`
+//! starts and reports jobs, `job_queue` has the threads. `kernels`, `encoded` and `quantized_ring` compute.
 
 pub(crate) mod codecs;
 mod encoded;
@@ -17,5 +17,6 @@ mod optimizer;
 mod prepare;
 mod quantized_ring;
 mod residual;
+mod state;
 
 pub use optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};

@@ -1,5 +1,5 @@
-//! Errors of calls on a channel. Every message is one sentence that names what is involved and
-//! stands on its own: the user of a training script reads it.
+//! Errors of calls on a channel. Every message is one sentence that names the ranks, tensors and
+//! sizes involved and stands on its own: the user of a training script reads it.
 
 use gradlane_engine::UsageError;
 use gradlane_units::{Rank, Step};
@@ -7,7 +7,7 @@ use gradlane_units::{Rank, Step};
 /// Why a session failed, for every thread that waits in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChannelFailure {
-    /// What happened, what was outstanding (tensors, bytes, ranks), and the last complete step.
+    /// The event, the outstanding tensors, bytes and ranks, and the last complete step.
     pub message: String,
     /// Last step that was complete on this rank, if one was.
     pub last_complete: Option<Step>,
@@ -65,7 +65,7 @@ pub enum ChannelError {
 }
 
 impl ChannelError {
-    /// Makes an error of the operating system that names what was tried.
+    /// Makes an error of the operating system that names the failed action.
     pub(crate) fn system(what: impl std::fmt::Display, error: &std::io::Error) -> ChannelError {
         ChannelError::System(format!("{what}: {error}"))
     }

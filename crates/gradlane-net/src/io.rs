@@ -1,9 +1,10 @@
-//! The I/O threads: they tell the engine what happens and do what it asks for.
+//! The I/O threads: they give the engine its inputs and carry out its decisions.
 //!
-//! `core` is the engine with everything that its decisions are carried out with, one for all threads
-//! and behind a lock. Each thread (`io_thread`) has the connections of its part of the peers, and does
-//! by itself what takes time: system calls, copies, checksums. `commands` holds the application's calls,
-//! `peer_sockets` what sockets take and give, `keepalive` the peers' signs of life, `shutdown` the end.
+//! `core` is the engine with everything that its decisions are carried out with, one for all
+//! threads and behind a lock. Each thread (`io_thread`) has the connections of its part of the
+//! peers, and does system calls, copies and checksums outside of the lock. `commands` handles the
+//! application's calls, `peer_sockets` sends and receives, `keepalive` loses silent peers,
+//! `shutdown` ends a session.
 
 mod commands;
 mod connection;

@@ -8,7 +8,9 @@ use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
-use support::{contribute, deadline, each_rank, never, plan, run_step, tensor, world, PATIENCE};
+use support::{
+    contribute, deadline, each_rank, never, plan, run_step, tensor, world, TEST_TIMEOUT,
+};
 
 const WORLD: u32 = 3;
 const STEPS: u64 = 10;
@@ -46,7 +48,7 @@ fn payloads_waits_and_late_ranks_are_counted() {
             }
             channel.wait_step(Step(step), &mut never).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         check(&channel);
     });
 }

@@ -437,7 +437,7 @@ impl Drop for Channel {
 
 /// Runs the first I/O thread from start to end.
 fn drive(driver: Driver, shared: &Shared) {
-    let result = catch_unwind(AssertUnwindSafe(|| driver.run().run()));
+    let result = catch_unwind(AssertUnwindSafe(|| driver.run()));
     if let Err(panic) = result {
         // The driver was dropped: jobs are done, and all connections are closed.
         shared.end_by_panic(&panic_text(&*panic));

@@ -17,7 +17,7 @@ pub(crate) enum JobState {
     OwnerResidual(Vec<f32>),
 }
 
-/// What a job leaves behind.
+/// The outcome of a job.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// The length of an encoding, of jobs that make one.

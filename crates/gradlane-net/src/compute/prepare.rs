@@ -4,10 +4,10 @@
 use super::encoded::{self, EncodedParts, SliceCodec};
 use super::error::JobError;
 use super::job::{Job, JobState, Outcome};
-use super::job_runner::JobRunner;
 use super::kernels::{self, Averaging, ReduceMemory};
 use super::optimizer::{SliceState, StateKind};
 use super::quantized_ring;
+use super::state::ComputeState;
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
 use gradlane_codec::{FloatDtype, Place};
@@ -96,7 +96,7 @@ fn worker_residual<'a>(codec: &SliceCodec, state: &'a mut SliceState) -> Option<
     codec.codec.keeps_residual().then(|| state.values(StateKind::WorkerResidual))
 }
 
-impl JobRunner {
+impl ComputeState {
     /// Makes the job of an operation.
     pub(super) fn prepare(
         &mut self,

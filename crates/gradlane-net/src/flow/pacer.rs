@@ -226,7 +226,7 @@ mod tests {
             flow.sent(now, 1_024);
             bytes += 1_024;
         }
-        // What a rest has saved up, and half a frame early.
+        // The bytes saved up in a rest, and half a frame early.
         assert!((98_304..=99_328).contains(&bytes), "{bytes}");
     }
 }

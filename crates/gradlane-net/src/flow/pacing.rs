@@ -183,7 +183,7 @@ mod tests {
 
     const MILLISECOND: u64 = 1_000_000;
 
-    /// A port that carries what is offered up to its rate, looked at every tick.
+    /// A port that carries offers up to its rate, sampled every tick.
     struct Port {
         rate: u64,
         now: Time,
@@ -207,7 +207,8 @@ mod tests {
             self.flows.iter().map(Pacer::rate_bytes_per_s).collect()
         }
 
-        /// One tick in which the flows want so many bytes a second; `rest` is a moment without work.
+        /// One tick in which the flows want these rates in bytes a second; `rest` is a moment
+        /// without work.
         fn tick(&mut self, wants: &[u64], rest: bool) {
             let elapsed_ns = 5 * MILLISECOND;
             self.now = Time(self.now.0 + elapsed_ns);
@@ -237,7 +238,7 @@ mod tests {
         }
     }
 
-    /// What a port carries of each offer: small ones whole, the others as much as each other.
+    /// Returns the rate that a port carries of each offer: small ones whole, the others evenly.
     fn carried(rate: u64, offers: &[u64]) -> Vec<u64> {
         let mut order: Vec<usize> = (0..offers.len()).collect();
         order.sort_by_key(|&index| offers[index]);

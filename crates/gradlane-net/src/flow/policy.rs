@@ -1,10 +1,10 @@
-//! The policy of the transport: how much at once, how fast and how often, given rates.
+//! The policy of the transport: sizes, rates and times, given the rates of the estimator.
 //!
 //! Everything follows from one time. The I/O thread serves its connections in turns of at most
-//! [`TURN_MAX`]. What a connection holds in the kernel must last for a turn, since nobody refills it
-//! meanwhile; a frame must not last longer, since an urgent slice waits for it; and connections whose
-//! frames last about a turn are paced by the thread, which comes by anyway, instead of the kernel.
-//! `docs/decisions/` 39 and 46 to 48 have the measurements.
+//! [`TURN_MAX`]. The bytes that a connection holds in the kernel must last for a turn, since they
+//! are not refilled meanwhile; a frame must not last longer, since an urgent slice waits for it;
+//! and connections whose frames last about a turn are paced by the thread, which comes by anyway,
+//! instead of the kernel. `docs/decisions/` 39 and 46 to 48 have the measurements.
 
 use crate::sys::syscall::PathEstimate;
 use gradlane_units::{Bytes, Rate};

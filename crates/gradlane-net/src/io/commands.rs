@@ -23,7 +23,7 @@ impl Core {
         match command {
             Command::Engine(input) => {
                 if let Input::StepBegin(_) | Input::StepPass(_) | Input::StepBarrier(_) = input {
-                    self.jobs.begin_step();
+                    self.jobs.state.begin_step();
                 }
                 self.engine.handle(input)
             }
@@ -57,11 +57,11 @@ impl Core {
                 Ok(())
             }
             Command::SetOptimizer(rows) => {
-                self.jobs.set_optimizer(rows);
+                self.jobs.state.set_optimizer(rows);
                 self.engine.handle(Input::UpdatesReady)
             }
             Command::ReadState(read, step) => {
-                self.jobs.read_state(read, step);
+                self.jobs.state.read_state(read, step);
                 self.engine.handle(Input::UpdatesPaused)?;
                 if self.engine.plan().strategy.synchrony == Synchrony::Async {
                     // State is read between steps there, and nothing is ever encoded.
@@ -72,15 +72,15 @@ impl Core {
             }
             Command::WorkerResidual(tensor, reply) => {
                 // The caller may have been interrupted.
-                let _ = reply.send(self.jobs.worker_residual(tensor));
+                let _ = reply.send(self.jobs.state.worker_residual(tensor));
                 Ok(())
             }
             Command::ClearState => {
-                self.jobs.clear_state();
+                self.jobs.state.clear_state();
                 Ok(())
             }
             Command::LoadState(kind, slices) => {
-                self.jobs.load_state(kind, slices);
+                self.jobs.state.load_state(kind, slices);
                 Ok(())
             }
             Command::AllConnected => {

@@ -1,53 +1,39 @@
-//! One connection: frames going out, frames coming in.
+//! One connection: its socket, both directions of frames, and the state that only its thread has.
 
-use super::frame_reader::{FrameReader, FrameSink};
-use super::frame_writer::{Flushed, FrameWriter};
+use super::frame_reader::FrameReader;
+use super::frame_writer::FrameWriter;
+use crate::flow::ConnectionFlow;
 use crate::sys::socket::Socket;
-use gradlane_engine::Transmit;
-use gradlane_wire::FrameHeader;
-use std::io;
+use gradlane_units::Time;
 use std::sync::Arc;
 
-/// Why a connection cannot go on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    /// The peer is gone: the reason without its name.
-    Lost(String),
-    /// The peer violated the protocol: the sentence without its name at the front.
-    ProtocolViolation(String),
-    /// This rank broke an invariant of its own: the whole sentence.
-    Internal(String),
-}
-
-/// A socket with both directions.
+/// A connection to one peer.
 #[derive(Debug)]
-pub(crate) struct Connection {
-    pub(crate) socket: Arc<dyn Socket>,
-    pub(crate) writer: FrameWriter,
-    pub(crate) reader: FrameReader,
+pub(super) struct Connection {
+    pub(super) socket: Arc<dyn Socket>,
+    pub(super) writer: FrameWriter,
+    pub(super) reader: FrameReader,
+    pub(super) flow: ConnectionFlow,
+    /// Whether the poller reports it as writable.
+    pub(super) armed: bool,
+    pub(super) last_sent: Time,
+    pub(super) heard_goodbye: bool,
 }
 
 impl Connection {
     /// Makes a connection after the handshake.
-    pub(crate) fn new(socket: Arc<dyn Socket>) -> Connection {
-        Connection { socket, writer: FrameWriter::default(), reader: FrameReader::new() }
-    }
-
-    /// Sends the queue, as [`FrameWriter::flush`].
-    pub(crate) fn flush(
-        &mut self,
-        total: &mut usize,
-        sent: impl FnMut(&FrameHeader, Option<Transmit>),
-    ) -> io::Result<Flushed> {
-        self.writer.flush(&*self.socket, total, sent)
-    }
-
-    /// Reads frames, as [`FrameReader::receive`].
-    pub(crate) fn receive(
-        &mut self,
-        budget: usize,
-        sink: &mut impl FrameSink,
-    ) -> (usize, Result<(), Fault>) {
-        self.reader.receive(&*self.socket, budget, sink)
+    pub(super) fn new(socket: Arc<dyn Socket>, flow: ConnectionFlow) -> Connection {
+        Connection {
+            socket,
+            writer: FrameWriter::default(),
+            reader: FrameReader::new(),
+            flow,
+            armed: false,
+            last_sent: Time::ZERO,
+            heard_goodbye: false,
+        }
     }
 }
+
+/// Connections by rank; `None` for those of other threads, and for this rank itself.
+pub(super) type Connections = Vec<Option<Connection>>;

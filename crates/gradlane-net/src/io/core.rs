@@ -33,7 +33,7 @@ const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The state of a peer that all I/O threads see.
 #[derive(Debug)]
-pub(crate) struct Peer {
+pub(super) struct Peer {
     /// The I/O thread of its connection.
     pub(super) thread: usize,
     pub(super) socket: Arc<dyn Socket>,
@@ -70,13 +70,13 @@ impl Peer {
 
 /// The state that the I/O threads share.
 #[derive(Debug)]
-pub(crate) struct Core {
-    pub(crate) engine: JournaledEngine,
+pub(super) struct Core {
+    pub(super) engine: JournaledEngine,
     /// By rank; `None` for this rank itself.
     pub(super) peers: Vec<Option<Peer>>,
-    pub(crate) memory: MemoryTable,
-    pub(crate) jobs: JobRunner,
-    pub(crate) shared: Arc<Shared>,
+    pub(super) memory: MemoryTable,
+    pub(super) jobs: JobRunner,
+    pub(super) shared: Arc<Shared>,
     pub(super) contribution_times: ContributionTimes,
     /// `None` with a single peer, with peers on this machine only, and when switched off.
     pub(super) pacing: Option<PortPacing>,
@@ -120,7 +120,7 @@ impl Core {
     }
 
     /// Takes the cause of the end, once all I/O threads have stopped.
-    pub(crate) fn take_shutdown(&mut self) -> ShutdownCause {
+    pub(super) fn take_shutdown(&mut self) -> ShutdownCause {
         self.shutdown.take().unwrap_or(ShutdownCause::Closed)
     }
 
@@ -168,7 +168,7 @@ impl Core {
                 lock(&self.shared.metrics.participation).note(&event);
                 if let Event::ContributorsDecided { step, contributors } = event {
                     if !contributors.contains(&self.engine.rank()) {
-                        self.jobs.left_out(step);
+                        self.jobs.state.left_out(step);
                     }
                     completion.publish_contributors(step);
                 }
@@ -203,7 +203,7 @@ impl Core {
     }
 
     /// Puts a chosen frame into the outbox of its peer.
-    pub(crate) fn stage(&mut self, transmit: Transmit) {
+    pub(super) fn stage(&mut self, transmit: Transmit) {
         let (rank, header) = (transmit.peer, transmit.header);
         let payload = match &transmit.payload {
             Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
@@ -241,7 +241,7 @@ impl Core {
     }
 
     /// Moves a peer's outbox to its connection.
-    pub(crate) fn take_chosen(&mut self, rank: Rank, connection: &mut Connection) {
+    pub(super) fn take_chosen(&mut self, rank: Rank, connection: &mut Connection) {
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             connection.writer.append(&mut peer.outbox);
         }
@@ -269,7 +269,7 @@ impl Core {
     }
 
     /// Handles a verified frame; `control` has the payload that the engine reads itself.
-    pub(crate) fn frame_arrived(
+    pub(super) fn frame_arrived(
         &mut self,
         from: Rank,
         header: &FrameHeader,
@@ -303,7 +303,7 @@ impl Core {
     }
 
     /// Whether bytes can still arrive from a peer.
-    pub(crate) fn is_open(&self, rank: Rank) -> bool {
+    pub(super) fn is_open(&self, rank: Rank) -> bool {
         self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.open)
     }
 

@@ -1,8 +1,8 @@
 //! Starts the I/O threads with their connections and waits for them.
 
-use super::connection::Connection;
+use super::connection::{Connection, Connections};
 use super::core::{Core, Peer};
-use super::io_thread::{IoThread, Link, Links};
+use super::io_thread::IoThread;
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::Shared;
 use crate::compute::job_runner::JobRunner;
@@ -23,7 +23,7 @@ use std::time::Instant;
 
 /// Why a session ends, as the I/O threads find it.
 #[derive(Debug)]
-pub(crate) enum ShutdownCause {
+pub(super) enum ShutdownCause {
     Closed,
     Failed(Failure),
     /// A bug in this program, with the text of the panic.
@@ -35,7 +35,7 @@ pub(crate) enum ShutdownCause {
 pub(crate) struct Driver {
     pub(super) core: Mutex<Core>,
     /// By I/O thread.
-    pub(super) links: Vec<Links>,
+    pub(super) connections: Vec<Connections>,
 }
 
 impl Driver {
@@ -61,10 +61,10 @@ impl Driver {
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
         let paced = options.pacing && sent_to > 1 && !is_local;
         let threads = shared.pollers.len();
-        let mut links: Vec<Links> = (0..threads).map(|_| Vec::new()).collect();
+        let mut connections: Vec<Connections> = (0..threads).map(|_| Vec::new()).collect();
         let mut peers = Vec::with_capacity(sockets.len());
         for (rank, socket) in sockets.into_iter().enumerate() {
-            links.iter_mut().for_each(|links| links.push(None));
+            connections.iter_mut().for_each(|connections| connections.push(None));
             let Some(socket) = socket else {
                 peers.push(None);
                 continue;
@@ -74,7 +74,7 @@ impl Driver {
             engine.handle_writable(Rank(rank as u32), true);
             let flow = ConnectionFlow::new(&*socket, &options, sent_to)?;
             peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
-            links[thread][rank] = Some(Link::new(Connection::new(socket), flow));
+            connections[thread][rank] = Some(Connection::new(socket, flow));
         }
         let jobs = JobRunner::new(&shared, plan, &options)?;
         let core = Core {
@@ -93,19 +93,25 @@ impl Driver {
             chosen: vec![Vec::new(); threads],
             shutdown: None,
         };
-        Ok(Driver { core: Mutex::new(core), links })
+        Ok(Driver { core: Mutex::new(core), connections })
     }
 
-    /// Runs until the session ends, on this thread and one for each other poller. Afterwards no
-    /// thread uses a connection.
-    pub(crate) fn run(self) -> SessionShutdown {
-        let Driver { core, links } = self;
-        let mut threads = links.into_iter().enumerate();
+    /// Runs the session until its end, also the exchange of reasons after a failure, on this thread and
+    /// one for each other poller.
+    pub(crate) fn run(self) {
+        self.run_threads().run();
+    }
+
+    /// Runs all I/O threads. Afterwards no thread uses a connection.
+    fn run_threads(self) -> SessionShutdown {
+        let Driver { core, connections } = self;
+        let mut threads = connections.into_iter().enumerate();
         let merged = std::thread::scope(|scope| {
-            let first = threads.next().map(|(index, links)| IoThread::new(index, &core, links));
-            let others: Vec<ScopedJoinHandle<'_, Links>> = threads
-                .filter_map(|(index, links)| {
-                    let thread = IoThread::new(index, &core, links);
+            let first =
+                threads.next().map(|(index, connections)| IoThread::new(index, &core, connections));
+            let others: Vec<ScopedJoinHandle<'_, Connections>> = threads
+                .filter_map(|(index, connections)| {
+                    let thread = IoThread::new(index, &core, connections);
                     let builder = std::thread::Builder::new().name("gradlane-io".to_owned());
                     let spawned = builder.spawn_scoped(scope, move || thread.run());
                     let refused = |error| {
@@ -118,9 +124,9 @@ impl Driver {
             let mut merged = first.map_or_else(Vec::new, IoThread::run);
             for handle in others {
                 // Their loops are guarded: the threads themselves do not panic.
-                for (slot, link) in merged.iter_mut().zip(handle.join().unwrap_or_default()) {
-                    if link.is_some() {
-                        *slot = link;
+                for (slot, connection) in merged.iter_mut().zip(handle.join().unwrap_or_default()) {
+                    if connection.is_some() {
+                        *slot = connection;
                     }
                 }
             }

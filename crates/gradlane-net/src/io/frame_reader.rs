@@ -1,7 +1,6 @@
 //! Frames coming in, read straight to their destination. Only bytes that follow a payload in the same
 //! read (the next header, small frames) pass through a staging buffer.
 
-use super::connection::Fault;
 use crate::memory::WriteSpan;
 use crate::sys::socket::Socket;
 use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
@@ -13,9 +12,20 @@ const STAGING_BYTES: usize = 4096;
 /// probably as large and is better read straight to its destination.
 const LARGE_BYTES: usize = 16 << 10;
 
+/// Why a connection cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// The peer is gone: the reason without its name.
+    Lost(String),
+    /// The peer violated the protocol: the sentence without its name at the front.
+    ProtocolViolation(String),
+    /// This rank broke an invariant of its own: the whole sentence.
+    Internal(String),
+}
+
 /// Where a payload goes.
 #[derive(Debug)]
-pub(crate) enum PayloadTarget {
+pub(super) enum PayloadTarget {
     /// Straight to memory.
     Memory(WriteSpan),
     /// To a buffer that grows with the bytes that have really arrived.
@@ -33,7 +43,7 @@ impl PayloadTarget {
 }
 
 /// The user of a reader's frames.
-pub(crate) trait FrameSink {
+pub(super) trait FrameSink {
     /// Returns the destination of a payload whose header has arrived.
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault>;
     /// Takes a frame whose payload is in place and verified; `control` has the payload of such a target.
@@ -93,7 +103,7 @@ impl Incoming {
 
 /// Frames coming in.
 #[derive(Debug)]
-pub(crate) struct FrameReader {
+pub(super) struct FrameReader {
     incoming: Option<Incoming>,
     staging: Box<[u8; STAGING_BYTES]>,
     start: usize,
@@ -102,18 +112,18 @@ pub(crate) struct FrameReader {
 
 impl FrameReader {
     /// Makes a reader at the start of a stream.
-    pub(crate) fn new() -> FrameReader {
+    pub(super) fn new() -> FrameReader {
         FrameReader { incoming: None, staging: Box::new([0; STAGING_BYTES]), start: 0, end: 0 }
     }
 
     /// Ends the borrow of registered memory; the rest of the stream cannot be read afterwards.
-    pub(crate) fn release_memory(&mut self) {
+    pub(super) fn release_memory(&mut self) {
         self.incoming = None;
     }
 
     /// Reads and handles frames until the socket is empty or about `budget` bytes were read.
     /// Returns the bytes read, also beside a fault.
-    pub(crate) fn receive(
+    pub(super) fn receive(
         &mut self,
         socket: &dyn Socket,
         budget: usize,

@@ -13,7 +13,7 @@ const PIECES_MAX: usize = 64;
 
 /// Bytes after a header.
 #[derive(Debug)]
-pub(crate) enum OutgoingPayload {
+pub(super) enum OutgoingPayload {
     /// In registered memory.
     Borrowed(ReadSpan),
     /// In memory of its own.
@@ -31,7 +31,7 @@ impl OutgoingPayload {
 
 /// A frame on its way out.
 #[derive(Debug)]
-pub(crate) struct OutgoingFrame {
+pub(super) struct OutgoingFrame {
     header: FrameHeader,
     /// The encoded header, once its checksums are computed.
     encoded: Option<[u8; HEADER_BYTES]>,
@@ -42,7 +42,7 @@ pub(crate) struct OutgoingFrame {
 
 impl OutgoingFrame {
     /// Makes a frame of which nothing is sent yet.
-    pub(crate) fn new(
+    pub(super) fn new(
         header: FrameHeader,
         payload: OutgoingPayload,
         transmit: Option<Transmit>,
@@ -65,7 +65,7 @@ impl OutgoingFrame {
 
 /// The outcome of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Flushed {
+pub(super) enum Flushed {
     /// The queue is empty.
     All,
     /// The kernel takes no more for now.
@@ -74,7 +74,7 @@ pub(crate) enum Flushed {
 
 /// Frames going out.
 #[derive(Debug, Default)]
-pub(crate) struct FrameWriter {
+pub(super) struct FrameWriter {
     queue: VecDeque<OutgoingFrame>,
     /// Bytes of the first frame that the kernel has.
     first_sent: usize,
@@ -82,18 +82,18 @@ pub(crate) struct FrameWriter {
 
 impl FrameWriter {
     /// Moves frames to the back of the queue.
-    pub(crate) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
+    pub(super) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
         self.queue.append(frames);
     }
 
     /// Whether the queue is empty.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
     /// Gives the kernel as much as it takes. Calls `sent` for each frame that the kernel has whole, and
     /// adds the bytes to `total`, also beside an error.
-    pub(crate) fn flush(
+    pub(super) fn flush(
         &mut self,
         socket: &dyn Socket,
         total: &mut usize,
@@ -160,7 +160,7 @@ impl FrameWriter {
     /// Ends all borrows of registered memory. A frame that has begun is copied, so that the stream stays
     /// in order; frames that have not begun are dropped, except for the reason of an abort. Returns the
     /// engine's part of the dropped ones.
-    pub(crate) fn release_memory(&mut self) -> Vec<Transmit> {
+    pub(super) fn release_memory(&mut self) -> Vec<Transmit> {
         let begun = usize::from(self.first_sent > 0);
         for frame in self.queue.iter_mut().take(begun) {
             if let OutgoingPayload::Borrowed(span) = &frame.payload {

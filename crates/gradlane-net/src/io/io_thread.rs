@@ -6,11 +6,11 @@
 //! Frames that it chooses for a peer of another thread wait in that peer's outbox, and that thread is
 //! woken.
 
-use super::connection::Connection;
+use super::connection::Connections;
 use super::core::Core;
 use super::driver::ShutdownCause;
 use crate::channel::shared::{panic_text, Shared};
-use crate::flow::{ConnectionFlow, WakeupCoalescer};
+use crate::flow::WakeupCoalescer;
 use crate::metrics::counters::count;
 use crate::sys::lock;
 use crate::sys::syscall::{EpollEvents, EpollReport};
@@ -23,27 +23,6 @@ use std::time::{Duration, Instant};
 
 /// Bytes sent before sockets are polled again.
 const SEND_TURN_BYTES: usize = 1 << 20;
-
-/// A connection and the state that only its thread has.
-#[derive(Debug)]
-pub(super) struct Link {
-    pub(super) connection: Connection,
-    pub(super) flow: ConnectionFlow,
-    /// Whether the poller reports it as writable.
-    pub(super) armed: bool,
-    pub(super) last_sent: Time,
-    pub(super) heard_goodbye: bool,
-}
-
-impl Link {
-    /// Makes the link of a new connection.
-    pub(super) fn new(connection: Connection, flow: ConnectionFlow) -> Link {
-        Link { connection, flow, armed: false, last_sent: Time::ZERO, heard_goodbye: false }
-    }
-}
-
-/// Connections by rank; `None` for those of other threads, and for this rank itself.
-pub(super) type Links = Vec<Option<Link>>;
 
 /// The sleep between two turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +39,7 @@ pub(super) struct IoThread<'a> {
     pub(super) index: usize,
     pub(super) core: &'a Mutex<Core>,
     pub(super) shared: Arc<Shared>,
-    pub(super) links: Links,
+    pub(super) connections: Connections,
     pub(super) next_keepalive_check: Time,
     pub(super) coalescer: WakeupCoalescer,
     /// Peers to send to now, the most urgent first.
@@ -71,12 +50,16 @@ pub(super) struct IoThread<'a> {
 
 impl<'a> IoThread<'a> {
     /// Makes the thread with this number and these connections.
-    pub(super) fn new(index: usize, core: &'a Mutex<Core>, links: Links) -> IoThread<'a> {
+    pub(super) fn new(
+        index: usize,
+        core: &'a Mutex<Core>,
+        connections: Connections,
+    ) -> IoThread<'a> {
         IoThread {
             index,
             core,
             shared: Arc::clone(&lock(core).shared),
-            links,
+            connections,
             next_keepalive_check: Time::ZERO,
             coalescer: WakeupCoalescer::new(Instant::now()),
             chosen: Vec::new(),
@@ -85,13 +68,13 @@ impl<'a> IoThread<'a> {
     }
 
     /// Runs until the session ends and returns the connections. A panic ends the session.
-    pub(super) fn run(mut self) -> Links {
+    pub(super) fn run(mut self) -> Connections {
         let shared = Arc::clone(&self.shared);
         let _count = shared.metrics.count_this_thread("io");
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
             self.core().end(ShutdownCause::Panicked(panic_text(&*panic)));
         }
-        self.links
+        self.connections
     }
 
     pub(super) fn core(&self) -> MutexGuard<'a, Core> {
@@ -163,15 +146,15 @@ impl<'a> IoThread<'a> {
     /// serves them in one turn.
     fn pause(&self, core: &Core) -> Duration {
         let (mut first_drained, mut all_due) = (None, None);
-        for (rank, link) in self.links.iter().enumerate() {
-            let Some(link) = link.as_ref().filter(|link| link.armed) else {
+        for (rank, connection) in self.connections.iter().enumerate() {
+            let Some(connection) = connection.as_ref().filter(|it| it.armed) else {
                 continue;
             };
             let pacer = core.pacer(Rank(rank as u32));
             if let Some(until_due) = pacer.and_then(|pacer| pacer.until_due(core.now)) {
                 all_due = all_due.max(Some(until_due));
             } else {
-                let drain_time = link.flow.drain_time();
+                let drain_time = connection.flow.drain_time();
                 first_drained =
                     Some(first_drained.map_or(drain_time, |it: Duration| it.min(drain_time)));
             }
@@ -209,8 +192,8 @@ impl<'a> IoThread<'a> {
         }
         std::mem::swap(&mut self.chosen, &mut core.chosen[self.index]);
         for &rank in &self.chosen {
-            if let Some(link) = &mut self.links[rank.index()] {
-                core.take_chosen(rank, &mut link.connection);
+            if let Some(connection) = &mut self.connections[rank.index()] {
+                core.take_chosen(rank, connection);
             }
         }
         for (thread, chosen) in core.chosen.iter().enumerate() {

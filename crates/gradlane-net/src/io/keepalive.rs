@@ -18,21 +18,21 @@ impl IoThread<'_> {
         let silence = core.options.silence_timeout();
         let is_async = core.is_async();
         let mut next = now + silence;
-        for (index, link) in self.links.iter_mut().enumerate() {
+        for (index, connection) in self.connections.iter_mut().enumerate() {
             let rank = Rank(index as u32);
-            let (Some(link), true) = (link, core.is_open(rank)) else {
+            let (Some(connection), true) = (connection, core.is_open(rank)) else {
                 continue;
             };
             let said_goodbye = core.peers[index].as_ref().is_some_and(|peer| peer.said_goodbye);
             if !said_goodbye || is_async {
-                if now >= link.last_sent + silence / 4 && link.connection.writer.is_empty() {
-                    link.last_sent = now;
+                if now >= connection.last_sent + silence / 4 && connection.writer.is_empty() {
+                    connection.last_sent = now;
                     let frame = heartbeat(&core.options);
                     core.enqueue(rank, frame);
                 }
-                next = next.min(link.last_sent.max(now) + silence / 4);
+                next = next.min(connection.last_sent.max(now) + silence / 4);
             }
-            if !link.heard_goodbye || is_async {
+            if !connection.heard_goodbye || is_async {
                 let last = core.peers[index].as_ref().and_then(|peer| peer.last_received);
                 let last = last.or(core.connected_at);
                 // Until its first byte a peer may still be waiting for other ranks to connect.

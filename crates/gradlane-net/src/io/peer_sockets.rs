@@ -1,7 +1,7 @@
 //! The sockets of peers: sending, receiving, and their loss.
 
-use super::connection::Fault;
 use super::core::Core;
+use super::frame_reader::Fault;
 use super::frame_writer::Flushed;
 use super::io_thread::IoThread;
 use super::receive::ReceivedFrames;
@@ -19,31 +19,31 @@ impl IoThread<'_> {
     /// Sends the frames that wait for a peer and returns the bytes that its socket took.
     pub(super) fn flush(&mut self, rank: Rank) -> usize {
         let core = self.core;
-        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return 0;
         };
         let (trace, sent) = (&self.shared.trace, &mut self.sent);
         let mut total = 0;
-        let result = link.connection.flush(&mut total, |header, transmit| {
+        let socket = &*connection.socket;
+        let result = connection.writer.flush(socket, &mut total, |header, transmit| {
             trace.sent(rank, header);
             sent.push((*header, transmit));
         });
         self.coalescer.count(total);
-        let socket = &*link.connection.socket;
         if total > 0 {
             count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
         }
-        link.flow.sent(socket, total);
-        let takes_more = matches!(result, Ok(Flushed::All)) && !link.flow.is_full();
+        connection.flow.sent(socket, total);
+        let takes_more = matches!(result, Ok(Flushed::All)) && !connection.flow.is_full();
         let mut core = lock(core);
         if total > 0 {
-            link.last_sent = core.now;
+            connection.last_sent = core.now;
         }
-        if let Some(frame_bytes) = link.flow.frame_bytes(core.now) {
+        if let Some(frame_bytes) = connection.flow.frame_bytes(core.now) {
             core.engine.handle_frame_bytes(rank, frame_bytes);
         }
         core.sent(rank, total, &mut self.sent);
-        link.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
+        connection.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
         let writable = takes_more && core.may_send(rank);
         if let Err(error) = result {
             drop(core);
@@ -70,14 +70,14 @@ impl IoThread<'_> {
     /// Makes the poller report when the socket takes more, or stops that. It goes on while there is more
     /// to send, and ends only when a report finds nothing to do.
     fn arm(&mut self, core: &mut Core, rank: Rank, armed: bool) {
-        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return;
         };
-        if link.armed == armed || !core.is_open(rank) {
+        if connection.armed == armed || !core.is_open(rank) {
             return;
         }
-        link.armed = armed;
-        let (socket, poller) = (&link.connection.socket, &self.shared.pollers[self.index]);
+        connection.armed = armed;
+        let (socket, poller) = (&connection.socket, &self.shared.pollers[self.index]);
         let interest = if armed { Interest::Writable } else { Interest::Readable };
         if let Err(error) = socket.watch(poller, u64::from(rank.0), interest) {
             core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
@@ -85,10 +85,10 @@ impl IoThread<'_> {
     }
 
     pub(super) fn on_writable(&mut self, rank: Rank) {
-        let Some(Some(link)) = self.links.get(rank.index()) else {
+        let Some(Some(connection)) = self.connections.get(rank.index()) else {
             return;
         };
-        let nothing_waits = link.connection.writer.is_empty();
+        let nothing_waits = connection.writer.is_empty();
         let mut core = self.core();
         if !core.is_open(rank) {
             return;
@@ -109,19 +109,20 @@ impl IoThread<'_> {
     /// Reads from a peer's socket and returns the number of bytes.
     pub(super) fn receive(&mut self, rank: Rank) -> usize {
         let core = self.core;
-        let Some(Some(link)) = self.links.get_mut(rank.index()) else {
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return 0;
         };
         if !lock(core).is_open(rank) {
             return 0;
         }
-        let mut inbound = ReceivedFrames {
+        let mut frames = ReceivedFrames {
             core,
             shared: &self.shared,
             peer: rank,
-            heard_goodbye: &mut link.heard_goodbye,
+            heard_goodbye: &mut connection.heard_goodbye,
         };
-        let (bytes, result) = link.connection.receive(RECEIVE_TURN_BYTES, &mut inbound);
+        let (bytes, result) =
+            connection.reader.receive(&*connection.socket, RECEIVE_TURN_BYTES, &mut frames);
         self.coalescer.count(bytes);
         if bytes == 0 && result.is_ok() {
             return 0;

@@ -1,8 +1,7 @@
 //! Frames from one peer, between its connection and the engine.
 
-use super::connection::Fault;
 use super::core::Core;
-use super::frame_reader::{FrameSink, PayloadTarget};
+use super::frame_reader::{Fault, FrameSink, PayloadTarget};
 use crate::channel::shared::Shared;
 use crate::memory::WriteSpan;
 use crate::sys::lock;

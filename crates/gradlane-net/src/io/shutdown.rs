@@ -3,10 +3,9 @@
 //! The borrows of application memory end first; only then does the application learn of the end.
 //! After a failure the other ranks are told the reason, for at most a second.
 
-use super::connection::Connection;
+use super::connection::{Connection, Connections};
 use super::core::Core;
 use super::driver::ShutdownCause;
-use super::io_thread::Links;
 use crate::channel::shared::{SessionOutcome, Shared};
 use crate::error::ChannelFailure;
 use crate::sys::lock;
@@ -24,7 +23,7 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// A session whose I/O threads have stopped.
 #[derive(Debug)]
-pub(crate) struct SessionShutdown {
+pub(super) struct SessionShutdown {
     core: Core,
     /// Connections on which bytes can still arrive.
     open: Vec<(Rank, Connection)>,
@@ -32,17 +31,18 @@ pub(crate) struct SessionShutdown {
 
 impl SessionShutdown {
     /// Takes the state that the I/O threads leave behind.
-    pub(super) fn new(core: Core, links: Links) -> SessionShutdown {
-        let links = links.into_iter().enumerate();
-        let open = links
-            .filter_map(|(index, link)| Some((Rank(index as u32), link?.connection)))
+    pub(super) fn new(core: Core, connections: Connections) -> SessionShutdown {
+        let open = connections
+            .into_iter()
+            .enumerate()
+            .filter_map(|(index, connection)| Some((Rank(index as u32), connection?)))
             .filter(|(rank, _)| core.is_open(*rank))
             .collect();
         SessionShutdown { core, open }
     }
 
     /// Ends the session for the application and the other ranks.
-    pub(crate) fn run(mut self) {
+    pub(super) fn run(mut self) {
         let shared = Arc::clone(&self.core.shared);
         self.core.jobs.stop();
         for (_, connection) in &mut self.open {
@@ -97,7 +97,7 @@ impl SessionShutdown {
                     core.engine.handle_sent(&transmit);
                 }
             };
-            connection.flush(&mut 0, sent).is_ok()
+            connection.writer.flush(&*connection.socket, &mut 0, sent).is_ok()
         });
     }
 

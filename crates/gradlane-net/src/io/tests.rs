@@ -124,10 +124,10 @@ impl TestRank {
         let seam = |it: &Option<Arc<MemorySocket>>| it.clone().map(|it| it as Arc<dyn Socket>);
         let driver =
             Driver::new(options, plan, sockets.iter().map(seam).collect(), true, shared.clone());
-        let Driver { core, mut links } = driver.expect("a driver");
+        let Driver { core, mut connections } = driver.expect("a driver");
         // A thread borrows its core for longer than this value can.
         let core: &'static Mutex<Core> = Box::leak(Box::new(core));
-        let thread = IoThread::new(0, core, links.remove(0));
+        let thread = IoThread::new(0, core, connections.remove(0));
         let tensors = plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect();
         let now = Instant::now();
         TestRank { core, thread, shared, sockets, tensors, now }

@@ -338,8 +338,8 @@ fn is_logged(number: u64) -> bool {
     number <= REFUSALS_LOGGED || number.is_power_of_two()
 }
 
-/// Returns, by rank, the bytes of trained tensors that it owns. Nobody owns tensors of rings, or
-/// blocks that all ranks get.
+/// Returns, by rank, the bytes of trained tensors that it owns. Tensors of rings, and blocks that
+/// all ranks get, have no owner.
 fn owned_bytes(plan: &Plan) -> Vec<u64> {
     let mut owned = vec![0; plan.world_size as usize];
     for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.kind == TensorKind::Parameter) {

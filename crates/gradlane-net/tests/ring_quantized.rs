@@ -5,8 +5,8 @@
 mod support;
 #[path = "support/encoded.rs"]
 mod support_encoded;
-#[path = "support/ring_encoded.rs"]
-mod support_ring_encoded;
+#[path = "support/ring_quantized.rs"]
+mod support_ring_quantized;
 
 use gradlane_engine::{TensorSpec, Update};
 use gradlane_net::{Channel, JobKind, StateKind, StateRead};
@@ -14,10 +14,10 @@ use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::{FrameKind, HEADER_BYTES};
 use support::{
     deadline, each_rank, gradient, never, run_step, specs, tensor, world, world_with, Tensor,
-    PATIENCE,
+    TEST_TIMEOUT,
 };
 use support_encoded::{odd_sizes, plan_encoded, trains_as, Aggregation};
-use support_ring_encoded::RingOracle;
+use support_ring_quantized::RingOracle;
 
 fn ring_plan(tensors: Vec<TensorSpec>, codec: &str, slice_elems: u64, world_size: u32) -> String {
     plan_encoded(tensors, codec, "ring", slice_elems, world_size, Update::Worker)
@@ -127,7 +127,7 @@ fn trains_with_holes(codec: &'static str) {
                 assert!(own[index].bytes == right, "{codec}, step {step}, ranks {mask:#b}");
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -157,7 +157,7 @@ fn the_cut_the_threads_and_the_buffers_change_no_bit() {
                     for step in 0..=2 {
                         last = run_step(&channel, step).expect("a step");
                     }
-                    channel.finish(PATIENCE, &mut never).expect("an orderly end");
+                    channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
                     last.into_iter().map(|it| it.bytes).collect::<Vec<_>>()
                 });
                 assert!(ranks.windows(2).all(|pair| pair[0] == pair[1]), "ranks differ");
@@ -198,7 +198,7 @@ fn what_is_not_a_number_reaches_everyone_and_stays_in_no_residual() {
             let residual = channel.worker_residual(TensorId(0), &mut never).expect("a residual");
             assert!(residual.iter().all(|it| it.is_finite()));
             assert!(step(4, None).iter().all(|it| it.is_finite()), "the next step is sound");
-            channel.finish(PATIENCE, &mut never).expect("an orderly end");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         });
     }
 }
@@ -239,7 +239,7 @@ fn residuals_go_out_and_come_in() {
         assert_eq!(owner, read_owner_residual(&channel, 4, numel, 1), "whoever gives something");
         let same = channel.worker_residual(TensorId(0), &mut never).expect("a residual");
         assert_eq!(worker, same, "reading changes nothing");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         (worker, owner)
     });
     // Every rank starts with what rank 0 says, the owners of sums as well, which have no turn for it
@@ -262,7 +262,7 @@ fn residuals_go_out_and_come_in() {
         }
         let worker = channel.worker_residual(TensorId(0), &mut never).expect("a residual");
         assert_eq!(worker, oracle.worker_residuals[channel.rank().index()]);
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -288,7 +288,7 @@ fn a_raw_step_is_the_exact_mean_of_the_ring() {
             channel.wait_step(Step(2), &mut deadline()).expect("the means");
             support::check_ring_means(channel.plan(), 2, &tensors);
             assert_eq!(channel.worker_residual(TensorId(4), &mut never), Ok(before));
-            channel.finish(PATIENCE, &mut never).expect("an orderly end");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         });
     }
 }
@@ -302,7 +302,7 @@ fn ring_jobs_are_in_the_trace_and_never_on_the_io_thread() {
             for step in 0..3 {
                 run_step(&channel, step).expect("a step");
             }
-            channel.finish(PATIENCE, &mut never).expect("an orderly end");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
             let jobs = channel.take_jobs();
             for kind in [JobKind::Encode, JobKind::Recode, JobKind::Decode] {
                 assert!(jobs.iter().any(|job| job.kind == kind && job.bytes > 0), "{kind:?}");
@@ -340,7 +340,7 @@ fn ratio_of_ten_million(codec: &'static str, world_size: u32) -> f64 {
             channel.step_end(Step(step)).expect("the end");
             channel.wait_step(Step(step), &mut deadline()).expect("the mean");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         (memory.bytes, channel.metrics().tx_bytes)
     });
     assert!(ranks.windows(2).all(|pair| pair[0].0 == pair[1].0), "ranks differ");

@@ -13,7 +13,7 @@ use gradlane_units::{Dtype, Rng, Step, TensorId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{
-    deadline, each_rank, gradient, never, run_step, tensor, value, world_with, Tensor, PATIENCE,
+    deadline, each_rank, gradient, never, run_step, tensor, value, world_with, Tensor, TEST_TIMEOUT,
 };
 use support_encoded::{plan_encoded_by, Oracle};
 
@@ -109,7 +109,7 @@ fn plan_for(codec: &str, slice_elems: u64, world_size: u32) -> String {
 }
 
 fn wait_until_decided(channel: &Channel, step: Step) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     while channel.participation(Step(0)).decided < step {
         assert!(Instant::now() < end, "{step} is never decided");
         std::thread::sleep(Duration::from_micros(200));
@@ -256,7 +256,7 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
                 assert!((counted - sent).abs() < 1e-4, "{counted} came to {sent}");
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
     });

@@ -8,7 +8,7 @@ use gradlane_net::ChannelError;
 use gradlane_units::{Dtype, Step};
 use support::{
     check_means, contribute, deadline, each_rank, never, run_step, specs, tensor, world,
-    world_with, PATIENCE,
+    world_with, TEST_TIMEOUT,
 };
 
 fn plan(strategy: &str, roles: Roles) -> String {
@@ -33,7 +33,7 @@ fn the_mean_is_that_of_the_ranks_that_train() {
         each_rank(channels, move |channel| {
             let specs = specs(&channel);
             if channel.rank().0 >= workers {
-                let refused = channel.finish(PATIENCE, &mut deadline());
+                let refused = channel.finish(TEST_TIMEOUT, &mut deadline());
                 refused.expect("an orderly end, after that of the ranks that train");
                 let metrics = channel.metrics();
                 let owned = metrics.peers[channel.rank().index()].owned_bytes;
@@ -44,7 +44,7 @@ fn the_mean_is_that_of_the_ranks_that_train() {
                 let tensors = run_step(&channel, step).expect("a step");
                 check_means(workers, step, &specs, &tensors);
             }
-            channel.finish(PATIENCE, &mut never).expect("an orderly end");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
             let served: Vec<u64> =
                 channel.metrics().peers.iter().map(|it| it.owned_bytes).collect();
             assert!(served[..workers as usize].iter().all(|&bytes| bytes == 0), "{served:?}");
@@ -74,7 +74,7 @@ fn who_holds_up_a_step_is_named_by_the_server_on_all_others() {
     let channels = world_with("127.0.0.1", 4, &plan, |options| options.progress_timeout_s = 1.0);
     let errors = each_rank(channels, |channel| {
         if channel.rank().0 == 3 {
-            return channel.finish(PATIENCE, &mut deadline()).expect_err("nobody comes");
+            return channel.finish(TEST_TIMEOUT, &mut deadline()).expect_err("nobody comes");
         }
         run_step(&channel, 0).expect("step 0");
         let kept = if channel.rank().0 == 1 {

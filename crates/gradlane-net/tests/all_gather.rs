@@ -7,7 +7,7 @@ use gradlane_engine::{Plan, Scheme, Strategy, TensorSpec, Update};
 use gradlane_net::{Block, Blocks, Channel, ChannelError, UserMemory};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use support::{
-    deadline, each_rank, gradient, never, ring_mean, tensor, world, world_with, PATIENCE,
+    deadline, each_rank, gradient, never, ring_mean, tensor, world, world_with, TEST_TIMEOUT,
 };
 
 /// Blocks of up to 60,000 elements, a ring, and small blocks.
@@ -115,7 +115,7 @@ fn gathers(world_size: u32, steps: u64, frame_bytes: u32) {
                 }
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let (step, blocks) = late.expect("the last step's");
         check(&blocks, rank, step, 0, &specs[0]);
     });
