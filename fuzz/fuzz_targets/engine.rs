@@ -3,17 +3,17 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use gradlane_engine::{
-    Engine, EngineOptions, Landing, Plan, Role, Scheme, Strategy, TensorSpec, Transmit, Update,
-    WorkId,
+use gradlane_engine::{Input, 
+    Engine, EngineOptions, PayloadDest, Plan, TensorKind, Scheme, Strategy, TensorSpec, Transmit, Update,
+    JobId,
 };
 use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{PayloadForm, FrameFlags, FrameHeader, FrameKind};
 use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
 
 #[derive(Arbitrary, Debug)]
-enum Input {
+enum Action {
     Begin(u8),
     Ready(u8, u8),
     Absent(u8, u8),
@@ -34,7 +34,7 @@ enum Input {
 struct Case {
     strategy: u8,
     server_update: bool,
-    inputs: Vec<Input>,
+    inputs: Vec<Action>,
 }
 
 fn plan(case: &Case) -> Arc<Plan> {
@@ -49,7 +49,7 @@ fn plan(case: &Case) -> Arc<Plan> {
         name: name.into(),
         numel,
         dtype: Dtype::F32,
-        role: Role::Parameter,
+        kind: TensorKind::Parameter,
     };
     let tensors = [("a", 50), ("b", 7), ("c", 0)].map(spec).to_vec();
     Arc::new(Plan::build(tensors, strategy, update, 3).expect("a plan"))
@@ -59,10 +59,10 @@ fuzz_target!(|case: Case| {
     let plan = plan(&case);
     let mut engine = Engine::new(EngineOptions::new(Rank(0)), plan.clone());
     let mut transmits: Vec<Transmit> = Vec::new();
-    let mut works: Vec<WorkId> = Vec::new();
+    let mut works: Vec<JobId> = Vec::new();
     for input in &case.inputs {
         apply(&mut engine, input, &mut transmits, &mut works);
-        works.extend(std::iter::from_fn(|| engine.poll_work()).map(|work| work.id));
+        works.extend(std::iter::from_fn(|| engine.poll_job()).map(|work| work.id));
         transmits.extend(std::iter::from_fn(|| engine.poll_transmit()));
         while engine.poll_event().is_some() {}
         let _ = (engine.poll_timeout(), engine.outstanding());
@@ -71,31 +71,31 @@ fuzz_target!(|case: Case| {
 
 fn apply(
     engine: &mut Engine,
-    input: &Input,
+    input: &Action,
     transmits: &mut Vec<Transmit>,
-    works: &mut Vec<WorkId>,
+    works: &mut Vec<JobId>,
 ) {
     let peer = |which: bool| Rank(1 + u32::from(which));
     match input {
-        Input::Begin(step) => drop(engine.step_begin(Step(u64::from(*step)))),
-        Input::Ready(tensor, step) => drop(
-            engine.gradient_ready(TensorId(u32::from(*tensor)), Step(u64::from(*step))),
+        Action::Begin(step) => drop(engine.handle(Input::StepBegin(Step(u64::from(*step))))),
+        Action::Ready(tensor, step) => drop(
+            engine.handle(Input::GradientReady(TensorId(u32::from(*tensor)), Step(u64::from(*step)))),
         ),
-        Input::Absent(tensor, step) => {
-            drop(engine.tensor_absent(TensorId(u32::from(*tensor)), Step(u64::from(*step))));
+        Action::Absent(tensor, step) => {
+            drop(engine.handle(Input::TensorAbsent(TensorId(u32::from(*tensor)), Step(u64::from(*step)))));
         }
-        Input::Needed(tensor, step) => {
-            drop(engine.tensor_needed(TensorId(u32::from(*tensor)), Step(u64::from(*step))));
+        Action::Needed(tensor, step) => {
+            drop(engine.handle(Input::TensorNeeded(TensorId(u32::from(*tensor)), Step(u64::from(*step)))));
         }
-        Input::End(step) => drop(engine.step_end(Step(u64::from(*step)))),
-        Input::Switch(values) => {
-            drop(engine.switch_priorities(values.iter().copied().map(Priority).collect()));
+        Action::End(step) => drop(engine.handle(Input::StepEnd(Step(u64::from(*step))))),
+        Action::Switch(values) => {
+            drop(engine.handle(Input::SwitchPriorities(values.iter().copied().map(Priority).collect())));
         }
-        Input::Frame { from, kind, flags, step, ids, offset, length } => {
+        Action::Frame { from, kind, flags, step, ids, offset, length } => {
             let kinds = FrameKind::ALL;
             let header = FrameHeader {
                 kind: kinds[*kind as usize % kinds.len()],
-                codec: if flags & 4 == 0 { Codec::Raw } else { Codec::Encoded },
+                codec: if flags & 4 == 0 { PayloadForm::Raw } else { PayloadForm::Encoded },
                 flags: FrameFlags(flags & 3),
                 step: Step(u64::from(*step % 4)),
                 generation: 0,
@@ -112,25 +112,25 @@ fn apply(
             };
             receive(engine, peer(*from), &header);
         }
-        Input::Writable(which, writable) => engine.handle_writable(peer(*which), *writable),
-        Input::Sent(index) if !transmits.is_empty() => {
+        Action::Writable(which, writable) => engine.handle_writable(peer(*which), *writable),
+        Action::Sent(index) if !transmits.is_empty() => {
             let transmit = transmits.remove(*index as usize % transmits.len());
             engine.handle_sent(&transmit);
         }
-        Input::Done(index) if !works.is_empty() => {
-            engine.handle_work_done(works.remove(*index as usize % works.len()));
+        Action::Done(index) if !works.is_empty() => {
+            engine.handle_job_done(works.remove(*index as usize % works.len()));
         }
-        Input::Lost(which) => engine.handle_peer_lost(peer(*which), "gone"),
-        Input::Finish => engine.finish(),
-        Input::Abort => engine.abort("enough"),
-        Input::Time(now) => engine.handle_time(Time(*now)),
-        Input::Sent(_) | Input::Done(_) => {}
+        Action::Lost(which) => engine.handle_peer_lost(peer(*which), "gone"),
+        Action::Finish => drop(engine.handle(Input::Finish)),
+        Action::Abort => engine.abort("enough"),
+        Action::Time(now) => engine.handle_time(Time(*now)),
+        Action::Sent(_) | Action::Done(_) => {}
     }
 }
 
 fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader) {
     match engine.handle_header(from, header) {
-        Ok(Landing::Region(region)) => {
+        Ok(PayloadDest::Region(region)) => {
             let limit = match region.memory {
                 gradlane_engine::Memory::Buffer(buffer) => buffer.bytes,
                 _ => {
@@ -141,8 +141,8 @@ fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader) {
             assert!(region.offset + region.length <= limit);
             let _ = engine.handle_frame(from, header);
         }
-        Ok(Landing::Nothing) => drop(engine.handle_frame(from, header)),
-        Ok(Landing::Control) => {
+        Ok(PayloadDest::Nothing) => drop(engine.handle_frame(from, header)),
+        Ok(PayloadDest::Control) => {
             let payload = vec![0x5A; header.length as usize];
             let _ = engine.handle_control(from, header, &payload);
         }

@@ -84,7 +84,7 @@ pub struct AdamMemory {
     /// Parameters before the step, in the dtype of the tensor.
     pub parameters: *const u8,
     /// Mean of the gradients of every element, in the accumulator dtype
-    /// ([`crate::Dtype::accumulator`]: f32 for f32, f16 and bf16); zeros before the first step.
+    /// ([`crate::FloatDtype::accumulator`]: f32 for f32, f16 and bf16); zeros before the first step.
     pub exp_avg: *mut u8,
     /// Mean of the squared gradients, likewise.
     pub exp_avg_sq: *mut u8,

@@ -18,36 +18,36 @@
 //!
 //! # Structure
 //!
-//! [`Dtype`] names what the bytes are; [`Variant`] names the instruction set, chosen once at run
+//! [`FloatDtype`] names what the bytes are; [`Variant`] names the instruction set, chosen once at run
 //! time. [`reduce_mean`], [`reduce_sgd`] and [`reduce_adam`] are the kernels: one generic loop,
 //! instantiated for each register type, beside a scalar oracle that shares none of it. A further
 //! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Encodings are [`Codec`]s,
 //! built from a [`CodecSpec`] for the same [`Variant`]s; they have oracles of their own.
 
 mod adam;
-mod dtype;
 mod element;
 mod encode;
-mod planned;
+mod float_dtype;
 mod reduce;
 mod sgd;
 mod sparse;
+mod tensor_codec;
 mod variant;
 
 pub use adam::{
     reduce_adam, reduce_adam_slices, reduce_adam_with, AdamError, AdamMemory, AdamOptions,
     AdamSlices, AdamStep,
 };
-pub use dtype::Dtype;
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
     IntegerSums, Levels, Method, Norm, Place, QsgdOptions, RingSums, TensorShape,
 };
-pub use planned::TensorCodec;
+pub use float_dtype::FloatDtype;
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,
     SgdStep,
 };
 pub use sparse::{DgcOptions, SparseError, TopkOptions};
+pub use tensor_codec::TensorCodec;
 pub use variant::{Variant, VariantError};

@@ -17,13 +17,13 @@ use thiserror::Error;
 pub(crate) use kernel::{Sum, Update};
 
 use crate::variant::Instructions;
-use crate::{Dtype, Variant};
+use crate::{FloatDtype, Variant};
 
 /// How buffers are averaged: `(((x0 + x1) + x2) + ...) / divisor` for each element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mean {
     /// The type of the elements of all inputs and outputs.
-    pub dtype: Dtype,
+    pub dtype: FloatDtype,
     /// What the sum is divided by: the number of ranks, those without a contribution included.
     ///
     /// It is used in the accumulator type, in which every integer up to 2^24 is exact.
@@ -37,7 +37,7 @@ pub struct Mean {
 
 impl Mean {
     /// The mean over `divisor` contributions, all of them present.
-    pub fn of_all(dtype: Dtype, divisor: NonZeroU32) -> Mean {
+    pub fn of_all(dtype: FloatDtype, divisor: NonZeroU32) -> Mean {
         Mean { dtype, divisor, add_zero: false }
     }
 
@@ -117,7 +117,7 @@ pub unsafe fn reduce_mean_with(
 /// # Safety
 ///
 /// The pointers are as [`Sum`] and the update ask for.
-pub(crate) unsafe fn run<U: Update>(variant: Variant, dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run<U: Update>(variant: Variant, dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: a `Variant` exists only where the machine has its instructions; the caller promises
     // the memory.
     unsafe {
@@ -170,7 +170,7 @@ pub(crate) struct Lengths<'a> {
 
 impl Lengths<'_> {
     /// How many elements each of the buffers holds, if all hold as many, and whole ones.
-    pub(crate) fn elements(&self, dtype: Dtype) -> Result<usize, ReduceError> {
+    pub(crate) fn elements(&self, dtype: FloatDtype) -> Result<usize, ReduceError> {
         let bytes = self.output.len();
         let elements = whole_elements(dtype, bytes)?;
         for (index, input) in self.inputs.iter().enumerate() {
@@ -192,7 +192,7 @@ pub(crate) fn pointers(inputs: &[&[u8]]) -> Vec<*const u8> {
 }
 
 /// How many elements of a dtype a buffer holds, if it holds whole ones.
-fn whole_elements(dtype: Dtype, bytes: usize) -> Result<usize, ReduceError> {
+fn whole_elements(dtype: FloatDtype, bytes: usize) -> Result<usize, ReduceError> {
     if bytes.is_multiple_of(dtype.element_bytes()) {
         Ok(bytes / dtype.element_bytes())
     } else {
@@ -262,7 +262,7 @@ pub enum ReduceError {
     #[error("{bytes} bytes are no whole number of {dtype} elements: cut at element boundaries")]
     BrokenElement {
         /// The dtype of the elements.
-        dtype: Dtype,
+        dtype: FloatDtype,
         /// The length of the output in bytes.
         bytes: usize,
     },
@@ -275,7 +275,7 @@ mod tests {
 
     /// Widens and narrows `bits` through the registers of a variant: the second output of an update
     /// that keeps the mean of `x + 0.0`.
-    fn convert<E: Element>(variant: Variant, dtype: Dtype, bits: &[u16]) -> Vec<u16> {
+    fn convert<E: Element>(variant: Variant, dtype: FloatDtype, bits: &[u16]) -> Vec<u16> {
         let bytes: Vec<u8> = bits.iter().flat_map(|one| one.to_ne_bytes()).collect();
         let mut output = vec![0; bytes.len()];
         let mean = Mean { dtype, divisor: NonZeroU32::MIN, add_zero: true };
@@ -287,8 +287,8 @@ mod tests {
     fn every_16_bit_value_survives_widening_and_narrowing() {
         let all: Vec<u16> = (0..=u16::MAX).collect();
         for variant in Variant::available() {
-            let f16s = convert::<F16>(variant, Dtype::F16, &all);
-            let bf16s = convert::<Bf16>(variant, Dtype::Bf16, &all);
+            let f16s = convert::<F16>(variant, FloatDtype::F16, &all);
+            let bf16s = convert::<Bf16>(variant, FloatDtype::Bf16, &all);
             for (index, bits) in all.iter().enumerate() {
                 // Adding zero turns -0.0 into +0.0 and quiets a signalling NaN.
                 let sane = |bits: u16| if bits == 0x8000 { 0 } else { bits };

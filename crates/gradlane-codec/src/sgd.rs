@@ -84,7 +84,7 @@ pub struct SgdStep {
 pub struct SgdMemory {
     /// Parameters before the step, in the dtype of the tensor.
     pub parameters: *const u8,
-    /// Momentum of every element in the accumulator dtype ([`crate::Dtype::accumulator`]: f32 for
+    /// Momentum of every element in the accumulator dtype ([`crate::FloatDtype::accumulator`]: f32 for
     /// f32, f16 and bf16); needed when the options have a momentum, otherwise not touched.
     pub momentum_buffer: Option<*mut u8>,
     /// Where the new parameters go, in the dtype of the tensor; may be `parameters`.

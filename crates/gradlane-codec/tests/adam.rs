@@ -8,10 +8,10 @@ use std::num::NonZeroU32;
 use common::{assert_same, Numbers, Placed};
 use gradlane_codec::{
     reduce_adam, reduce_adam_slices, AdamError, AdamMemory, AdamOptions, AdamSlices, AdamStep,
-    Buffer, Dtype, Mean, ReduceError, Variant,
+    Buffer, FloatDtype, Mean, ReduceError, Variant,
 };
 
-fn mean(dtype: Dtype, divisor: u32) -> Mean {
+fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
     Mean::of_all(dtype, NonZeroU32::new(divisor).unwrap())
 }
 
@@ -34,7 +34,7 @@ fn option_combinations() -> Vec<AdamOptions> {
 }
 
 /// Compares all variants with the oracle for one shape, also with parameters updated in place.
-fn check_shape(dtype: Dtype, length: usize, step: AdamStep, offset: usize) {
+fn check_shape(dtype: FloatDtype, length: usize, step: AdamStep, offset: usize) {
     let mut numbers = Numbers((length * 16 + offset) as u64);
     let inputs: Vec<Placed> = (0..1 + length % 4)
         .map(|index| Placed::holding(&numbers.elements(dtype, length), offset + index))
@@ -90,7 +90,7 @@ fn check_shape(dtype: Dtype, length: usize, step: AdamStep, offset: usize) {
 #[test]
 fn every_length_gives_the_bits_of_the_oracle() {
     let combinations = option_combinations();
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for length in 0..=300 {
             for turn in 0..2 {
                 let options = combinations[(2 * length + turn) % combinations.len()];
@@ -103,7 +103,7 @@ fn every_length_gives_the_bits_of_the_oracle() {
 
 #[test]
 fn every_combination_of_options_gives_the_bits_of_the_oracle() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for options in option_combinations() {
             for number in [1, 1_000, 10_000_000_000] {
                 check_shape(dtype, 149, AdamStep { options, number }, 3);
@@ -114,7 +114,7 @@ fn every_combination_of_options_gives_the_bits_of_the_oracle() {
 
 #[test]
 fn any_cut_gives_the_same_bits() {
-    let (dtype, length) = (Dtype::F32, 300);
+    let (dtype, length) = (FloatDtype::F32, 300);
     let mut numbers = Numbers(5);
     let gradient = numbers.plain_elements(dtype, length);
     let parameters = numbers.plain_elements(dtype, length);
@@ -246,7 +246,7 @@ fn three_steps_give_the_bits_of_torch_without_fused_operations() {
                 };
                 let gradient = repeated(gradient, repeat);
                 let step = AdamStep { options, number };
-                reduce_adam_slices(variant, mean(Dtype::F32, 1), step, &[&gradient], memory)
+                reduce_adam_slices(variant, mean(FloatDtype::F32, 1), step, &[&gradient], memory)
                     .unwrap();
             }
             assert_eq!(found, repeated(&parameters, repeat), "{variant} {options:?}");
@@ -281,7 +281,8 @@ fn numbers_by_hand() {
         };
         let (first, second) = (values(5.0), values(3.0));
         let step = AdamStep { options, number: 1 };
-        reduce_adam_slices(variant, mean(Dtype::F32, 2), step, &[&first, &second], memory).unwrap();
+        reduce_adam_slices(variant, mean(FloatDtype::F32, 2), step, &[&first, &second], memory)
+            .unwrap();
         assert_eq!(output, values(6.5), "{variant}");
         assert_eq!(averages, values(2.0), "{variant}");
         assert_eq!(squares, values(4.0), "{variant}");
@@ -309,7 +310,7 @@ fn misfit_buffers_and_step_zero_are_refused_untouched() {
     let mut output = vec![0x77; 16];
     let (mut right, mut short) = (vec![0x77; 32], vec![0x77; 8]);
     let options = AdamOptions::with_lr(0.1);
-    let how = mean(Dtype::F16, 1);
+    let how = mean(FloatDtype::F16, 1);
     let memory = AdamSlices {
         parameters: &parameters,
         exp_avg: &mut right,

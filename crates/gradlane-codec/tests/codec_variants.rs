@@ -4,7 +4,7 @@ mod common;
 
 use common::codecs::{assert_same_floats, codec, gradients, place, Floats, SPECS};
 use common::{Numbers, Placed};
-use gradlane_codec::{narrow, widen, Dtype, Place, Variant};
+use gradlane_codec::{narrow, widen, FloatDtype, Place, Variant};
 use proptest::prelude::*;
 
 /// Encodes and decodes with a variant and with the oracle, and compares everything that comes out.
@@ -37,7 +37,7 @@ fn compare(variant: Variant, text: &str, place: Place, values: &[f32], before: O
     match text.split(':').next() {
         // A NaN may have any payload.
         Some(name @ ("f32" | "f16" | "bf16")) => {
-            let dtype = Dtype::from_name(name).unwrap();
+            let dtype = FloatDtype::ALL.into_iter().find(|it| it.name() == name).unwrap();
             common::assert_same(dtype, &bytes, &expected.0, &what);
         }
         _ => assert_eq!(bytes, expected.0, "{}", what()),
@@ -74,8 +74,8 @@ fn variants_agree_on_values_that_are_special() {
                 let floats = |bytes: Vec<u8>| -> Vec<f32> {
                     bytes.as_chunks::<4>().0.iter().map(|it| f32::from_ne_bytes(*it)).collect()
                 };
-                let values = floats(numbers.elements(Dtype::F32, length));
-                let before = floats(numbers.elements(Dtype::F32, length));
+                let values = floats(numbers.elements(FloatDtype::F32, length));
+                let before = floats(numbers.elements(FloatDtype::F32, length));
                 compare(variant, text, place(0), &values, None);
                 compare(variant, text, place(0), &values, Some(&before));
                 // The same without infinities and NaN, which hide all else of their bucket.
@@ -99,7 +99,7 @@ fn variants_agree_on_values_that_are_special() {
 fn elements_of_every_dtype_widen_and_narrow_as_their_own_kernels_do() {
     let mut numbers = Numbers(5);
     for length in (0..70).chain([1000]) {
-        for dtype in Dtype::ALL {
+        for dtype in FloatDtype::ALL {
             let bytes = numbers.elements(dtype, length);
             let mut values = vec![0.0; length];
             widen(dtype, &bytes, &mut values);

@@ -6,12 +6,13 @@ use std::num::NonZeroU32;
 
 use common::{assert_same, Numbers};
 use gradlane_codec::{
-    reduce_mean_slices, reduce_sgd_slices, Dtype, Mean, SgdOptions, SgdSlices, SgdStep, Variant,
+    reduce_mean_slices, reduce_sgd_slices, FloatDtype, Mean, SgdOptions, SgdSlices, SgdStep,
+    Variant,
 };
 use proptest::prelude::*;
 
-fn dtypes() -> impl Strategy<Value = Dtype> {
-    prop::sample::select(Dtype::ALL.to_vec())
+fn dtypes() -> impl Strategy<Value = FloatDtype> {
+    prop::sample::select(FloatDtype::ALL.to_vec())
 }
 
 fn variants() -> impl Strategy<Value = Variant> {
@@ -39,7 +40,7 @@ fn options() -> impl Strategy<Value = SgdOptions> {
     )
 }
 
-fn contributions(dtype: Dtype, count: usize, length: usize, seed: u64) -> Vec<Vec<u8>> {
+fn contributions(dtype: FloatDtype, count: usize, length: usize, seed: u64) -> Vec<Vec<u8>> {
     let mut numbers = Numbers(seed);
     (0..count).map(|_| numbers.elements(dtype, length)).collect()
 }

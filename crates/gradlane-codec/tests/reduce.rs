@@ -7,10 +7,11 @@ use std::num::NonZeroU32;
 
 use common::{assert_same, bytes_of, Numbers, Placed};
 use gradlane_codec::{
-    reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Dtype, Mean, ReduceError, Variant,
+    reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, FloatDtype, Mean, ReduceError,
+    Variant,
 };
 
-fn mean(dtype: Dtype, divisor: u32, add_zero: bool) -> Mean {
+fn mean(dtype: FloatDtype, divisor: u32, add_zero: bool) -> Mean {
     Mean { dtype, divisor: NonZeroU32::new(divisor).unwrap(), add_zero }
 }
 
@@ -33,7 +34,7 @@ fn sums_go_in_rank_order_and_are_divided() {
     // 1e8 + 1 is 1e8 in f32: the order decides whether the one survives.
     let (big, one, minus) = (f32s(&[1e8; 40]), f32s(&[1.0; 40]), f32s(&[-1e8; 40]));
     for variant in Variant::available() {
-        let three = mean(Dtype::F32, 3, false);
+        let three = mean(FloatDtype::F32, 3, false);
         assert_eq!(reduced(variant, three, &[&big, &one, &minus]), f32s(&[0.0; 40]), "{variant}");
         assert_eq!(
             reduced(variant, three, &[&big, &minus, &one]),
@@ -49,7 +50,7 @@ fn a_mean_is_a_quotient_and_no_product_with_a_reciprocal() {
     assert_ne!(5.0_f32 / 49.0, 5.0_f32 * (1.0 / 49.0));
     let inputs = [f32s(&[2.0; 40]), f32s(&[3.0; 40])];
     for variant in Variant::available() {
-        let found = reduced(variant, mean(Dtype::F32, 49, false), &[&inputs[0], &inputs[1]]);
+        let found = reduced(variant, mean(FloatDtype::F32, 49, false), &[&inputs[0], &inputs[1]]);
         assert_eq!(found, f32s(&[5.0 / 49.0; 40]), "{variant}");
     }
 }
@@ -62,12 +63,12 @@ fn halves_are_summed_in_f32_and_rounded_once_to_even() {
     // 256 + 1 lies between 256 and 258 in bf16, 259 between 258 and 260.
     let bf16 = |value: f32| f16s(&[half::bf16::from_f32(value).to_bits(); 20]);
     for variant in Variant::available() {
-        let two = mean(Dtype::F16, 2, false);
-        let one = mean(Dtype::F16, 1, false);
+        let two = mean(FloatDtype::F16, 2, false);
+        let one = mean(FloatDtype::F16, 1, false);
         assert_eq!(reduced(variant, two, &[&f16(2048.0), &f16(1.0), &f16(1.0)]), f16(1025.0));
         assert_eq!(reduced(variant, one, &[&f16(2048.0), &f16(1.0)]), f16(2048.0), "{variant}");
         assert_eq!(reduced(variant, one, &[&f16(2050.0), &f16(1.0)]), f16(2052.0), "{variant}");
-        let one = mean(Dtype::Bf16, 1, false);
+        let one = mean(FloatDtype::Bf16, 1, false);
         assert_eq!(reduced(variant, one, &[&bf16(256.0), &bf16(1.0)]), bf16(256.0), "{variant}");
         assert_eq!(reduced(variant, one, &[&bf16(258.0), &bf16(1.0)]), bf16(260.0), "{variant}");
     }
@@ -78,18 +79,18 @@ fn subnormal_results_are_kept() {
     let tiny = f32s(&[f32::from_bits(3); 20]);
     for variant in Variant::available() {
         // 3 / 2 subnormal units round to 2, 6 / 4 too; 3 / 3 is one unit.
-        let halved = reduced(variant, mean(Dtype::F32, 2, false), &[&tiny]);
+        let halved = reduced(variant, mean(FloatDtype::F32, 2, false), &[&tiny]);
         assert_eq!(halved, f32s(&[f32::from_bits(2); 20]), "{variant}");
-        let quartered = reduced(variant, mean(Dtype::F32, 4, false), &[&tiny, &tiny]);
+        let quartered = reduced(variant, mean(FloatDtype::F32, 4, false), &[&tiny, &tiny]);
         assert_eq!(quartered, f32s(&[f32::from_bits(2); 20]), "{variant}");
-        let third = reduced(variant, mean(Dtype::F32, 3, false), &[&tiny]);
+        let third = reduced(variant, mean(FloatDtype::F32, 3, false), &[&tiny]);
         assert_eq!(third, f32s(&[f32::from_bits(1); 20]), "{variant}");
     }
 }
 
 #[test]
 fn a_single_contribution_is_copied_with_its_nan_payload() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         let input = Numbers(7).elements(dtype, 1000);
         for variant in Variant::available() {
             let mut second = vec![0; input.len()];
@@ -103,7 +104,7 @@ fn a_single_contribution_is_copied_with_its_nan_payload() {
 
 #[test]
 fn an_added_zero_turns_minus_zero_into_plus_zero_and_nothing_else() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         let inputs: Vec<_> = (0..3).map(|seed| Numbers(seed).elements(dtype, 3000)).collect();
         let zeros = vec![0; inputs[0].len()];
         let minus = bytes_of(dtype, -0.0).repeat(20);
@@ -124,7 +125,7 @@ fn an_added_zero_turns_minus_zero_into_plus_zero_and_nothing_else() {
 
 #[test]
 fn no_contribution_gives_zeros() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for variant in Variant::available() {
             let mut output = vec![0x77; 50 * dtype.element_bytes()];
             reduce_mean_slices(variant, mean(dtype, 4, true), &[], &mut output, None).unwrap();
@@ -138,7 +139,7 @@ fn nan_and_infinity_come_through() {
     let inputs = [f32s(&[f32::INFINITY; 20]), f32s(&[f32::NEG_INFINITY; 20]), f32s(&[1.0; 20])];
     for variant in Variant::available() {
         for divisor in [2, 3] {
-            let by = mean(Dtype::F32, divisor, false);
+            let by = mean(FloatDtype::F32, divisor, false);
             let infinite = reduced(variant, by, &[&inputs[0], &inputs[2]]);
             assert_eq!(infinite, inputs[0], "{variant}");
             let undefined = reduced(variant, by, &[&inputs[0], &inputs[1], &inputs[2]]);
@@ -150,7 +151,7 @@ fn nan_and_infinity_come_through() {
 }
 
 /// Compares all variants with the oracle for one shape, with both outputs and in place.
-fn check_shape(dtype: Dtype, length: usize, inputs: usize, offset: usize) {
+fn check_shape(dtype: FloatDtype, length: usize, inputs: usize, offset: usize) {
     let seed = (length * 64 + inputs * 8 + offset) as u64;
     let mut numbers = Numbers(seed);
     let bytes = length * dtype.element_bytes();
@@ -187,7 +188,7 @@ fn check_shape(dtype: Dtype, length: usize, inputs: usize, offset: usize) {
 
 #[test]
 fn every_length_and_number_of_inputs_gives_the_bits_of_the_oracle() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for length in 0..=300 {
             for inputs in 1..=8 {
                 check_shape(dtype, length, inputs, (length + inputs) % 8);
@@ -198,7 +199,7 @@ fn every_length_and_number_of_inputs_gives_the_bits_of_the_oracle() {
 
 #[test]
 fn every_byte_offset_gives_the_bits_of_the_oracle() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for offset in 0..16 {
             for length in [1, 3, 7, 8, 15, 16, 31, 33, 63, 64, 65, 127, 130, 299] {
                 check_shape(dtype, length, 1 + offset % 4, offset);
@@ -209,7 +210,7 @@ fn every_byte_offset_gives_the_bits_of_the_oracle() {
 
 #[test]
 fn the_second_output_may_be_an_input_and_the_active_variant_agrees() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         let length = 211;
         let mut numbers = Numbers(3);
         let inputs: Vec<_> = (0..3).map(|_| numbers.elements(dtype, length)).collect();
@@ -243,7 +244,7 @@ fn the_second_output_may_be_an_input_and_the_active_variant_agrees() {
 #[test]
 fn buffers_that_do_not_fit_are_refused_untouched() {
     let (short, long) = (vec![1_u8; 12], vec![1_u8; 16]);
-    let how = mean(Dtype::F32, 2, false);
+    let how = mean(FloatDtype::F32, 2, false);
     let mut output = vec![0x77; 16];
     let error = reduce_mean_slices(Variant::active(), how, &[&long, &short], &mut output, None);
     let expected = ReduceError::Length { buffer: Buffer::Input(1), bytes: 12, expected_bytes: 16 };
@@ -256,6 +257,6 @@ fn buffers_that_do_not_fit_are_refused_untouched() {
         "the second output has 8 bytes where the output asks for 16: pass equal ranges"
     );
     let error = reduce_mean_slices(Variant::active(), how, &[], &mut output[..6], None);
-    assert_eq!(error, Err(ReduceError::BrokenElement { dtype: Dtype::F32, bytes: 6 }));
+    assert_eq!(error, Err(ReduceError::BrokenElement { dtype: FloatDtype::F32, bytes: 6 }));
     assert!(output.iter().chain(&second).all(|byte| *byte == 0x77));
 }

@@ -7,11 +7,11 @@ use std::num::NonZeroU32;
 
 use common::{assert_same, Numbers, Placed};
 use gradlane_codec::{
-    reduce_mean_slices, reduce_sgd, reduce_sgd_slices, Buffer, Dtype, Mean, ReduceError, SgdError,
-    SgdMemory, SgdOptions, SgdSlices, SgdStep, Variant,
+    reduce_mean_slices, reduce_sgd, reduce_sgd_slices, Buffer, FloatDtype, Mean, ReduceError,
+    SgdError, SgdMemory, SgdOptions, SgdSlices, SgdStep, Variant,
 };
 
-fn mean(dtype: Dtype, divisor: u32) -> Mean {
+fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
     Mean::of_all(dtype, NonZeroU32::new(divisor).unwrap())
 }
 
@@ -20,14 +20,14 @@ fn the_first_step_equals_the_mean_and_then_the_formula() {
     // Plain descent from the separately computed mean, in f64 so that the check is not circular.
     let count = 101;
     let mut numbers = Numbers(11);
-    let inputs: Vec<_> = (0..3).map(|_| numbers.plain_elements(Dtype::F64, count)).collect();
+    let inputs: Vec<_> = (0..3).map(|_| numbers.plain_elements(FloatDtype::F64, count)).collect();
     let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-    let parameters = numbers.plain_elements(Dtype::F64, count);
+    let parameters = numbers.plain_elements(FloatDtype::F64, count);
     let read = |bytes: &[u8]| -> Vec<f64> {
         bytes.chunks_exact(8).map(|one| f64::from_ne_bytes(one.try_into().unwrap())).collect()
     };
     let mut gradient = vec![0; parameters.len()];
-    let how = mean(Dtype::F64, 3);
+    let how = mean(FloatDtype::F64, 3);
     reduce_mean_slices(Variant::SCALAR, how, &inputs, &mut gradient, None).unwrap();
     let expected: Vec<f64> = read(&parameters)
         .into_iter()
@@ -69,7 +69,7 @@ fn option_combinations() -> Vec<SgdOptions> {
 }
 
 /// Compares all variants with the oracle for one shape, also with parameters updated in place.
-fn check_shape(dtype: Dtype, length: usize, step: SgdStep, offset: usize) {
+fn check_shape(dtype: FloatDtype, length: usize, step: SgdStep, offset: usize) {
     let mut numbers = Numbers((length * 16 + offset) as u64);
     let inputs: Vec<Placed> = (0..1 + length % 4)
         .map(|index| Placed::holding(&numbers.elements(dtype, length), offset + index))
@@ -126,7 +126,7 @@ fn check_shape(dtype: Dtype, length: usize, step: SgdStep, offset: usize) {
 fn every_length_gives_the_bits_of_the_oracle() {
     let combinations = option_combinations();
     assert_eq!(combinations.len(), 20);
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for length in 0..=300 {
             for turn in 0..2 {
                 let options = combinations[(2 * length + turn) % combinations.len()];
@@ -139,7 +139,7 @@ fn every_length_gives_the_bits_of_the_oracle() {
 
 #[test]
 fn every_combination_of_options_gives_the_bits_of_the_oracle() {
-    for dtype in Dtype::ALL {
+    for dtype in FloatDtype::ALL {
         for options in option_combinations() {
             for first in [false, true] {
                 check_shape(dtype, 149, SgdStep { options, first }, 3);
@@ -167,7 +167,7 @@ fn missing_or_misfit_buffers_are_refused_untouched() {
     let parameters = vec![0_u8; 16];
     let mut output = vec![0x77; 16];
     let mut state = vec![0x77; 8];
-    let how = mean(Dtype::F16, 1);
+    let how = mean(FloatDtype::F16, 1);
     let options = SgdOptions { momentum: 0.9, ..SgdOptions::with_lr(0.1) };
     let step = SgdStep { options, first: true };
     let memory = SgdSlices {

@@ -2,9 +2,11 @@
 
 use std::num::NonZeroU32;
 
-use gradlane_codec::{reduce_sgd_slices, Dtype, Mean, SgdOptions, SgdSlices, SgdStep, Variant};
+use gradlane_codec::{
+    reduce_sgd_slices, FloatDtype, Mean, SgdOptions, SgdSlices, SgdStep, Variant,
+};
 
-fn mean(dtype: Dtype, divisor: u32) -> Mean {
+fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
     Mean::of_all(dtype, NonZeroU32::new(divisor).unwrap())
 }
 
@@ -36,7 +38,7 @@ fn train(
         };
         let step = SgdStep { options, first: index == 0 };
         let gradient = f32_bytes(&gradient.repeat(repeat));
-        reduce_sgd_slices(variant, mean(Dtype::F32, 1), step, &[&gradient], memory).unwrap();
+        reduce_sgd_slices(variant, mean(FloatDtype::F32, 1), step, &[&gradient], memory).unwrap();
         parameters = output;
     }
     (parameters, momentum)
@@ -72,7 +74,7 @@ fn numbers_by_hand() {
             };
             let step = SgdStep { options, first: index == 0 };
             let both = [inputs[0].as_slice(), inputs[1].as_slice()];
-            reduce_sgd_slices(variant, mean(Dtype::F32, 2), step, &both, memory).unwrap();
+            reduce_sgd_slices(variant, mean(FloatDtype::F32, 2), step, &both, memory).unwrap();
             assert_eq!(output, f32_bytes(&vec![parameter; count]), "{variant}");
             assert_eq!(momentum, f32_bytes(&vec![velocity; count]), "{variant}");
             assert_eq!(second, output, "{variant}");

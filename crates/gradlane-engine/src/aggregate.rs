@@ -2,35 +2,41 @@
 //! to this rank's own worker and sent to everyone else by the strategy's pull rule.
 
 use crate::engine::Engine;
-use crate::io::{BufferRef, Event, Memory, Operation, Region, Work, WorkId};
+use crate::io::{BufferRef, Event, Job, JobId, Memory, Operation, Region};
+use crate::jobs::{Pending, Running};
 use crate::rank_set::RankSet;
 use crate::scheduler::{Body, Message};
-use crate::server::{Owed, Part};
-use crate::strategy::{PullRule, ReadyRule, Release};
-use crate::work::{Pending, Running};
+use crate::server::{Contribution, Owed};
+use crate::strategy::{PullRule, Release, Synchrony};
 use crate::worker::Phase;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameKind};
+use gradlane_wire::{FrameFlags, FrameKind, PayloadForm};
 
 impl Engine {
     /// A rank's contribution to an owned slice is whole.
-    pub(crate) fn add_part(&mut self, slice: SliceId, rank: Rank, part: Part, priority: Priority) {
+    pub(crate) fn add_part(
+        &mut self,
+        slice: SliceId,
+        rank: Rank,
+        part: Contribution,
+        priority: Priority,
+    ) {
         let owned = self.server.owned.get(&slice).expect("only the owner collects a slice");
         let step = owned.step;
-        if self.applies_each(step) {
+        if self.is_async(step) {
             self.add_push(slice, rank, part, priority);
             return;
         }
-        let chooses = self.chooses(step);
+        let drops_stragglers = self.drops_stragglers(step);
         let contributors = self.contributors(step) as usize;
         let Some(owned) = self.server.owned.get_mut(&slice) else {
             return;
         };
         let form = match part {
-            Part::Own | Part::Buffer(_) => Some(Codec::Raw),
-            Part::Encoded(_) => Some(Codec::Encoded),
-            Part::Absent => None,
+            Contribution::Own | Contribution::Buffer(_) => Some(PayloadForm::Raw),
+            Contribution::Encoded(_) => Some(PayloadForm::Encoded),
+            Contribution::Absent => None,
         };
         let mixed = form.is_some_and(|form| *owned.form.get_or_insert(form) != form);
         if mixed {
@@ -42,16 +48,16 @@ impl Engine {
             self.abort(&reason);
             return;
         }
-        owned.collected.insert(rank, part);
+        owned.contributions.insert(rank, part);
         owned.priority = priority;
-        if chooses {
+        if drops_stragglers {
             return self.reduce_if_decided(slice);
         }
-        if owned.collected.whole() < contributors {
+        if owned.contributions.whole() < contributors {
             return;
         }
         owned.reducing = true;
-        let parts = owned.collected.take_whole();
+        let parts = owned.contributions.take_whole();
         self.reduce(slice, step, parts, priority);
     }
 
@@ -60,31 +66,31 @@ impl Engine {
         &mut self,
         slice: SliceId,
         step: Step,
-        parts: Vec<(Rank, Part)>,
+        parts: Vec<(Rank, Contribution)>,
         priority: Priority,
     ) {
-        if parts.iter().all(|&(_, part)| part == Part::Absent) {
-            self.deliver(slice, step, None, Codec::Raw, false);
+        if parts.iter().all(|&(_, part)| part == Contribution::Absent) {
+            self.deliver(slice, step, None, PayloadForm::Raw, false);
         } else if self.plan.world_size == 1 && !self.needs_result(step) {
             // The mean over one rank is its gradient, which is in place already.
-            self.deliver(slice, step, None, Codec::Raw, true);
+            self.deliver(slice, step, None, PayloadForm::Raw, true);
         } else {
             let key = self.slice_key(step, priority, slice);
-            self.work.push(key, Pending::Reduce { slice, step, parts });
+            self.jobs.push(key, Pending::Reduce { slice, step, parts });
         }
     }
 
-    /// The next piece of work for the driver's threads, most urgent first.
-    pub fn poll_work(&mut self) -> Option<Work> {
-        if self.lifecycle.has_ended() || self.work.is_full() {
+    /// The next job for the driver's threads, most urgent first.
+    pub fn poll_job(&mut self) -> Option<Job> {
+        if self.lifecycle.has_ended() || self.jobs.is_full() {
             return None;
         }
         let encode = self.encodes.first();
-        if encode.is_some_and(|key| self.work.first().is_none_or(|other| key < other)) {
+        if encode.is_some_and(|key| self.jobs.first().is_none_or(|other| key < other)) {
             let (key, waiting) = self.encodes.pop()?;
             return Some(self.start_encode(key, waiting));
         }
-        match self.work.pop()? {
+        match self.jobs.pop()? {
             Pending::Reduce { slice, step, parts } => Some(self.start_reduce(slice, step, &parts)),
             Pending::AddRound { slice, step, received } => {
                 Some(self.start_round(slice, step, received))
@@ -102,22 +108,22 @@ impl Engine {
         }
     }
 
-    fn start_reduce(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Part)]) -> Work {
-        if parts.iter().any(|&(_, part)| matches!(part, Part::Encoded(_))) {
+    fn start_reduce(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Contribution)]) -> Job {
+        if parts.iter().any(|&(_, part)| matches!(part, Contribution::Encoded(_))) {
             return self.start_recode(slice, step, parts);
         }
         let bytes = self.plan.slice_bytes(slice);
         let mut buffers = parts.iter().filter_map(|&(_, part)| match part {
-            Part::Buffer(buffer) => Some(buffer),
+            Contribution::Buffer(buffer) => Some(buffer),
             _ => None,
         });
         let reused = buffers.next();
         let spent: Vec<BufferRef> = buffers.collect();
         let output = reused.unwrap_or_else(|| self.buffers.acquire(bytes));
         let inputs = parts.iter().filter_map(|&(_, part)| match part {
-            Part::Own => Some(self.gradient_region(slice)),
-            Part::Buffer(buffer) | Part::Encoded(buffer) => Some(buffer.whole()),
-            Part::Absent => None,
+            Contribution::Own => Some(self.gradient_region(slice)),
+            Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
+            Contribution::Absent => None,
         });
         let inputs: Vec<Region> = inputs.collect();
         let absent = inputs.len() < parts.len();
@@ -139,11 +145,11 @@ impl Engine {
     }
 
     /// Encoded contributions are decoded and added up; the mean is encoded, or applied.
-    fn start_recode(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Part)]) -> Work {
+    fn start_recode(&mut self, slice: SliceId, step: Step, parts: &[(Rank, Contribution)]) -> Job {
         let spent: Vec<BufferRef> = parts
             .iter()
             .filter_map(|&(_, part)| match part {
-                Part::Encoded(buffer) => Some(buffer),
+                Contribution::Encoded(buffer) => Some(buffer),
                 _ => None,
             })
             .collect();
@@ -157,32 +163,33 @@ impl Engine {
             output = self.buffers.acquire(self.plan.slice_bytes(slice));
             (in_place, encoded) = (false, false);
             let output = output.whole();
-            operation = Operation::DecodeApply { inputs, absent, divisor, parameters, output };
+            operation =
+                Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output };
         } else {
             let is_current = step == self.worker.step;
             let copy_to = self.open_region(slice).filter(|_| is_current);
-            output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+            output = self.buffers.acquire(self.plan.bytes_as(slice, PayloadForm::Encoded));
             (in_place, encoded) = (copy_to.is_some(), true);
             let output = output.whole();
-            operation = Operation::Recode { inputs, absent, divisor, output, copy_to };
+            operation = Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to };
         }
         let running = Running::Reduce { slice, step, output, spent, in_place, encoded };
         self.hand_out(slice, step, operation, running)
     }
 
-    fn start_install(&mut self, slice: SliceId, step: Step, buffer: BufferRef) -> Work {
+    fn start_install(&mut self, slice: SliceId, step: Step, buffer: BufferRef) -> Job {
         let to = self.open_region(slice).expect("memory that was opened stays open in its step");
         let from = buffer.whole();
         let operation = match self.worker.slice(slice).form {
-            Codec::Raw => Operation::Copy { from, to },
-            Codec::Encoded => Operation::Decode { from, to },
+            PayloadForm::Raw => Operation::Copy { from, to },
+            PayloadForm::Encoded => Operation::Decode { from, to },
         };
         self.hand_out(slice, step, operation, Running::Install { slice, buffer })
     }
 
     /// Whether one rank's contribution alone is not the result already.
     fn needs_result(&self, step: Step) -> bool {
-        self.updates_on_server(step) || self.plan.strategy.ready == ReadyRule::Each
+        self.updates_on_server(step) || self.plan.strategy.synchrony == Synchrony::Async
     }
 
     pub(crate) fn hand_out(
@@ -191,31 +198,32 @@ impl Engine {
         step: Step,
         operation: Operation,
         running: Running,
-    ) -> Work {
+    ) -> Job {
         let tensor = self.plan.slice(slice).tensor;
         let priority = self.priorities.priority(step, tensor);
-        Work { id: self.work.start(running), slice, tensor, step, priority, operation }
+        Job { id: self.jobs.start(running), slice, tensor, step, priority, operation }
     }
 
-    /// The driver has done a piece of work.
+    /// The driver has done a job.
     ///
     /// # Panics
-    /// When the work was never handed out or is reported twice.
-    pub fn handle_work_done(&mut self, id: WorkId) {
+    /// When the job was never handed out or is reported twice.
+    pub fn handle_job_done(&mut self, id: JobId) {
         self.finish_work(id, None);
     }
 
-    /// The driver has done a piece of work whose output is an encoding of so many bytes. Where all
-    /// are equally long, [`Engine::handle_work_done`] says the same.
+    /// The driver has done a job whose output is an encoding of so many bytes. Where all
+    /// are equally long, [`Engine::handle_job_done`] says the same.
     ///
     /// # Panics
-    /// As [`Engine::handle_work_done`]; when there is no room for so many bytes.
-    pub fn handle_encoded(&mut self, id: WorkId, bytes: u64) {
+    /// As [`Engine::handle_job_done`]; when there is no room for so many bytes.
+    pub fn handle_encoded(&mut self, id: JobId, bytes: u64) {
         self.finish_work(id, Some(bytes));
     }
 
-    fn finish_work(&mut self, id: WorkId, bytes: Option<u64>) {
-        let running = self.work.finish(id).expect("work is reported once, after it was handed out");
+    fn finish_work(&mut self, id: JobId, bytes: Option<u64>) {
+        let running =
+            self.jobs.finish(id).expect("a job is reported once, after it was handed out");
         if self.lifecycle.has_ended() {
             return;
         }
@@ -233,15 +241,15 @@ impl Engine {
                 for buffer in spent {
                     self.buffers.release(buffer, &mut self.events);
                 }
-                let form = if encoded { Codec::Encoded } else { Codec::Raw };
+                let form = if encoded { PayloadForm::Encoded } else { PayloadForm::Raw };
                 self.deliver(slice, step, Some(fitted(output)), form, in_place);
             }
             Running::AddRound { slice, step, output, spent, encoded } => {
                 if let Some(buffer) = spent {
                     self.buffers.release(buffer, &mut self.events);
                 }
-                let form = if encoded { Codec::Encoded } else { Codec::Raw };
-                self.added_round(slice, step, fitted(output), form);
+                let form = if encoded { PayloadForm::Encoded } else { PayloadForm::Raw };
+                self.ring_sum_done(slice, step, fitted(output), form);
             }
             Running::ScaleRound { slice, step, output } => {
                 self.send_scales(slice, step, Some(output));
@@ -262,7 +270,7 @@ impl Engine {
         slice: SliceId,
         step: Step,
         buffer: Option<BufferRef>,
-        form: Codec,
+        form: PayloadForm,
         in_place: bool,
     ) {
         let owned = self.server.owned.get_mut(&slice).expect("only the owner delivers a slice");
@@ -277,7 +285,7 @@ impl Engine {
             self.answer_pull(slice, step, rank);
         }
         match buffer {
-            _ if self.only_serves() => self.served(step),
+            _ if self.is_dedicated_server() => self.served(step),
             _ if self.keep_ahead(slice, step, buffer, form) => {}
             None if !in_place => self.nothing_to_install(slice, false),
             Some(buffer) if !in_place => {
@@ -292,7 +300,7 @@ impl Engine {
         if let Some(buffer) = buffer {
             self.buffers.release(buffer, &mut self.events);
         }
-        if self.plan.strategy.pull == PullRule::AfterNotice && !self.only_serves() {
+        if self.plan.strategy.pull == PullRule::AfterNotice && !self.is_dedicated_server() {
             self.announced(self.plan.slice(slice).tensor);
         }
     }
@@ -303,7 +311,7 @@ impl Engine {
         slice: SliceId,
         step: Step,
         buffer: Option<BufferRef>,
-        form: Codec,
+        form: PayloadForm,
         priority: Priority,
     ) {
         let others = self.plan.workers_but(self.rank());
@@ -334,11 +342,11 @@ impl Engine {
         &self,
         slice: SliceId,
         step: Step,
-        (buffer, form): (Option<BufferRef>, Codec),
+        (buffer, form): (Option<BufferRef>, PayloadForm),
         priority: Priority,
     ) -> Message {
         let mut header = self.slice_header(FrameKind::Broadcast, step, slice, priority);
-        header.codec = form;
+        header.form = form;
         let body = match buffer {
             Some(buffer) => Body::Region(buffer.whole()),
             None => {
@@ -363,7 +371,7 @@ impl Engine {
 
     /// The last frame of a result to one rank is with the kernel.
     pub(crate) fn result_sent(&mut self, slice: SliceId, step: Step, rank: Rank) {
-        if self.applies_each(step) {
+        if self.is_async(step) {
             self.answer_sent(slice, rank);
             return;
         }
@@ -395,7 +403,7 @@ impl Engine {
     /// A slice's result is here and has no bytes. Where the step may go on without this rank, its own
     /// push may still be under way, and reads memory that is the engine's until then.
     pub(crate) fn nothing_to_install(&mut self, slice: SliceId, has_value: bool) {
-        if self.chooses(self.worker.step) {
+        if self.drops_stragglers(self.worker.step) {
             self.worker.slice_mut(slice).phase = Phase::Empty { has_value };
             return self.install_if_open(slice);
         }

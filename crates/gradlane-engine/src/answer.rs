@@ -31,10 +31,10 @@ impl Plan {
     /// The rank that answers for a tensor; none where every rank gets all blocks, and of tensors
     /// without blocks.
     #[must_use]
-    pub fn answerer(&self, tensor: TensorId) -> Option<Rank> {
+    pub fn root(&self, tensor: TensorId) -> Option<Rank> {
         let planned = self.tensor(tensor);
         let first = self.slices.get(planned.slices.start as usize)?;
-        (planned.scheme == Scheme::Answer).then_some(first.owner)
+        (planned.scheme == Scheme::GatherToRoot).then_some(first.owner)
     }
 }
 
@@ -43,15 +43,15 @@ impl Engine {
     /// `Memory::Gradient`. The engine owns it until the tensor is ready.
     ///
     /// # Errors
-    /// Where this rank was not asked in this step (see [`Event::BlocksCollected`]) or has answered, and
+    /// Where this rank was not asked in this step (see [`Event::RootRequest`]) or has answered, and
     /// as [`Engine::block_ready`].
-    pub fn answer_ready(
+    pub(crate) fn root_result_ready(
         &mut self,
         tensor: TensorId,
         step: Step,
         bytes: u64,
     ) -> Result<(), UsageError> {
-        self.check_call(tensor, step, "answer_ready")?;
+        self.check_call(tensor, step, "root_result_ready")?;
         self.check_block_bytes(tensor, bytes)?;
         let gathering = self.gather.of(tensor, step);
         if gathering.is_none_or(|it| it.answer != Answer::Asked) {
@@ -74,7 +74,7 @@ impl Engine {
 
     /// Asks the application once all blocks are here, and tells of the tensor when the answer is.
     pub(crate) fn complete_answer(&mut self, tensor: TensorId, step: Step) {
-        let Some(owner) = self.plan.answerer(tensor) else {
+        let Some(owner) = self.plan.root(tensor) else {
             return;
         };
         let workers = self.plan.workers();
@@ -101,7 +101,7 @@ impl Engine {
                 let buffers = gathering.buffers();
                 self.gather.entry(tensor, step).answer = Answer::Asked;
                 self.gather.hold(tensor, step, buffers);
-                self.events.push_back(Event::BlocksCollected { tensor, step, blocks });
+                self.events.push_back(Event::RootRequest { tensor, step, blocks });
             }
             Answer::Given(bytes) if gathering.unsent == 0 => {
                 self.gather.forget(tensor, step);

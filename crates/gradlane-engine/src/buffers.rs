@@ -1,6 +1,6 @@
 //! Scratch buffers by number. The engine decides when one is needed and when it is free; the driver
 //! owns the bytes. A buffer lives as long as something refers to it: a transmission, a pending
-//! installation, a piece of work. Its number is used again only after the driver has heard that it
+//! installation, a job. Its number is used again only after the driver has heard that it
 //! is free: the driver would otherwise free the bytes of the next buffer of that number.
 
 use crate::io::{BufferRef, Event};

@@ -1,16 +1,16 @@
 //! What this rank contributes to a step: a gradient that is ready, or word that there is none; and
 //! the pushes that come of it.
 
-use crate::encoding::Waiting;
+use crate::encoding::PendingEncode;
 use crate::engine::Engine;
 use crate::error::UsageError;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
-use crate::server::Part;
-use crate::worker::Contribution;
+use crate::server::Contribution;
+use crate::worker::Submission;
 use alloc::format;
 use gradlane_units::{Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameKind};
+use gradlane_wire::{FrameFlags, FrameKind, PayloadForm};
 
 impl Engine {
     /// A tensor's gradient is ready in memory that the driver knows as `Memory::Gradient`. From now
@@ -20,7 +20,11 @@ impl Engine {
     /// # Errors
     /// For an unknown tensor, a second call in a step, another step than the current one, or an
     /// ended session. Nothing was changed then.
-    pub fn gradient_ready(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+    pub(crate) fn gradient_ready(
+        &mut self,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<(), UsageError> {
         self.check_call(tensor, step, "gradient_ready")?;
         let planned = self.plan.tensor(tensor);
         if planned.scheme.has_blocks() {
@@ -28,7 +32,7 @@ impl Engine {
             let message = format!("tensor {name:?} has blocks of any size: use block_ready");
             return Err(UsageError::Argument(message));
         }
-        self.contribute(tensor, step, Contribution::Gradient, "gradient_ready")
+        self.contribute(tensor, step, Submission::Gradient, "gradient_ready")
     }
 
     /// This rank has no gradient for a tensor in this step; others' count as the sum, zeros for
@@ -36,15 +40,15 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::gradient_ready`].
-    pub fn tensor_absent(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
-        self.contribute(tensor, step, Contribution::Absent, "tensor_absent")
+    pub(crate) fn tensor_absent(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+        self.contribute(tensor, step, Submission::Absent, "tensor_absent")
     }
 
     pub(crate) fn contribute(
         &mut self,
         tensor: TensorId,
         step: Step,
-        contribution: Contribution,
+        submission: Submission,
         call: &'static str,
     ) -> Result<(), UsageError> {
         self.check_call(tensor, step, call)?;
@@ -53,21 +57,21 @@ impl Engine {
             let message = format!("tensor {name:?} is not trained: it has no gradient in {step}");
             return Err(UsageError::Argument(message));
         }
-        if self.lacks_initial(step, self.rank(), contribution == Contribution::Absent) {
+        if self.lacks_initial(step, self.rank(), submission == Submission::Absent) {
             let message = format!("tensor {name:?} has no value to start from, which updates need");
             return Err(UsageError::Argument(message));
         }
-        if self.worker.tensor(tensor).contribution != Contribution::Missing {
+        if self.worker.tensor(tensor).submission != Submission::Missing {
             return Err(UsageError::Twice { name: name.clone(), step });
         }
-        self.worker.tensor_mut(tensor).contribution = contribution;
+        self.worker.tensor_mut(tensor).submission = submission;
         self.worker.uncontributed -= 1;
         self.lifecycle.progressed();
         match &mut self.switch {
             Some(switch) if step >= switch.hold_from => switch.held.push(tensor),
             _ => self.send_contribution(tensor),
         }
-        self.contributed_choosing(tensor, step);
+        self.on_submitted(tensor, step);
         Ok(())
     }
 
@@ -76,24 +80,24 @@ impl Engine {
         match self.plan.tensor(tensor).scheme {
             Scheme::Ps => {}
             Scheme::Ring => return self.contribute_round(tensor),
-            Scheme::Gather | Scheme::Answer => return self.contribute_block(tensor),
+            Scheme::AllGather | Scheme::GatherToRoot => return self.contribute_block(tensor),
         }
         let step = self.worker.step;
-        let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
+        let absent = self.worker.tensor(tensor).submission == Submission::Absent;
         let contributes = self.contributes(self.rank(), step);
         let priority = self.priorities.priority(step, tensor);
         for slice in self.plan.slices_of(tensor) {
             let owner = self.plan.slice(slice).owner;
-            let encoded = contributes && !absent && self.own_form(slice) == Codec::Encoded;
+            let encoded = contributes && !absent && self.own_form(slice) == PayloadForm::Encoded;
             if !contributes {
                 self.worker.slice_mut(slice).push_sent = true;
                 self.install_if_open(slice);
             } else if encoded {
                 let key = self.keys.slice(step, priority, tensor, slice);
-                self.encodes.push(owner, key, Waiting { slice, step });
+                self.encodes.push(owner, key, PendingEncode { slice, step });
             } else if owner == self.rank() {
                 self.worker.slice_mut(slice).push_sent = true;
-                let part = if absent { Part::Absent } else { Part::Own };
+                let part = if absent { Contribution::Absent } else { Contribution::Own };
                 self.add_part(slice, self.rank(), part, priority);
             } else {
                 let key = self.keys.slice(step, priority, tensor, slice);

@@ -1,4 +1,4 @@
-//! The ready rule `Set`: a step goes on without the ranks that are late.
+//! The synchrony `BackupWorkers`: a step goes on without the ranks that are late.
 //!
 //! Rank 0 decides who is in (see `coordinator`) and tells all ranks. An owner collects contributions as
 //! ever, but reduces a slice only when it knows the set and has all of it; what came from others is
@@ -9,19 +9,19 @@
 //! and becomes a step's result when the rank comes to that step. The owner's side of a rank that is
 //! late goes on like any other's: only its own worker waits.
 
-use crate::collected::Arriving;
-use crate::coordinator::{Coordinator, Entry};
+use crate::contribution_set::Arriving;
+use crate::coordinator::{Coordinator, StepEntry};
 use crate::engine::Engine;
 use crate::error::UsageError;
-use crate::inbound::Checked;
 use crate::io::Event;
-use crate::latecomers::Ahead;
+use crate::late_pushes::EarlyResult;
+use crate::median_window::MedianWindow;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
-use crate::recent::Recent;
+use crate::receive::Validated;
 use crate::scheduler::{Body, Message};
-use crate::server::Part;
-use crate::worker::{Contribution, Phase};
+use crate::server::Contribution;
+use crate::worker::{Phase, Submission};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
@@ -45,8 +45,8 @@ pub(crate) struct Contributors {
     /// When this rank heard of the newest.
     newest_at: Time,
     /// Times between decisions, as this rank heard of them.
-    between: Recent,
-    pub(crate) ahead: BTreeMap<(Step, SliceId), Ahead>,
+    between: MedianWindow,
+    pub(crate) ahead: BTreeMap<(Step, SliceId), EarlyResult>,
     /// Pushes that are arriving too late, by slice and sender.
     pub(crate) late: BTreeMap<(SliceId, Rank), (Step, Arriving)>,
     /// Whether this rank takes no part in the current step.
@@ -55,7 +55,7 @@ pub(crate) struct Contributors {
 
 impl Contributors {
     pub(crate) fn new(plan: &Plan, rank: Rank) -> Contributors {
-        let rule = plan.strategy.ready.set().filter(|_| rank == Rank(0));
+        let rule = plan.strategy.synchrony.stragglers().filter(|_| rank == Rank(0));
         let coordinator = rule.map(|rule| Coordinator::new(rule, plan.world_size));
         Contributors { coordinator, ..Contributors::default() }
     }
@@ -98,12 +98,12 @@ impl Contributors {
 
 impl Engine {
     /// Whether contributors are chosen for a step.
-    pub(crate) fn chooses(&self, step: Step) -> bool {
-        step.0 > 0 && self.plan.strategy.ready.set().is_some()
+    pub(crate) fn drops_stragglers(&self, step: Step) -> bool {
+        step.0 > 0 && self.plan.strategy.synchrony.stragglers().is_some()
     }
 
     /// Whether this rank may still contribute to the current step.
-    pub(crate) fn is_welcome(&self, step: Step) -> bool {
+    pub(crate) fn may_contribute(&self, step: Step) -> bool {
         let is_in = |set: &RankSet| set.contains(self.rank());
         !self.contributors.passes && self.contributors.set(step).is_none_or(is_in)
     }
@@ -114,15 +114,15 @@ impl Engine {
     /// # Errors
     /// As [`Engine::step_begin`]; when contributors are not chosen, or this rank was in the step
     /// before, so that others may count on it.
-    pub fn step_pass(&mut self, step: Step) -> Result<(), UsageError> {
+    pub(crate) fn step_pass(&mut self, step: Step) -> Result<(), UsageError> {
         let before = step.0.checked_sub(1).map(Step).unwrap_or_default();
         let was_out = self.contributors.set(before).is_some_and(|it| !it.contains(self.rank()));
         let decided = self.contributors.set(step).is_some();
-        if !self.chooses(step) || !(was_out || decided) {
+        if !self.drops_stragglers(step) || !(was_out || decided) {
             let what = format!("{step} cannot be passed: only a rank that was left out may");
             return Err(UsageError::Argument(what));
         }
-        self.begin(step, Entry::Passes)?;
+        self.begin(step, StepEntry::Pass)?;
         if decided {
             let now = self.lifecycle.now();
             let behind = self.contributors.is_behind(step, now).unwrap_or(false);
@@ -132,14 +132,14 @@ impl Engine {
     }
 
     /// The current step has begun: results that came before are its own, and rank 0 hears of it.
-    pub(crate) fn begun_choosing(&mut self, step: Step, entry: Entry) {
-        self.contributors.passes = entry == Entry::Passes;
-        if !self.chooses(step) {
+    pub(crate) fn on_step_begun(&mut self, step: Step, entry: StepEntry) {
+        self.contributors.passes = entry == StepEntry::Pass;
+        if !self.drops_stragglers(step) {
             return;
         }
         self.contributors.sets.retain(|&it, _| it.0 + SETS_KEPT >= step.0);
         let slices = (0..self.plan.slices.len() as u32).map(SliceId);
-        let here: Vec<(SliceId, Ahead)> = slices
+        let here: Vec<(SliceId, EarlyResult)> = slices
             .filter_map(|slice| Some((slice, self.contributors.ahead.remove(&(step, slice))?)))
             .collect();
         for (slice, ahead) in here {
@@ -159,21 +159,21 @@ impl Engine {
             }
         } else {
             let flags = match entry {
-                Entry::Trains => FrameFlags::NONE,
-                Entry::Passes => FrameFlags::ABSENT,
-                Entry::Gathers => FrameFlags::GATHERS,
+                StepEntry::Train => FrameFlags::NONE,
+                StepEntry::Pass => FrameFlags::ABSENT,
+                StepEntry::Barrier => FrameFlags::BARRIER,
             };
             self.tell_coordinator(FrameKind::StepBegun, flags);
         }
     }
 
     /// A tensor of the current step was handed over; with the last one rank 0 hears of it.
-    pub(crate) fn contributed_choosing(&mut self, tensor: TensorId, step: Step) {
-        if !self.chooses(step) {
+    pub(crate) fn on_submitted(&mut self, tensor: TensorId, step: Step) {
+        if !self.drops_stragglers(step) {
             return;
         }
         let is_last = self.worker.uncontributed == 0 && !self.contributors.passes;
-        if is_last && !self.is_welcome(step) {
+        if is_last && !self.may_contribute(step) {
             let behind = self.contributors.is_behind(step, self.lifecycle.now());
             let behind = behind.unwrap_or_else(|| self.has_whole_result(step));
             self.events.push_back(Event::LeftOut { step, behind });
@@ -189,7 +189,7 @@ impl Engine {
             let noted = self.note_complete(rank, step);
             debug_assert_eq!(noted, Ok(()), "a step is completed once");
         } else {
-            self.tell_coordinator(FrameKind::StepGiven, FrameFlags::NONE);
+            self.tell_coordinator(FrameKind::GradientsQueued, FrameFlags::NONE);
         }
     }
 
@@ -210,13 +210,18 @@ impl Engine {
     }
 
     /// What a frame between a rank and rank 0 must satisfy.
-    pub(crate) fn check_choosing(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn validate_straggler_frame(
+        &self,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Validated<()> {
         let (length, right_side) = match header.kind {
             FrameKind::Contributors => (self.plan.world_size.div_ceil(8), from == Rank(0)),
             _ => (0, self.rank() == Rank(0)),
         };
-        let chooses = self.chooses(header.step) && right_side && from != self.rank();
-        if chooses && header.length == length {
+        let drops_stragglers =
+            self.drops_stragglers(header.step) && right_side && from != self.rank();
+        if drops_stragglers && header.length == length {
             return Ok(());
         }
         Err(format!(
@@ -226,13 +231,13 @@ impl Engine {
     }
 
     /// A rank has begun a step; on rank 0.
-    pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
-        let entry = if header.flags.contains(FrameFlags::GATHERS) {
-            Entry::Gathers
+    pub(crate) fn take_step_begun(&mut self, from: Rank, header: &FrameHeader) -> Validated<()> {
+        let entry = if header.flags.contains(FrameFlags::BARRIER) {
+            StepEntry::Barrier
         } else if header.flags.contains(FrameFlags::ABSENT) {
-            Entry::Passes
+            StepEntry::Pass
         } else {
-            Entry::Trains
+            StepEntry::Train
         };
         let now = self.lifecycle.now();
         if let Some(coordinator) = &mut self.contributors.coordinator {
@@ -243,11 +248,11 @@ impl Engine {
     }
 
     /// All gradients of a rank are queued; on rank 0.
-    pub(crate) fn take_step_given(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn take_step_given(&mut self, from: Rank, header: &FrameHeader) -> Validated<()> {
         self.note_complete(from, header.step)
     }
 
-    fn note_complete(&mut self, rank: Rank, step: Step) -> Checked<()> {
+    fn note_complete(&mut self, rank: Rank, step: Step) -> Validated<()> {
         let now = self.lifecycle.now();
         if let Some(coordinator) = &mut self.contributors.coordinator {
             if let Some(lateness) = coordinator.completed(rank, step, now)? {
@@ -279,7 +284,7 @@ impl Engine {
         &mut self,
         header: &FrameHeader,
         payload: &[u8],
-    ) -> Checked<()> {
+    ) -> Validated<()> {
         let newest = self.contributors.newest;
         let set = RankSet::from_bytes(self.plan.world_size, payload);
         let Some(set) = set.filter(|set| !set.is_empty() && header.step == newest.next()) else {
@@ -294,11 +299,12 @@ impl Engine {
         let now = self.lifecycle.now();
         if self.contributors.newest > Step(0) {
             let since = now.since(self.contributors.newest_at);
-            self.contributors.between.note(since);
+            self.contributors.between.record(since);
         }
         (self.contributors.newest, self.contributors.newest_at) = (step, now);
         self.contributors.sets.insert(step, set.clone());
-        self.events.push_back(Event::Decided { step, contributors: set.iter().collect() });
+        self.events
+            .push_back(Event::ContributorsDecided { step, contributors: set.iter().collect() });
         if step == self.worker.step && self.worker.begun {
             self.decided_current(set);
         }
@@ -324,7 +330,7 @@ impl Engine {
             }
         }
         for tensor in (0..self.plan.tensors.len() as u32).map(TensorId) {
-            let given = self.worker.tensor(tensor).contribution != Contribution::Missing;
+            let given = self.worker.tensor(tensor).submission != Submission::Missing;
             if given && self.plan.takes_part(tensor, step) {
                 self.part_done(tensor);
             }
@@ -339,18 +345,18 @@ impl Engine {
         let Some(set) = self.contributors.sets.get(&owned.step).filter(|_| !owned.reducing) else {
             return;
         };
-        if !set.iter().all(|rank| owned.collected.has(rank)) {
+        if !set.iter().all(|rank| owned.contributions.has(rank)) {
             return;
         }
         let (parts, others): (Vec<_>, Vec<_>) =
-            owned.collected.take_whole().into_iter().partition(|&(rank, _)| set.contains(rank));
+            owned.contributions.take_whole().into_iter().partition(|&(rank, _)| set.contains(rank));
         let (step, priority) = (owned.step, owned.priority);
         owned.reducing = true;
-        for (rank, arriving) in owned.collected.take_arriving() {
+        for (rank, arriving) in owned.contributions.take_arriving() {
             self.contributors.late.insert((slice, rank), (step, arriving));
         }
         for (_, part) in others {
-            if let Part::Buffer(buffer) | Part::Encoded(buffer) = part {
+            if let Contribution::Buffer(buffer) | Contribution::Encoded(buffer) = part {
                 self.buffers.release(buffer, &mut self.events);
             }
         }

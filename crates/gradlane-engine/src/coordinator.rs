@@ -1,4 +1,4 @@
-//! Rank 0's part of the ready rule `Set`: who contributed to which step is decided here, once a step,
+//! Rank 0's part of the synchrony `BackupWorkers`: who contributed to which step is decided here, once a step,
 //! for all slices of the step together. No rank is ever in for one slice and out for another.
 //!
 //! A rank says when it begins a step and when all its gradients of the step are queued. A step is
@@ -6,9 +6,9 @@
 //! result and go on. No step is decided while some rank is more than `ahead_steps` steps behind, since
 //! that rank has to keep all results that it has not come to.
 
+use crate::median_window::MedianWindow;
 use crate::rank_set::RankSet;
-use crate::recent::Recent;
-use crate::strategy::{Close, SetRule};
+use crate::strategy::{Cutoff, StragglerPolicy};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;
@@ -16,7 +16,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 use gradlane_units::{Rank, Step, Time};
 
-/// The least that `Close::Spread` waits beyond half of the ranks: this part of a step.
+/// The least that `Cutoff::Adaptive` waits beyond half of the ranks: this part of a step.
 const SPREAD_PART: u32 = 20;
 /// The slower half may be as far behind the middle as the faster is before it; ranks are not quite alike.
 const SPREAD_TIMES: u32 = 2;
@@ -25,17 +25,17 @@ const DEVIATION_TIMES: u32 = 3;
 
 /// How a rank begins a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
-    Trains,
+pub(crate) enum StepEntry {
+    Train,
     /// It contributes nothing, to be with the others again in the next step.
-    Passes,
+    Pass,
     /// It does something together with all ranks, which is no training: no rank is left out.
-    Gathers,
+    Barrier,
 }
 
 /// What a rank does in the step that it is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Presence {
+enum RankState {
     Training,
     /// All its gradients are queued.
     Complete(Time),
@@ -44,19 +44,19 @@ enum Presence {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Standing {
+struct RankProgress {
     step: Step,
-    gathers: bool,
+    is_barrier: bool,
     begun_at: Time,
-    presence: Presence,
+    presence: RankState,
 }
 
 /// What rank 0 knows of all ranks.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
-    rule: SetRule,
+    rule: StragglerPolicy,
     /// By rank.
-    standings: Vec<Standing>,
+    progress: Vec<RankProgress>,
     /// The last step that was decided.
     decided: Step,
     /// Who was in it.
@@ -64,37 +64,37 @@ pub(crate) struct Coordinator {
     /// When steps were decided that some rank may still be in.
     decided_at: BTreeMap<Step, Time>,
     /// From a decision until half of the next step's contributors were complete.
-    spans: Recent,
+    spans: MedianWindow,
     /// From the first of a step's contributors until half of them were complete.
-    leads: Recent,
+    leads: MedianWindow,
 }
 
 impl Coordinator {
-    pub(crate) fn new(rule: SetRule, world_size: u32) -> Coordinator {
-        let start = Standing {
+    pub(crate) fn new(rule: StragglerPolicy, world_size: u32) -> Coordinator {
+        let start = RankProgress {
             step: Step(0),
-            gathers: false,
+            is_barrier: false,
             begun_at: Time::ZERO,
-            presence: Presence::Training,
+            presence: RankState::Training,
         };
         Coordinator {
             rule,
-            standings: alloc::vec![start; world_size as usize],
+            progress: alloc::vec![start; world_size as usize],
             decided: Step(0),
             last: RankSet::all(world_size),
             decided_at: BTreeMap::new(),
-            spans: Recent::default(),
-            leads: Recent::default(),
+            spans: MedianWindow::default(),
+            leads: MedianWindow::default(),
         }
     }
 
     /// Goes on as if all ranks had been in all steps up to this one.
     pub(crate) fn skip(&mut self, step: Step) {
         self.decided = step;
-        self.last = RankSet::all(self.standings.len() as u32);
+        self.last = RankSet::all(self.progress.len() as u32);
         self.decided_at.clear();
-        for standing in &mut self.standings {
-            standing.step = step;
+        for progress in &mut self.progress {
+            progress.step = step;
         }
     }
 
@@ -103,48 +103,49 @@ impl Coordinator {
         &mut self,
         rank: Rank,
         step: Step,
-        entry: Entry,
+        entry: StepEntry,
         now: Time,
     ) -> Result<(), String> {
         self.check_alike(rank, step, entry)?;
-        let passes = entry == Entry::Passes;
+        let passes = entry == StepEntry::Pass;
         let last_excluded = self.decided > Step(0) && !self.last.contains(rank);
         let decided = self.decided;
-        let standing = &mut self.standings[rank.index()];
-        if step != standing.step.next() || step > decided.next() {
-            let at = standing.step;
+        let progress = &mut self.progress[rank.index()];
+        if step != progress.step.next() || step > decided.next() {
+            let at = progress.step;
             return Err(format!("beginning {step} after {at}, when {decided} is decided"));
         }
         if passes && step > decided && !last_excluded {
             return Err(format!("passing {step} after it was in {decided}"));
         }
-        let presence = if passes { Presence::Passing } else { Presence::Training };
-        *standing = Standing { step, gathers: entry == Entry::Gathers, begun_at: now, presence };
-        let first = self.standings.iter().map(|it| it.step).min().unwrap_or_default();
+        let presence = if passes { RankState::Passing } else { RankState::Training };
+        *progress =
+            RankProgress { step, is_barrier: entry == StepEntry::Barrier, begun_at: now, presence };
+        let first = self.progress.iter().map(|it| it.step).min().unwrap_or_default();
         self.decided_at.retain(|&step, _| step >= first || step >= decided);
         Ok(())
     }
 
     /// Where one rank gathers all, all must: who trains would be waited for in vain by the others.
-    fn check_alike(&self, rank: Rank, step: Step, entry: Entry) -> Result<(), String> {
-        let gathers = entry == Entry::Gathers;
-        let words = |gathers: bool| if gathers { "gathers all ranks" } else { "trains" };
-        let differs = |other: &Standing| other.step == step && other.gathers != gathers;
-        let others = match self.standings.iter().position(differs) {
-            Some(other) => format!("{} {}", Rank(other as u32), words(!gathers)),
-            None if gathers && step <= self.decided => "others have gone on".into(),
+    fn check_alike(&self, rank: Rank, step: Step, entry: StepEntry) -> Result<(), String> {
+        let is_barrier = entry == StepEntry::Barrier;
+        let words = |is_barrier: bool| if is_barrier { "gathers all ranks" } else { "trains" };
+        let differs = |other: &RankProgress| other.step == step && other.is_barrier != is_barrier;
+        let others = match self.progress.iter().position(differs) {
+            Some(other) => format!("{} {}", Rank(other as u32), words(!is_barrier)),
+            None if is_barrier && step <= self.decided => "others have gone on".into(),
             None => return Ok(()),
         };
         Err(format!(
             "{step}, in which {rank} {} and {others}: what all ranks do together between two steps \
              of training, they have to do after the same one",
-            words(gathers)
+            words(is_barrier)
         ))
     }
 
     /// Whether no rank may be left out of a step.
-    fn gathers(&self, step: Step) -> bool {
-        self.standings.iter().any(|it| it.step == step && it.gathers)
+    fn is_barrier(&self, step: Step) -> bool {
+        self.progress.iter().any(|it| it.step == step && it.is_barrier)
     }
 
     /// All gradients of a rank are queued. If the step was decided without it: since when.
@@ -154,35 +155,35 @@ impl Coordinator {
         step: Step,
         now: Time,
     ) -> Result<Option<Duration>, String> {
-        let standing = &mut self.standings[rank.index()];
-        if (standing.step, standing.presence) != (step, Presence::Training) {
-            return Err(format!("the end of {step} in {}", standing.step));
+        let progress = &mut self.progress[rank.index()];
+        if (progress.step, progress.presence) != (step, RankState::Training) {
+            return Err(format!("the end of {step} in {}", progress.step));
         }
-        standing.presence = Presence::Complete(now);
+        progress.presence = RankState::Complete(now);
         Ok(self.decided_at.get(&step).map(|&since| now.since(since)))
     }
 
     /// The next step's contributors, once they are known.
     pub(crate) fn decide(&mut self, now: Time) -> Option<(Step, RankSet)> {
         let step = self.decided.next();
-        if self.holds_back().next().is_some() {
+        if self.lagging().next().is_some() {
             return None;
         }
         let complete = self.complete(step);
-        let gathers = self.gathers(step);
-        let enough = match self.rule.close {
-            _ if gathers => complete.len() as usize == self.standings.len(),
-            Close::Backup { ranks } => complete.len() + ranks >= self.standings.len() as u32,
-            Close::Deadline { .. } | Close::Spread => {
+        let is_barrier = self.is_barrier(step);
+        let enough = match self.rule.cutoff {
+            _ if is_barrier => complete.len() as usize == self.progress.len(),
+            Cutoff::Backup { ranks } => complete.len() + ranks >= self.progress.len() as u32,
+            Cutoff::Deadline { .. } | Cutoff::Adaptive => {
                 let is_due = || self.deadline().is_some_and(|deadline| now >= deadline);
-                complete.len() >= self.least()
+                complete.len() >= self.min_contributors()
                     && (self.expected(&complete).next().is_none() || is_due())
             }
         };
         if !enough {
             return None;
         }
-        if !gathers {
+        if !is_barrier {
             self.note_span(&complete);
         }
         self.decided = step;
@@ -196,13 +197,15 @@ impl Coordinator {
         let step = self.decided.next();
         let mut complete = self.completions(&self.complete(step));
         complete.sort_unstable();
-        if (complete.len() as u32) < self.least() || self.gathers(step) {
+        if (complete.len() as u32) < self.min_contributors() || self.is_barrier(step) {
             return None;
         }
-        let usual = match self.rule.close {
-            Close::Backup { .. } => return None,
-            Close::Deadline { .. } => *self.decided_at.get(&self.decided)? + self.spans.median()?,
-            Close::Spread => complete[self.least() as usize - 1],
+        let usual = match self.rule.cutoff {
+            Cutoff::Backup { .. } => return None,
+            Cutoff::Deadline { .. } => {
+                *self.decided_at.get(&self.decided)? + self.spans.median()?
+            }
+            Cutoff::Adaptive => complete[self.min_contributors() as usize - 1],
         };
         Some(usual + self.allowance()?)
     }
@@ -210,36 +213,36 @@ impl Coordinator {
     /// How much later than half of the ranks a rank may be.
     fn allowance(&self) -> Option<Duration> {
         let span = self.spans.median()?;
-        match self.rule.close {
-            Close::Backup { .. } => None,
-            Close::Deadline { percent } => Some(span * (percent.saturating_sub(100)) / 100),
-            Close::Spread => {
+        match self.rule.cutoff {
+            Cutoff::Backup { .. } => None,
+            Cutoff::Deadline { percent } => Some(span * (percent.saturating_sub(100)) / 100),
+            Cutoff::Adaptive => {
                 let among = self.leads.median()? * SPREAD_TIMES;
-                let between = self.spans.deviation()? * DEVIATION_TIMES;
+                let between = self.spans.median_abs_deviation()? * DEVIATION_TIMES;
                 Some(among.max(between).max(span / SPREAD_PART))
             }
         }
     }
 
     /// Ranks that are in at least, where there is a deadline.
-    fn least(&self) -> u32 {
-        match self.rule.close {
-            Close::Spread => half(self.standings.len()) as u32 + 1,
+    fn min_contributors(&self) -> u32 {
+        match self.rule.cutoff {
+            Cutoff::Adaptive => half(self.progress.len()) as u32 + 1,
             _ => 1,
         }
     }
 
     /// Whether the deadline is all that is waited for, and may pass.
     pub(crate) fn poll_timeout(&self) -> Option<Time> {
-        self.holds_back().next().is_none().then(|| self.deadline()).flatten()
+        self.lagging().next().is_none().then(|| self.deadline()).flatten()
     }
 
     /// Ranks that the next decision waits for.
     pub(crate) fn awaited(&self) -> RankSet {
-        let mut awaited = RankSet::empty(self.standings.len() as u32);
+        let mut awaited = RankSet::empty(self.progress.len() as u32);
         let step = self.decided.next();
         let complete = self.complete(step);
-        let held: Vec<Rank> = self.holds_back().collect();
+        let held: Vec<Rank> = self.lagging().collect();
         let missing = self.ranks().filter(|&rank| held.is_empty() && !complete.contains(rank));
         for rank in held.iter().copied().chain(missing) {
             awaited.insert(rank);
@@ -248,22 +251,22 @@ impl Coordinator {
     }
 
     fn ranks(&self) -> impl Iterator<Item = Rank> {
-        (0..self.standings.len() as u32).map(Rank)
+        (0..self.progress.len() as u32).map(Rank)
     }
 
     /// Ranks that are so far behind that no further step may be decided.
-    fn holds_back(&self) -> impl Iterator<Item = Rank> + '_ {
+    fn lagging(&self) -> impl Iterator<Item = Rank> + '_ {
         let next = self.decided.next().0;
         let first = next.saturating_sub(u64::from(self.rule.ahead_steps));
-        self.ranks().filter(move |rank| self.standings[rank.index()].step.0 < first)
+        self.ranks().filter(move |rank| self.progress[rank.index()].step.0 < first)
     }
 
     /// Ranks that are complete in a step.
     fn complete(&self, step: Step) -> RankSet {
-        let mut complete = RankSet::empty(self.standings.len() as u32);
+        let mut complete = RankSet::empty(self.progress.len() as u32);
         for rank in self.ranks() {
-            let standing = self.standings[rank.index()];
-            if standing.step == step && matches!(standing.presence, Presence::Complete(_)) {
+            let progress = self.progress[rank.index()];
+            if progress.step == step && matches!(progress.presence, RankState::Complete(_)) {
                 complete.insert(rank);
             }
         }
@@ -276,10 +279,10 @@ impl Coordinator {
         let step = self.decided.next();
         let in_time = self.begins_in_time(complete);
         self.ranks().filter(move |&rank| {
-            let standing = self.standings[rank.index()];
-            if standing.step == step {
-                let late = in_time.is_some_and(|until| standing.begun_at > until);
-                standing.presence == Presence::Training && !late
+            let progress = self.progress[rank.index()];
+            if progress.step == step {
+                let late = in_time.is_some_and(|until| progress.begun_at > until);
+                progress.presence == RankState::Training && !late
             } else {
                 self.last.contains(rank)
             }
@@ -290,16 +293,16 @@ impl Coordinator {
     /// long as others take: known once half of all ranks are complete.
     fn begins_in_time(&self, complete: &RankSet) -> Option<Time> {
         let mut begun: Vec<Time> =
-            complete.iter().map(|rank| self.standings[rank.index()].begun_at).collect();
+            complete.iter().map(|rank| self.progress[rank.index()].begun_at).collect();
         begun.sort_unstable();
-        let is_half = begun.len() > half(self.standings.len());
+        let is_half = begun.len() > half(self.progress.len());
         Some(begun[half(begun.len())] + self.allowance()?).filter(|_| is_half)
     }
 
     /// When the ranks of a set were complete.
     fn completions(&self, set: &RankSet) -> Vec<Time> {
-        let at = |rank: Rank| match self.standings[rank.index()].presence {
-            Presence::Complete(at) => at,
+        let at = |rank: Rank| match self.progress[rank.index()].presence {
+            RankState::Complete(at) => at,
             _ => Time::ZERO,
         };
         set.iter().map(at).collect()
@@ -312,8 +315,8 @@ impl Coordinator {
         let mut times = self.completions(complete);
         times.sort_unstable();
         if let (Some(&first), Some(&middle)) = (times.first(), times.get(half(times.len()))) {
-            self.spans.note(middle.since(since));
-            self.leads.note(middle.since(first));
+            self.spans.record(middle.since(since));
+            self.leads.record(middle.since(first));
         }
     }
 }

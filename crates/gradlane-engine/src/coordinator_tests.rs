@@ -6,13 +6,13 @@ fn members(set: &RankSet) -> Vec<u32> {
     set.iter().map(|rank| rank.0).collect()
 }
 
-fn coordinator(close: Close, ahead_steps: u32, world_size: u32) -> Coordinator {
-    Coordinator::new(SetRule { close, ahead_steps }, world_size)
+fn coordinator(cutoff: Cutoff, ahead_steps: u32, world_size: u32) -> Coordinator {
+    Coordinator::new(StragglerPolicy { cutoff, ahead_steps }, world_size)
 }
 
 fn begin(it: &mut Coordinator, ranks: &[u32], step: u64, at: u64) {
     for &rank in ranks {
-        it.begun(Rank(rank), Step(step), Entry::Trains, Time(at)).expect("a rank that begins");
+        it.begun(Rank(rank), Step(step), StepEntry::Train, Time(at)).expect("a rank that begins");
     }
 }
 
@@ -22,7 +22,7 @@ fn complete(it: &mut Coordinator, rank: u32, step: u64, at: u64) -> Option<Durat
 
 #[test]
 fn backup_takes_the_first_and_tells_how_late_the_others_are() {
-    let mut it = coordinator(Close::Backup { ranks: 1 }, 2, 3);
+    let mut it = coordinator(Cutoff::Backup { ranks: 1 }, 2, 3);
     begin(&mut it, &[0, 1, 2], 1, 0);
     complete(&mut it, 2, 1, 10);
     assert!(it.decide(Time(10)).is_none());
@@ -35,7 +35,7 @@ fn backup_takes_the_first_and_tells_how_late_the_others_are() {
 
 #[test]
 fn a_rank_that_is_behind_holds_the_others_back() {
-    let mut it = coordinator(Close::Backup { ranks: 1 }, 2, 3);
+    let mut it = coordinator(Cutoff::Backup { ranks: 1 }, 2, 3);
     begin(&mut it, &[2], 1, 0);
     for step in 1..=3 {
         begin(&mut it, &[0, 1], step, step);
@@ -54,7 +54,7 @@ fn a_rank_that_is_behind_holds_the_others_back() {
 
 #[test]
 fn deadlines_follow_from_the_last_steps_and_late_ranks_are_waited_for_once() {
-    let mut it = coordinator(Close::Deadline { percent: 125 }, 4, 3);
+    let mut it = coordinator(Cutoff::Deadline { percent: 125 }, 4, 3);
     let mut now = 0;
     for step in 1..=7 {
         begin(&mut it, &[0, 1, 2], step, now);
@@ -82,8 +82,8 @@ fn deadlines_follow_from_the_last_steps_and_late_ranks_are_waited_for_once() {
 }
 
 /// Steps of 100, in which ranks 0 and 1 are complete 2 before ranks 2 and 3.
-fn steady(close: Close, steps: u64) -> (Coordinator, u64) {
-    let mut it = coordinator(close, 4, 4);
+fn steady(cutoff: Cutoff, steps: u64) -> (Coordinator, u64) {
+    let mut it = coordinator(cutoff, 4, 4);
     let mut now = 0;
     for step in 1..=steps {
         begin(&mut it, &[0, 1, 2, 3], step, now + 30);
@@ -98,7 +98,7 @@ fn steady(close: Close, steps: u64) -> (Coordinator, u64) {
 
 #[test]
 fn the_deadline_of_spread_runs_from_half_of_the_ranks_and_is_a_twentieth_at_least() {
-    let (mut it, now) = steady(Close::Spread, 7);
+    let (mut it, now) = steady(Cutoff::Adaptive, 7);
     begin(&mut it, &[0, 1, 2, 3], 8, now + 30);
     complete(&mut it, 0, 8, now + 140);
     assert_eq!(it.poll_timeout(), None, "one of four is not half");
@@ -114,7 +114,7 @@ fn the_deadline_of_spread_runs_from_half_of_the_ranks_and_is_a_twentieth_at_leas
 
 #[test]
 fn the_deadline_of_spread_is_later_where_ranks_or_steps_differ() {
-    let mut it = coordinator(Close::Spread, 4, 4);
+    let mut it = coordinator(Cutoff::Adaptive, 4, 4);
     let mut now = 0;
     for step in 1..=7 {
         begin(&mut it, &[0, 1, 2, 3], step, now);
@@ -134,7 +134,7 @@ fn the_deadline_of_spread_is_later_where_ranks_or_steps_differ() {
 
 #[test]
 fn who_begins_too_late_to_be_in_time_is_not_waited_for() {
-    for close in [Close::Spread, Close::Deadline { percent: 110 }] {
+    for close in [Cutoff::Adaptive, Cutoff::Deadline { percent: 110 }] {
         let (mut it, now) = steady(close, 7);
         begin(&mut it, &[0, 1, 2], 8, now + 30);
         begin(&mut it, &[3], 8, now + 60);
@@ -153,23 +153,27 @@ fn who_begins_too_late_to_be_in_time_is_not_waited_for() {
 
 #[test]
 fn who_was_in_cannot_pass_and_nobody_skips_or_repeats() {
-    let mut it = coordinator(Close::Backup { ranks: 1 }, 2, 3);
-    assert!(it.begun(Rank(0), Step(2), Entry::Trains, Time(1)).is_err());
-    assert!(it.begun(Rank(0), Step(1), Entry::Passes, Time(1)).is_err(), "nobody was left out yet");
+    let mut it = coordinator(Cutoff::Backup { ranks: 1 }, 2, 3);
+    assert!(it.begun(Rank(0), Step(2), StepEntry::Train, Time(1)).is_err());
+    assert!(
+        it.begun(Rank(0), Step(1), StepEntry::Pass, Time(1)).is_err(),
+        "nobody was left out yet"
+    );
     begin(&mut it, &[0, 1, 2], 1, 0);
     assert!(it.completed(Rank(0), Step(2), Time(0)).is_err());
     complete(&mut it, 0, 1, 1);
     assert!(it.completed(Rank(0), Step(1), Time(0)).is_err());
     complete(&mut it, 1, 1, 1);
     it.decide(Time(1)).expect("a decision");
-    assert!(it.begun(Rank(0), Step(2), Entry::Passes, Time(1)).is_err(), "it is needed");
-    assert!(it.begun(Rank(2), Step(2), Entry::Passes, Time(1)).is_ok());
+    assert!(it.begun(Rank(0), Step(2), StepEntry::Pass, Time(1)).is_err(), "it is needed");
+    assert!(it.begun(Rank(2), Step(2), StepEntry::Pass, Time(1)).is_ok());
     assert!(it.completed(Rank(2), Step(2), Time(2)).is_err(), "it passes");
 }
 
 #[test]
 fn nobody_is_left_out_of_a_step_that_gathers_all_and_it_says_nothing_of_steps() {
-    for close in [Close::Backup { ranks: 1 }, Close::Spread, Close::Deadline { percent: 110 }] {
+    for close in [Cutoff::Backup { ranks: 1 }, Cutoff::Adaptive, Cutoff::Deadline { percent: 110 }]
+    {
         let mut it = coordinator(close, 4, 3);
         let mut now = 0;
         for step in 1..=8 {
@@ -182,13 +186,14 @@ fn nobody_is_left_out_of_a_step_that_gathers_all_and_it_says_nothing_of_steps() 
         }
         let before = it.spans.median();
         for rank in 0..2 {
-            it.begun(Rank(rank), Step(9), Entry::Gathers, Time(now)).expect("a rank that begins");
+            it.begun(Rank(rank), Step(9), StepEntry::Barrier, Time(now))
+                .expect("a rank that begins");
             complete(&mut it, rank, 9, now + 1);
         }
         assert!(it.decide(Time(now + 100_000)).is_none(), "{close:?}");
         assert_eq!(it.poll_timeout(), None, "no deadline wakes anybody");
         assert_eq!(members(&it.awaited()), [2]);
-        it.begun(Rank(2), Step(9), Entry::Gathers, Time(now + 200_000)).expect("the last");
+        it.begun(Rank(2), Step(9), StepEntry::Barrier, Time(now + 200_000)).expect("the last");
         complete(&mut it, 2, 9, now + 200_001);
         let (step, set) = it.decide(Time(now + 200_001)).expect("a decision");
         assert_eq!((step, members(&set)), (Step(9), alloc::vec![0, 1, 2]));
@@ -198,17 +203,17 @@ fn nobody_is_left_out_of_a_step_that_gathers_all_and_it_says_nothing_of_steps() 
 
 #[test]
 fn ranks_that_gather_at_different_steps_are_told() {
-    let mut it = coordinator(Close::Backup { ranks: 1 }, 4, 3);
+    let mut it = coordinator(Cutoff::Backup { ranks: 1 }, 4, 3);
     begin(&mut it, &[0], 1, 0);
-    let refused = it.begun(Rank(1), Step(1), Entry::Gathers, Time(1)).expect_err("a refusal");
+    let refused = it.begun(Rank(1), Step(1), StepEntry::Barrier, Time(1)).expect_err("a refusal");
     assert!(refused.contains("rank 1 gathers all ranks and rank 0 trains"), "{refused}");
     begin(&mut it, &[1], 1, 1);
     complete(&mut it, 0, 1, 2);
     complete(&mut it, 1, 1, 2);
     assert!(it.decide(Time(2)).is_some());
-    let refused = it.begun(Rank(2), Step(1), Entry::Gathers, Time(3)).expect_err("a refusal");
+    let refused = it.begun(Rank(2), Step(1), StepEntry::Barrier, Time(3)).expect_err("a refusal");
     assert!(refused.contains("rank 2 gathers all ranks and rank 0 trains"), "{refused}");
     begin(&mut it, &[0, 1], 2, 3);
-    let refused = it.begun(Rank(2), Step(1), Entry::Gathers, Time(4)).expect_err("a refusal");
+    let refused = it.begun(Rank(2), Step(1), StepEntry::Barrier, Time(4)).expect_err("a refusal");
     assert!(refused.contains("others have gone on"), "{refused}");
 }

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 /// What waits for one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PeerDepth {
+pub struct PeerQueueStats {
     /// Messages that are not, or not wholly, handed out.
     pub messages: u64,
     /// Bytes of them that are still to be handed out, without headers.
@@ -14,7 +14,7 @@ pub struct PeerDepth {
     pub in_flight_bytes: u64,
 }
 
-impl PeerDepth {
+impl PeerQueueStats {
     pub(crate) fn add(&mut self, bytes: u64) {
         self.messages += 1;
         self.bytes += bytes;
@@ -23,17 +23,17 @@ impl PeerDepth {
 
 /// What waits in all queues.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct QueueDepths {
+pub struct QueueStats {
     /// By rank; zeros for the engine's own.
-    pub peers: Vec<PeerDepth>,
+    pub peers: Vec<PeerQueueStats>,
     /// Works that the driver has not asked for yet.
-    pub works: u64,
+    pub jobs: u64,
 }
 
 impl Engine {
     /// What waits now; takes time in proportion to what is there.
     #[must_use]
-    pub fn queue_depths(&self) -> QueueDepths {
-        QueueDepths { peers: self.scheduler.depths(), works: self.work.waiting() as u64 }
+    pub fn queue_stats(&self) -> QueueStats {
+        QueueStats { peers: self.scheduler.depths(), jobs: self.jobs.waiting() as u64 }
     }
 }

@@ -1,29 +1,30 @@
 //! Encodings: what the engine knows of a codec is how long an encoded slice is at most. What is in it
-//! is the driver's: the engine hands out works that encode and decode, and moves the buffers.
+//! is the driver's: the engine hands out jobs that encode and decode, and moves the buffers.
 //!
 //! Contributions are encoded late, most urgent first, and only so many ahead of sending: what is
 //! encoded and waits for its socket holds a buffer, and can no longer be passed over.
 
 use crate::engine::Engine;
 use crate::error::PlanError;
-use crate::io::{BufferRef, Operation, Work};
+use crate::io::{BufferRef, Job, Operation};
+use crate::jobs::Running;
 use crate::plan::{Plan, Update};
-use crate::scheduler::{Body, Key, Message};
-use crate::server::Part;
-use crate::work::Running;
+use crate::scheduler::{Body, Message, OrderKey};
+use crate::server::Contribution;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Coding, Rank, RingBytes, SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_units::{CodecSizes, Rank, RingBytes, SliceId, Step, TensorId};
+use gradlane_wire::{FrameKind, PayloadForm};
 use serde::{Deserialize, Serialize};
 
 /// How the slices of one tensor travel after step 0.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Encoding {
+pub struct CodecPlan {
     /// The codec, in the canonical text of `gradlane-codec`.
-    pub codec: String,
+    #[serde(rename = "codec")]
+    pub name: String,
     /// Sizes of the tensor's dimensions in the order of its storage, which some codecs go by.
     pub sizes: Vec<u64>,
     /// Slices begin at multiples of so many elements.
@@ -40,7 +41,7 @@ pub struct Encoding {
     pub scales: Vec<(u64, u64)>,
 }
 
-impl Encoding {
+impl CodecPlan {
     /// The most bytes of an encoded slice of so many elements; none for a length of no slice.
     #[must_use]
     pub fn bytes_max(&self, elements: u64) -> Option<u64> {
@@ -54,7 +55,7 @@ impl Encoding {
     }
 }
 
-impl Encoding {
+impl CodecPlan {
     /// The same on a ring, where codes may be added up as integers.
     ///
     /// # Errors
@@ -62,12 +63,12 @@ impl Encoding {
     pub(crate) fn round_ring(
         mut self,
         tensor: &str,
-        coding: &dyn Coding,
+        codec: &dyn CodecSizes,
         world_size: u32,
-    ) -> Result<Encoding, PlanError> {
+    ) -> Result<CodecPlan, PlanError> {
         for (length, bytes) in &mut self.bytes {
-            let on_ring = coding.ring_bytes(*length, world_size).map_err(|why| {
-                let codec = &self.codec;
+            let on_ring = codec.ring_bytes(*length, world_size).map_err(|why| {
+                let codec = &self.name;
                 PlanError::new(format!(
                     "tensor {tensor:?} has scheme ring and codec {codec:?}: {why}"
                 ))
@@ -91,11 +92,11 @@ impl Plan {
     /// # Panics
     /// When the tensor has no encoding and is asked for as encoded.
     #[must_use]
-    pub fn bytes_as(&self, slice: SliceId, form: Codec) -> u64 {
+    pub fn bytes_as(&self, slice: SliceId, form: PayloadForm) -> u64 {
         match form {
-            Codec::Raw => self.slice_bytes(slice),
-            Codec::Encoded => {
-                let Some(encoding) = self.encoding(slice) else {
+            PayloadForm::Raw => self.slice_bytes(slice),
+            PayloadForm::Encoded => {
+                let Some(encoding) = self.codec(slice) else {
                     unreachable!("{slice} is of a tensor without an encoding");
                 };
                 let elements = self.slice(slice).length;
@@ -107,20 +108,20 @@ impl Plan {
     /// Bytes of the scales of a slice whose codes a ring adds up as integers; none where it does not.
     #[must_use]
     pub fn scale_bytes(&self, slice: SliceId) -> Option<u64> {
-        self.encoding(slice)?.scale_bytes(self.slice(slice).length)
+        self.codec(slice)?.scale_bytes(self.slice(slice).length)
     }
 
     /// Numbers that are kept for each value of a tensor of what its encoding loses.
     #[must_use]
     pub fn residual_width(&self, tensor: TensorId) -> usize {
-        let encoding = self.tensor(tensor).encoding.as_ref();
+        let encoding = self.tensor(tensor).codec.as_ref();
         encoding.map_or(0, |encoding| encoding.residual_width as usize)
     }
 
     /// The encoding of the tensor that a slice is part of.
     #[must_use]
-    pub fn encoding(&self, slice: SliceId) -> Option<&Encoding> {
-        self.tensor(self.slice(slice).tensor).encoding.as_ref()
+    pub fn codec(&self, slice: SliceId) -> Option<&CodecPlan> {
+        self.tensor(self.slice(slice).tensor).codec.as_ref()
     }
 
     /// Whether a frame of this kind may carry a slice as encoded bytes. Step 0 spreads exact values,
@@ -128,18 +129,18 @@ impl Plan {
     #[must_use]
     pub fn may_be_encoded(&self, kind: FrameKind, slice: SliceId, step: Step) -> bool {
         let carries = match kind {
-            FrameKind::Push | FrameKind::RingReduce | FrameKind::RingGather => true,
+            FrameKind::Push | FrameKind::RingReduce | FrameKind::RingBroadcast => true,
             FrameKind::RingScale => self.scale_bytes(slice).is_some(),
             FrameKind::Broadcast => self.update == Update::Worker,
             _ => false,
         };
-        carries && step.0 > 0 && self.encoding(slice).is_some()
+        carries && step.0 > 0 && self.codec(slice).is_some()
     }
 }
 
 /// A contribution that waits to be encoded.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct PendingEncode {
     pub(crate) slice: SliceId,
     pub(crate) step: Step,
 }
@@ -147,11 +148,11 @@ pub(crate) struct Waiting {
 /// Contributions to one owner.
 #[derive(Debug, Default)]
 struct Lane {
-    waiting: BTreeMap<Key, Waiting>,
+    waiting: BTreeMap<OrderKey, PendingEncode>,
     /// Being encoded, or encoded and not yet with the kernel.
-    ahead: BTreeSet<Key>,
+    ahead: BTreeSet<OrderKey>,
     /// The entry of this lane in `EncodeQueue::heads`.
-    indexed: Option<Key>,
+    indexed: Option<OrderKey>,
 }
 
 /// Contributions to be encoded, and those that are encoded and wait for their sockets.
@@ -163,8 +164,8 @@ pub(crate) struct EncodeQueue {
     ahead_max: usize,
     lanes: BTreeMap<Rank, Lane>,
     /// The most urgent contribution of each lane that may be encoded now.
-    heads: BTreeSet<(Key, Rank)>,
-    unsent: BTreeMap<(SliceId, Step), (Key, Rank, BufferRef)>,
+    heads: BTreeSet<(OrderKey, Rank)>,
+    unsent: BTreeMap<(SliceId, Step), (OrderKey, Rank, BufferRef)>,
 }
 
 impl EncodeQueue {
@@ -178,18 +179,18 @@ impl EncodeQueue {
         }
     }
 
-    pub(crate) fn push(&mut self, owner: Rank, key: Key, waiting: Waiting) {
+    pub(crate) fn push(&mut self, owner: Rank, key: OrderKey, waiting: PendingEncode) {
         self.lanes.entry(owner).or_default().waiting.insert(key, waiting);
         self.reindex(owner);
     }
 
     /// The key of the most urgent contribution that may be encoded now.
-    pub(crate) fn first(&self) -> Option<Key> {
+    pub(crate) fn first(&self) -> Option<OrderKey> {
         self.heads.first().map(|&(key, _)| key)
     }
 
     /// Takes that contribution.
-    pub(crate) fn pop(&mut self) -> Option<(Key, Waiting)> {
+    pub(crate) fn pop(&mut self) -> Option<(OrderKey, PendingEncode)> {
         let (key, owner) = self.heads.first().copied()?;
         let lane = self.lanes.get_mut(&owner)?;
         let waiting = lane.waiting.remove(&key)?;
@@ -204,8 +205,8 @@ impl EncodeQueue {
     /// A contribution is encoded and queued for its owner.
     pub(crate) fn note_encoded(
         &mut self,
-        waiting: Waiting,
-        key: Key,
+        waiting: PendingEncode,
+        key: OrderKey,
         owner: Rank,
         buffer: BufferRef,
     ) {
@@ -223,7 +224,7 @@ impl EncodeQueue {
     }
 
     /// What was taken to be encoded goes nowhere.
-    pub(crate) fn drop_encoded(&mut self, key: Key, owner: Rank) {
+    pub(crate) fn drop_encoded(&mut self, key: OrderKey, owner: Rank) {
         if let Some(lane) = self.lanes.get_mut(&owner) {
             lane.ahead.remove(&key);
         }
@@ -285,7 +286,7 @@ impl Engine {
     ///
     /// # Errors
     /// For another step than the current one, after a contribution, or in an ended session.
-    pub fn send_raw(&mut self, step: Step) -> Result<(), crate::error::UsageError> {
+    pub(crate) fn send_raw(&mut self, step: Step) -> Result<(), crate::error::UsageError> {
         use crate::error::UsageError;
         self.check_step("send_raw", step)?;
         if self.worker.has_contributed() {
@@ -297,40 +298,40 @@ impl Engine {
     }
 
     /// In which form this rank's contribution to a slice travels in the current step.
-    pub(crate) fn own_form(&self, slice: SliceId) -> Codec {
+    pub(crate) fn own_form(&self, slice: SliceId) -> PayloadForm {
         let step = self.worker.step;
         let encoded = self.plan.may_be_encoded(FrameKind::Push, slice, step) && !self.worker.raw;
         if encoded {
-            Codec::Encoded
+            PayloadForm::Encoded
         } else {
-            Codec::Raw
+            PayloadForm::Raw
         }
     }
 
     /// In which form a slice's result comes in the current step, as far as that is known.
-    pub(crate) fn result_form(&self, slice: SliceId) -> Codec {
+    pub(crate) fn result_form(&self, slice: SliceId) -> PayloadForm {
         let state = self.worker.slice(slice);
         let may = self.plan.may_be_encoded(FrameKind::Broadcast, slice, self.worker.step);
         if state.received_bytes > 0 || !may || self.worker.raw {
             state.form
         } else {
-            Codec::Encoded
+            PayloadForm::Encoded
         }
     }
 
     /// A contribution that is to be encoded takes its turn.
-    pub(crate) fn start_encode(&mut self, key: Key, waiting: Waiting) -> Work {
-        let Waiting { slice, step } = waiting;
-        let output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+    pub(crate) fn start_encode(&mut self, key: OrderKey, waiting: PendingEncode) -> Job {
+        let PendingEncode { slice, step } = waiting;
+        let output = self.buffers.acquire(self.plan.bytes_as(slice, PayloadForm::Encoded));
         let input = self.gradient_region(slice);
         let operation = Operation::Encode { input, output: output.whole() };
         self.hand_out(slice, step, operation, Running::Encode { waiting, key, output })
     }
 
     /// A contribution is encoded: from now on its gradient memory may be written.
-    pub(crate) fn encoded(&mut self, waiting: Waiting, key: Key, output: BufferRef) {
-        let Waiting { slice, step } = waiting;
-        if self.goes_round(slice) {
+    pub(crate) fn encoded(&mut self, waiting: PendingEncode, key: OrderKey, output: BufferRef) {
+        let PendingEncode { slice, step } = waiting;
+        if self.uses_ring(slice) {
             self.encoded_round(waiting, key, output);
             return;
         }
@@ -342,11 +343,11 @@ impl Engine {
             self.encodes.drop_encoded(key, owner);
             self.buffers.release(output, &mut self.events);
         } else if owner == self.rank() {
-            self.add_part(slice, owner, Part::Encoded(output), priority);
+            self.add_part(slice, owner, Contribution::Encoded(output), priority);
         } else {
             self.encodes.note_encoded(waiting, key, owner, output);
             let mut header = self.slice_header(FrameKind::Push, step, slice, priority);
-            header.codec = Codec::Encoded;
+            header.form = PayloadForm::Encoded;
             let body = Body::Region(output.whole());
             self.scheduler.push(owner, key, Message { header, body });
         }

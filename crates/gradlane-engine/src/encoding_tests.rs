@@ -1,18 +1,18 @@
 //! What is encoded ahead, and what is taken back.
 
 use super::*;
-use crate::scheduler::KeyMaker;
+use crate::scheduler::OrderKeys;
 use crate::strategy::Order;
 use gradlane_units::Priority;
 
 #[test]
 fn so_many_are_ahead_and_one_that_is_more_urgent_than_these() {
-    let mut keys = KeyMaker::new(Order::Priority);
+    let mut keys = OrderKeys::new(Order::Priority);
     let mut queue = EncodeQueue::new(Rank(0), 2);
     let step = Step(1);
     let mut push = |queue: &mut EncodeQueue, owner: u32, priority: i32, slice: u32| {
         let key = keys.slice(step, Priority(priority), TensorId(0), SliceId(slice));
-        queue.push(Rank(owner), key, Waiting { slice: SliceId(slice), step });
+        queue.push(Rank(owner), key, PendingEncode { slice: SliceId(slice), step });
     };
     let take = |queue: &mut EncodeQueue| {
         let (key, waiting) = queue.pop()?;
@@ -43,14 +43,14 @@ fn so_many_are_ahead_and_one_that_is_more_urgent_than_these() {
 
 #[test]
 fn what_is_taken_back_makes_room_and_is_encoded_no_more() {
-    let mut keys = KeyMaker::new(Order::Priority);
+    let mut keys = OrderKeys::new(Order::Priority);
     let mut queue = EncodeQueue::new(Rank(0), 1);
-    let key_of = |keys: &mut KeyMaker, step: u64, slice: u32| {
+    let key_of = |keys: &mut OrderKeys, step: u64, slice: u32| {
         keys.slice(Step(step), Priority(0), TensorId(0), SliceId(slice))
     };
     for (step, slice) in [(1, 0), (1, 1), (2, 0)] {
         let key = key_of(&mut keys, step, slice);
-        queue.push(Rank(1), key, Waiting { slice: SliceId(slice), step: Step(step) });
+        queue.push(Rank(1), key, PendingEncode { slice: SliceId(slice), step: Step(step) });
     }
     let (key, taken) = queue.pop().expect("the first");
     assert!(queue.pop().is_none(), "one is ahead");
@@ -62,11 +62,11 @@ fn what_is_taken_back_makes_room_and_is_encoded_no_more() {
 
 #[test]
 fn what_this_rank_owns_itself_is_not_bounded() {
-    let mut keys = KeyMaker::new(Order::Priority);
+    let mut keys = OrderKeys::new(Order::Priority);
     let mut queue = EncodeQueue::new(Rank(0), 1);
     for slice in 0..5 {
         let key = keys.slice(Step(1), Priority(0), TensorId(0), SliceId(slice));
-        queue.push(Rank(0), key, Waiting { slice: SliceId(slice), step: Step(1) });
+        queue.push(Rank(0), key, PendingEncode { slice: SliceId(slice), step: Step(1) });
     }
     assert_eq!(core::iter::from_fn(|| queue.pop()).count(), 5);
 }

@@ -2,22 +2,23 @@
 //! rank contributes is in `contribution`; what arrives from peers is checked in `inbound`; how results
 //! are made and delivered is in `aggregate`; the end of a session is in `lifecycle`.
 
+use crate::async_owner::AsyncOwners;
 use crate::buffers::BufferTable;
 use crate::contributors::Contributors;
-use crate::coordinator::Entry;
-use crate::each::Each;
+use crate::coordinator::StepEntry;
 use crate::encoding::EncodeQueue;
 use crate::error::UsageError;
 use crate::gather::Gather;
+use crate::input::Input;
 use crate::io::{Event, Transmit};
+use crate::jobs::JobQueue;
 use crate::lifecycle::Lifecycle;
 use crate::options::EngineOptions;
 use crate::plan::{Plan, Update};
 use crate::priority::{PendingSwitch, PriorityTable};
 use crate::ring::Ring;
-use crate::scheduler::{KeyMaker, Scheduler};
+use crate::scheduler::{OrderKeys, Scheduler};
 use crate::server::Server;
-use crate::work::WorkQueue;
 use crate::worker::Worker;
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -33,15 +34,15 @@ pub struct Engine {
     pub(crate) plan: Arc<Plan>,
     pub(crate) priorities: PriorityTable,
     pub(crate) switch: Option<PendingSwitch>,
-    pub(crate) keys: KeyMaker,
+    pub(crate) keys: OrderKeys,
     pub(crate) scheduler: Scheduler,
     pub(crate) worker: Worker,
     pub(crate) server: Server,
     pub(crate) ring: Ring,
     pub(crate) gather: Gather,
-    pub(crate) each: Each,
+    pub(crate) async_owners: AsyncOwners,
     pub(crate) contributors: Contributors,
-    pub(crate) work: WorkQueue,
+    pub(crate) jobs: JobQueue,
     pub(crate) encodes: EncodeQueue,
     pub(crate) buffers: BufferTable,
     pub(crate) events: VecDeque<Event>,
@@ -61,7 +62,7 @@ impl Engine {
         Engine {
             priorities: PriorityTable::new(plan.tensors.len()),
             switch: None,
-            keys: KeyMaker::new(plan.strategy.order),
+            keys: OrderKeys::new(plan.strategy.order),
             scheduler: Scheduler::new(
                 rank,
                 plan.world_size,
@@ -72,9 +73,9 @@ impl Engine {
             server: Server::new(&plan, rank),
             ring: Ring::new(&plan),
             gather: Gather::default(),
-            each: Each::default(),
+            async_owners: AsyncOwners::default(),
             contributors: Contributors::new(&plan, rank),
-            work: WorkQueue::new(options.work_depth.max(1)),
+            jobs: JobQueue::new(options.job_depth.max(1)),
             encodes: EncodeQueue::new(rank, options.encoded_ahead),
             buffers: BufferTable::default(),
             events: VecDeque::new(),
@@ -122,26 +123,44 @@ impl Engine {
         self.options.rank
     }
 
-    /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
+    /// Takes a call of the application.
     ///
     /// # Errors
-    /// When the step is not the next one, the one before is not complete, or the session has ended.
-    pub fn step_begin(&mut self, step: Step) -> Result<(), UsageError> {
-        self.begin(step, Entry::Trains)
+    /// When the call does not fit the current step, the plan or the session's state. Nothing was
+    /// changed then.
+    pub fn handle(&mut self, input: Input) -> Result<(), UsageError> {
+        match input {
+            Input::StepBegin(step) => self.begin(step, StepEntry::Train),
+            Input::StepPass(step) => self.step_pass(step),
+            Input::StepBarrier(step) => self.begin(step, StepEntry::Barrier),
+            Input::GradientReady(tensor, step) => self.gradient_ready(tensor, step),
+            Input::TensorAbsent(tensor, step) => self.tensor_absent(tensor, step),
+            Input::BlockReady(tensor, step, bytes) => self.block_ready(tensor, step, bytes),
+            Input::RootResultReady(tensor, step, bytes) => {
+                self.root_result_ready(tensor, step, bytes)
+            }
+            Input::ReleaseBlocks(tensor, step) => self.release_blocks(tensor, step),
+            Input::TensorNeeded(tensor, step) => self.tensor_needed(tensor, step),
+            Input::SendRaw(step) => self.send_raw(step),
+            Input::StepEnd(step) => self.step_end(step),
+            Input::SwitchPriorities(priorities) => self.switch_priorities(priorities),
+            Input::UpdatesReady => {
+                self.updates_ready();
+                Ok(())
+            }
+            Input::UpdatesPaused => {
+                self.updates_paused();
+                Ok(())
+            }
+            Input::Finish => {
+                self.finish();
+                Ok(())
+            }
+        }
     }
 
-    /// Begins a step that no rank is left out of, whatever the ready rule: for what all ranks do
-    /// together between two steps of training. All ranks have to begin it so; where nobody is ever left
-    /// out it is a step like any other.
-    ///
-    /// # Errors
-    /// As [`Engine::step_begin`].
-    pub fn step_gather(&mut self, step: Step) -> Result<(), UsageError> {
-        self.begin(step, Entry::Gathers)
-    }
-
-    pub(crate) fn begin(&mut self, step: Step, entry: Entry) -> Result<(), UsageError> {
-        if self.only_serves() {
+    pub(crate) fn begin(&mut self, step: Step, entry: StepEntry) -> Result<(), UsageError> {
+        if self.is_dedicated_server() {
             let what = format!("{} only serves: it begins no step", self.rank());
             return Err(UsageError::Argument(what));
         }
@@ -154,7 +173,7 @@ impl Engine {
             self.check_complete(step)?;
             self.worker.enter(&self.plan, step);
         }
-        if self.chooses(step) {
+        if self.drops_stragglers(step) {
             self.worker.add_parts(&self.plan);
         }
         self.worker.begun = true;
@@ -166,7 +185,7 @@ impl Engine {
         if self.worker.incomplete == 0 {
             self.events.push_back(Event::StepComplete { step });
         }
-        self.begun_choosing(step, entry);
+        self.on_step_begun(step, entry);
         Ok(())
     }
 
@@ -188,7 +207,7 @@ impl Engine {
     ///
     /// # Errors
     /// For another step than the current one, or an ended session.
-    pub fn step_end(&mut self, step: Step) -> Result<(), UsageError> {
+    pub(crate) fn step_end(&mut self, step: Step) -> Result<(), UsageError> {
         self.check_step("step_end", step)?;
         if !core::mem::replace(&mut self.worker.ended, true) {
             for slice in (0..self.plan.slices.len() as u32).map(SliceId) {
@@ -244,7 +263,7 @@ impl Engine {
                 FrameKind::Broadcast => {
                     self.result_sent(header.slice, header.step, transmit.peer);
                 }
-                FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingGather => {
+                FrameKind::RingScale | FrameKind::RingReduce | FrameKind::RingBroadcast => {
                     self.sent_round(header);
                 }
                 FrameKind::Block => self.sent_block(header.tensor, header.step),
@@ -275,8 +294,8 @@ impl Engine {
             return None;
         }
         // Whether a rank that only serves waits is looked at when the time has come.
-        let waits = self.only_serves() || self.worker.waits_for_others();
-        let deadline = waits.then(|| self.lifecycle.deadline(self.patience()));
+        let waits = self.is_dedicated_server() || self.worker.waits_for_others();
+        let deadline = waits.then(|| self.lifecycle.deadline(self.progress_timeout()));
         self.decision_timeout().into_iter().chain(deadline).min()
     }
 
@@ -289,8 +308,8 @@ impl Engine {
     /// Whether a rank's gradient counts in a step, as far as is known: rank 0's alone in step 0,
     /// everybody's later, but of those that are left out.
     pub(crate) fn contributes(&self, rank: Rank, step: Step) -> bool {
-        if self.chooses(step) && rank == self.rank() && step == self.worker.step {
-            return self.is_welcome(step);
+        if self.drops_stragglers(step) && rank == self.rank() && step == self.worker.step {
+            return self.may_contribute(step);
         }
         if step.0 > 0 {
             self.plan.trains(rank)

@@ -12,16 +12,16 @@
 use crate::answer::Answer;
 use crate::engine::Engine;
 use crate::error::UsageError;
-use crate::inbound::{range, Checked};
-use crate::io::{BufferRef, Event, Landing, Memory, Region};
+use crate::io::{BufferRef, Event, Memory, PayloadDest, Region};
 use crate::rank_set::RankSet;
+use crate::receive::{range, Validated};
 use crate::scheduler::{Body, Message};
-use crate::worker::Contribution;
+use crate::worker::Submission;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
 /// The block of another rank.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +119,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::gradient_ready`], for a tensor of another scheme, and for a size that is over the
     /// plan's or no whole number of elements.
-    pub fn block_ready(
+    pub(crate) fn block_ready(
         &mut self,
         tensor: TensorId,
         step: Step,
@@ -127,10 +127,10 @@ impl Engine {
     ) -> Result<(), UsageError> {
         self.check_call(tensor, step, "block_ready")?;
         self.check_block_bytes(tensor, bytes)?;
-        if self.worker.tensor(tensor).contribution == Contribution::Missing {
+        if self.worker.tensor(tensor).submission == Submission::Missing {
             self.gather.entry(tensor, step).own_bytes = Some(bytes);
         }
-        self.contribute(tensor, step, Contribution::Gradient, "block_ready")
+        self.contribute(tensor, step, Submission::Gradient, "block_ready")
     }
 
     /// Whether a tensor may have a block of so many bytes.
@@ -155,7 +155,11 @@ impl Engine {
     ///
     /// # Errors
     /// When there are none, or they were released before.
-    pub fn release_blocks(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+    pub(crate) fn release_blocks(
+        &mut self,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<(), UsageError> {
         let Some(buffers) = self.gather.held.remove(&(tensor, step)) else {
             let what = format!("there are no blocks of {tensor} in {step} to be released");
             return Err(UsageError::Argument(what));
@@ -169,12 +173,12 @@ impl Engine {
     /// This rank's block is there, or it has none: the others get it, or who answers for it.
     pub(crate) fn contribute_block(&mut self, tensor: TensorId) {
         let step = self.worker.step;
-        let absent = self.worker.tensor(tensor).contribution == Contribution::Absent;
+        let absent = self.worker.tensor(tensor).submission == Submission::Absent;
         let gathering = self.gather.entry(tensor, step);
         gathering.is_queued = true;
         let bytes = gathering.own_bytes.filter(|_| !absent);
         let mut receivers = self.plan.workers_but(self.rank());
-        if let Some(owner) = self.plan.answerer(tensor) {
+        if let Some(owner) = self.plan.root(tensor) {
             receivers = RankSet::empty(self.plan.workers());
             if owner != self.rank() {
                 receivers.insert(owner);
@@ -230,18 +234,18 @@ impl Engine {
     }
 
     /// What a frame of a block must satisfy.
-    pub(crate) fn check_block(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn check_block(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let what = || self.describe(header);
         let current = self.worker.step;
         if header.step != current && header.step != current.next() {
             return Err(format!("{}, but this rank is in {current}", what()));
         }
-        if header.codec != Codec::Raw {
+        if header.form != PayloadForm::Raw {
             return Err(format!("{} as encoded bytes", what()));
         }
-        let answers = self.plan.answerer(header.tensor).is_some_and(|owner| owner == from);
+        let answers = self.plan.root(header.tensor).is_some_and(|owner| owner == from);
         let state = self.worker.tensor(header.tensor);
-        if answers && (header.step != current || state.contribution == Contribution::Missing) {
+        if answers && (header.step != current || state.submission == Submission::Missing) {
             return Err(format!("{} as an answer without a block of this rank", what()));
         }
         let key = (header.tensor, header.step);
@@ -287,9 +291,9 @@ impl Engine {
         ))
     }
 
-    pub(crate) fn land_block(&mut self, from: Rank, header: &FrameHeader) -> Landing {
+    pub(crate) fn land_block(&mut self, from: Rank, header: &FrameHeader) -> PayloadDest {
         if header.length == 0 {
-            return Landing::Nothing;
+            return PayloadDest::Nothing;
         }
         let gathering = self.gather.under_way.entry((header.tensor, header.step)).or_default();
         let buffer = match gathering.blocks.get(&from) {
@@ -300,7 +304,7 @@ impl Engine {
                 buffer
             }
         };
-        Landing::Region(range(Memory::Buffer(buffer), header.offset, header.length))
+        PayloadDest::Region(range(Memory::Buffer(buffer), header.offset, header.length))
     }
 
     pub(crate) fn take_block(&mut self, from: Rank, header: &FrameHeader) {
@@ -323,7 +327,7 @@ impl Engine {
 
     /// Once all blocks are here and this rank's own has left, tells of them.
     fn complete_blocks(&mut self, tensor: TensorId, step: Step) {
-        if self.plan.answerer(tensor).is_some() {
+        if self.plan.root(tensor).is_some() {
             return self.complete_answer(tensor, step);
         }
         let others = self.plan.workers() as usize - 1;
@@ -362,7 +366,7 @@ impl Engine {
         });
         let mut missing = RankSet::empty(self.plan.workers());
         for tensor in open {
-            if let Some(owner) = self.plan.answerer(tensor) {
+            if let Some(owner) = self.plan.root(tensor) {
                 let ranks = self.suspects_answer(tensor, owner);
                 ranks.into_iter().filter(|&rank| rank != self.rank()).for_each(|rank| {
                     missing.insert(rank);

@@ -1,15 +1,15 @@
 //! Headers of the frames that this rank sends, and the keys that order them.
 
 use crate::engine::Engine;
-use crate::scheduler::Key;
+use crate::scheduler::OrderKey;
 use gradlane_units::{Priority, SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
 impl Engine {
     pub(crate) fn control_header(&self, kind: FrameKind) -> FrameHeader {
         FrameHeader {
             kind,
-            codec: Codec::Raw,
+            form: PayloadForm::Raw,
             flags: FrameFlags::NONE,
             step: self.worker.step,
             generation: self.options.generation,
@@ -38,8 +38,8 @@ impl Engine {
         FrameHeader { step, plan_version, tensor, slice, priority, ..self.control_header(kind) }
     }
 
-    /// Key of a slice's message or work in the strategy's order.
-    pub(crate) fn slice_key(&mut self, step: Step, priority: Priority, slice: SliceId) -> Key {
+    /// Key of a slice's message or job in the strategy's order.
+    pub(crate) fn slice_key(&mut self, step: Step, priority: Priority, slice: SliceId) -> OrderKey {
         self.keys.slice(step, priority, self.plan.slice(slice).tensor, slice)
     }
 }

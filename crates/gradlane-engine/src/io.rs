@@ -47,7 +47,7 @@ pub struct Region {
 
 /// Where the payload of an announced frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Landing {
+pub enum PayloadDest {
     /// Straight into this memory.
     Region(Region),
     /// Into a buffer of the driver's own, to be given to `handle_control`.
@@ -78,15 +78,15 @@ pub struct Transmit {
     pub payload: Payload,
 }
 
-/// Names one piece of work between `poll_work` and `handle_work_done`.
+/// Names one job between `poll_job` and `handle_job_done`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct WorkId(pub u64);
+pub struct JobId(pub u64);
 
 /// A computation that the driver executes on its threads (or charges time for).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Work {
-    /// To be given back to `handle_work_done`.
-    pub id: WorkId,
+pub struct Job {
+    /// To be given back to `handle_job_done`.
+    pub id: JobId,
     /// The slice.
     pub slice: SliceId,
     /// The tensor that the slice is part of.
@@ -102,124 +102,206 @@ pub struct Work {
 /// What is computed. All regions of one operation are equally long, but for encoded ones: these are as
 /// long as their encoding, and an output at most.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum Operation<R = Region> {
     /// `output = (inputs[0] + inputs[1] + …) / divisor`, inputs in rank order. `output` may be one
     /// of the inputs.
     Reduce {
         /// Contributions in rank order.
-        inputs: Vec<Region>,
+        inputs: Vec<R>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// Where the mean goes.
-        output: Region,
+        output: R,
         /// Where else it goes, in the same pass.
-        copy_to: Option<Region>,
+        copy_to: Option<R>,
     },
     /// The same mean, then the optimizer: `output = updated parameters`.
     ReduceApply {
         /// Contributions in rank order.
-        inputs: Vec<Region>,
+        inputs: Vec<R>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// The parameters before the update. Not written.
-        parameters: Region,
+        parameters: R,
         /// Where the parameters after the update go.
-        output: Region,
+        output: R,
     },
     /// `output = encode(input)`, this rank's contribution; with error feedback of `input` and what
     /// was lost before. To be reported with the length of the encoding.
     Encode {
         /// The gradient.
-        input: Region,
+        input: R,
         /// Room for its encoding.
-        output: Region,
+        output: R,
     },
     /// `output = encode((decode(inputs[0]) + …) / divisor)`; with error feedback of the mean and what
     /// was lost before. To be reported with the length of the encoding.
-    Recode {
+    DecodeReduceEncode {
         /// Encoded contributions in rank order.
-        inputs: Vec<Region>,
+        inputs: Vec<R>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// Room for the encoded mean.
-        output: Region,
+        output: R,
         /// Where what `output` decodes to goes, in the same pass.
-        copy_to: Option<Region>,
+        copy_to: Option<R>,
     },
     /// As [`Operation::ReduceApply`], of encoded contributions.
-    DecodeApply {
+    DecodeReduceApply {
         /// Encoded contributions in rank order.
-        inputs: Vec<Region>,
+        inputs: Vec<R>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// The parameters before the update. Not written.
-        parameters: Region,
+        parameters: R,
         /// Where the parameters after the update go.
-        output: Region,
+        output: R,
     },
     /// One hop of an encoded sum: `output = encode((decode(received) + own) / divisor)`; with error
     /// feedback. To be reported with the length of the encoding.
     RingEncode {
         /// The encoded sum of the ranks before; none where none of them had a gradient.
-        received: Option<Region>,
+        received: Option<R>,
         /// This rank's gradient, if it has one.
-        own: Option<Region>,
+        own: Option<R>,
         /// Number of ranks that the mean is over, on the last one; else 1.
         divisor: u32,
         /// Room for the encoding.
-        output: Region,
+        output: R,
         /// On the last rank, where what `output` decodes to goes, in the same pass.
-        copy_to: Option<Region>,
+        copy_to: Option<R>,
     },
     /// `output = the larger of received and the scales of own`, a number for each bucket.
-    RingScale {
+    RingMaxScales {
         /// Scales of the ranks before; none where none of them had a gradient.
-        received: Option<Region>,
+        received: Option<R>,
         /// This rank's gradient.
-        own: Region,
+        own: R,
         /// The scales. May be `received`.
-        output: Region,
+        output: R,
     },
     /// `output = codes of own`, to the larger of `scales` and its own: a sum that begins.
-    RingBegin {
+    RingBeginCodes {
         /// Scales of all other ranks; none where none of them had a gradient.
-        scales: Option<Region>,
+        scales: Option<R>,
         /// This rank's gradient, if it has one: scales or gradient are there.
-        own: Option<Region>,
+        own: Option<R>,
         /// Room for scales and sums.
-        output: Region,
+        output: R,
     },
     /// `sums = sums + codes of own`, as integers.
-    RingAdd {
+    RingAddCodes {
         /// Scales and sums, which are read and written.
-        sums: Region,
+        sums: R,
         /// This rank's gradient, if it has one; none counts as zeros.
-        own: Option<Region>,
+        own: Option<R>,
         /// On the last rank, where the mean that `sums` then stands for goes, in the same pass.
-        copy_to: Option<Region>,
+        copy_to: Option<R>,
     },
     /// `to = decode(from)`.
     Decode {
         /// An encoded slice.
-        from: Region,
+        from: R,
         /// Where its values go.
-        to: Region,
+        to: R,
     },
     /// `to = from`.
     Copy {
         /// Source.
-        from: Region,
+        from: R,
         /// Destination.
-        to: Region,
+        to: R,
     },
+}
+
+impl<R> Operation<R> {
+    /// The same operation on other memory: regions become addresses.
+    ///
+    /// # Errors
+    /// The first that `locate` returns.
+    pub fn try_map<S, E>(
+        &self,
+        mut locate: impl FnMut(&R) -> Result<S, E>,
+    ) -> Result<Operation<S>, E> {
+        let locate = &mut locate;
+        Ok(match self {
+            Operation::Reduce { inputs, absent, divisor, output, copy_to } => Operation::Reduce {
+                inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
+                absent: *absent,
+                divisor: *divisor,
+                output: locate(output)?,
+                copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
+            },
+            Operation::ReduceApply { inputs, absent, divisor, parameters, output } => {
+                Operation::ReduceApply {
+                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
+                    absent: *absent,
+                    divisor: *divisor,
+                    parameters: locate(parameters)?,
+                    output: locate(output)?,
+                }
+            }
+            Operation::Encode { input, output } => {
+                Operation::Encode { input: locate(input)?, output: locate(output)? }
+            }
+            Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
+                Operation::DecodeReduceEncode {
+                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
+                    absent: *absent,
+                    divisor: *divisor,
+                    output: locate(output)?,
+                    copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
+                }
+            }
+            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output } => {
+                Operation::DecodeReduceApply {
+                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
+                    absent: *absent,
+                    divisor: *divisor,
+                    parameters: locate(parameters)?,
+                    output: locate(output)?,
+                }
+            }
+            Operation::RingEncode { received, own, divisor, output, copy_to } => {
+                Operation::RingEncode {
+                    received: received.as_ref().map(&mut *locate).transpose()?,
+                    own: own.as_ref().map(&mut *locate).transpose()?,
+                    divisor: *divisor,
+                    output: locate(output)?,
+                    copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
+                }
+            }
+            Operation::RingMaxScales { received, own, output } => Operation::RingMaxScales {
+                received: received.as_ref().map(&mut *locate).transpose()?,
+                own: locate(own)?,
+                output: locate(output)?,
+            },
+            Operation::RingBeginCodes { scales, own, output } => Operation::RingBeginCodes {
+                scales: scales.as_ref().map(&mut *locate).transpose()?,
+                own: own.as_ref().map(&mut *locate).transpose()?,
+                output: locate(output)?,
+            },
+            Operation::RingAddCodes { sums, own, copy_to } => Operation::RingAddCodes {
+                sums: locate(sums)?,
+                own: own.as_ref().map(&mut *locate).transpose()?,
+                copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
+            },
+            Operation::Decode { from, to } => {
+                Operation::Decode { from: locate(from)?, to: locate(to)? }
+            }
+            Operation::Copy { from, to } => {
+                Operation::Copy { from: locate(from)?, to: locate(to)? }
+            }
+        })
+    }
 }
 
 /// What happened.
@@ -248,11 +330,11 @@ pub enum Event {
         blocks: Vec<Option<Region>>,
     },
     /// All ranks' blocks of a tensor are here, whose owner this rank is: it owes an answer
-    /// ([`Engine::answer_ready`]) and keeps the blocks until [`Engine::release_blocks`] is called.
+    /// ([`Engine::root_result_ready`]) and keeps the blocks until [`Engine::release_blocks`] is called.
     ///
-    /// [`Engine::answer_ready`]: crate::Engine::answer_ready
+    /// [`Engine::root_result_ready`]: crate::Engine::root_result_ready
     /// [`Engine::release_blocks`]: crate::Engine::release_blocks
-    BlocksCollected {
+    RootRequest {
         /// The tensor.
         tensor: TensorId,
         /// The step.
@@ -265,7 +347,7 @@ pub enum Event {
         /// The step.
         step: Step,
     },
-    /// This rank, the owner, has applied one rank's push alone (ready rule `Each`).
+    /// This rank, the owner, has applied one rank's push alone (synchrony `Async`).
     Applied {
         /// The slice.
         slice: SliceId,
@@ -278,15 +360,15 @@ pub enum Event {
         /// Updates of the slice since the version that the rank had received.
         staleness: u64,
     },
-    /// The contributors of a step are known (ready rule `Set`).
-    Decided {
+    /// The contributors of a step are known (synchrony `BackupWorkers`).
+    ContributorsDecided {
         /// The step.
         step: Step,
         /// In rank order.
         contributors: Vec<Rank>,
     },
     /// This rank has handed over all its gradients of a step, or passes it, and the step goes on without
-    /// them (ready rule `Set`).
+    /// them (synchrony `BackupWorkers`).
     LeftOut {
         /// The step.
         step: Step,
@@ -295,7 +377,7 @@ pub enum Event {
         /// result was here.
         behind: bool,
     },
-    /// A rank had all its gradients of a step after it was decided without that rank (ready rule
+    /// A rank had all its gradients of a step after it was decided without that rank (synchrony
     /// `Set`; on rank 0).
     Late {
         /// The rank.

@@ -1,12 +1,13 @@
 //! A journal of all that an engine and its driver said to each other, and its replay.
 //!
 //! An engine's decisions follow from its inputs alone: replayed into a new engine, the inputs of a
-//! run over real sockets give the same landings, frames, works and events, one by one. Without a
+//! run over real sockets give the same landings, frames, jobs and events, one by one. Without a
 //! journal, nothing is kept and nothing is paid but a branch a call.
 
 use crate::engine::Engine;
 use crate::error::{ProtocolError, UsageError};
-use crate::io::{Event, Landing, Transmit, Work, WorkId};
+use crate::input::Input;
+use crate::io::{Event, Job, JobId, PayloadDest, Transmit};
 use crate::options::EngineOptions;
 use crate::plan::Plan;
 use alloc::format;
@@ -14,44 +15,30 @@ use alloc::string::{String, ToString};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Deref;
-use gradlane_units::{Priority, Rank, Step, TensorId, Time};
+use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
 
 /// What a driver told its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each is the method of Engine with its name and arguments")]
-pub enum Input {
-    StepBegin(Step),
-    StepPass(Step),
-    StepGather(Step),
-    GradientReady(TensorId, Step),
-    TensorAbsent(TensorId, Step),
-    BlockReady(TensorId, Step, u64),
-    AnswerReady(TensorId, Step, u64),
-    ReleaseBlocks(TensorId, Step),
-    TensorNeeded(TensorId, Step),
-    SendRaw(Step),
-    StepEnd(Step),
-    SwitchPriorities(Vec<Priority>),
+pub enum Call {
+    Handle(Input),
     Writable(Rank, bool),
     FrameBytes(Rank, u32),
     Sent(Transmit),
     Header(Rank, FrameHeader),
     Frame(Rank, FrameHeader),
     Control(Rank, FrameHeader, Vec<u8>),
-    WorkDone(WorkId),
-    Encoded(WorkId, u64),
+    JobDone(JobId),
+    Encoded(JobId, u64),
     Now(Time),
     PeerLost(Rank, String),
     Suspect(Rank),
     BlameLink(Rank, Rank),
     RejectPeer(Rank, String),
-    UpdatesReady,
-    UpdatesPaused,
-    Finish,
     Abort(String),
     PollTransmit,
-    PollWork,
+    PollJob,
     PollEvent,
 }
 
@@ -63,11 +50,11 @@ pub enum Decision {
     /// It refused, for this reason.
     Refused(String),
     /// A payload lands here.
-    Landing(Landing),
+    PayloadDest(PayloadDest),
     /// The next frame.
     Transmit(Option<Transmit>),
-    /// The next piece of work.
-    Work(Option<Work>),
+    /// The next job.
+    Job(Option<Job>),
     /// The next event.
     Event(Option<Event>),
 }
@@ -77,17 +64,17 @@ pub enum Decision {
 pub struct Journal {
     options: EngineOptions,
     plan: Arc<Plan>,
-    entries: Vec<(Input, Decision)>,
+    entries: Vec<(Call, Decision)>,
 }
 
 /// Where a replay went another way.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("entry {entry}, {input}: decided {recorded}, and {replayed} when replayed")]
+#[error("entry {entry}, {call}: decided {recorded}, and {replayed} when replayed")]
 pub struct Divergence {
     /// Number of the entry.
     pub entry: usize,
-    /// The input.
-    pub input: String,
+    /// The call.
+    pub call: String,
     /// What was decided.
     pub recorded: String,
     /// What the replay decided.
@@ -97,7 +84,7 @@ pub struct Divergence {
 impl Journal {
     /// All entries.
     #[must_use]
-    pub fn entries(&self) -> &[(Input, Decision)] {
+    pub fn entries(&self) -> &[(Call, Decision)] {
         &self.entries
     }
 
@@ -115,12 +102,12 @@ impl Journal {
     /// [`Divergence`] at the first decision that is another one.
     pub fn replay(&self) -> Result<(), Divergence> {
         let mut engine = Engine::new(self.options.clone(), Arc::clone(&self.plan));
-        for (number, (input, recorded)) in self.entries.iter().enumerate() {
-            let replayed = tell(&mut engine, input);
+        for (number, (call, recorded)) in self.entries.iter().enumerate() {
+            let replayed = tell(&mut engine, call);
             if replayed != *recorded {
                 return Err(Divergence {
                     entry: number,
-                    input: format!("{input:?}"),
+                    call: format!("{call:?}"),
                     recorded: format!("{recorded:?}"),
                     replayed: format!("{replayed:?}"),
                 });
@@ -130,57 +117,39 @@ impl Journal {
     }
 }
 
-fn tell(engine: &mut Engine, input: &Input) -> Decision {
-    match input {
-        Input::StepBegin(step) => usage_of(&engine.step_begin(*step)),
-        Input::StepPass(step) => usage_of(&engine.step_pass(*step)),
-        Input::StepGather(step) => usage_of(&engine.step_gather(*step)),
-        Input::GradientReady(tensor, step) => usage_of(&engine.gradient_ready(*tensor, *step)),
-        Input::TensorAbsent(tensor, step) => usage_of(&engine.tensor_absent(*tensor, *step)),
-        Input::BlockReady(tensor, step, bytes) => {
-            usage_of(&engine.block_ready(*tensor, *step, *bytes))
-        }
-        Input::AnswerReady(tensor, step, bytes) => {
-            usage_of(&engine.answer_ready(*tensor, *step, *bytes))
-        }
-        Input::ReleaseBlocks(tensor, step) => usage_of(&engine.release_blocks(*tensor, *step)),
-        Input::TensorNeeded(tensor, step) => usage_of(&engine.tensor_needed(*tensor, *step)),
-        Input::SendRaw(step) => usage_of(&engine.send_raw(*step)),
-        Input::StepEnd(step) => usage_of(&engine.step_end(*step)),
-        Input::SwitchPriorities(vector) => usage_of(&engine.switch_priorities(vector.clone())),
-        Input::Header(from, header) => landing_of(&engine.handle_header(*from, header)),
-        Input::Frame(from, header) => protocol_of(&engine.handle_frame(*from, header)),
-        Input::Control(from, header, payload) => {
+fn tell(engine: &mut Engine, call: &Call) -> Decision {
+    match call {
+        Call::Handle(input) => usage_of(&engine.handle(input.clone())),
+        Call::Header(from, header) => landing_of(&engine.handle_header(*from, header)),
+        Call::Frame(from, header) => protocol_of(&engine.handle_frame(*from, header)),
+        Call::Control(from, header, payload) => {
             protocol_of(&engine.handle_control(*from, header, payload))
         }
-        Input::PollTransmit => Decision::Transmit(engine.poll_transmit()),
-        Input::PollWork => Decision::Work(engine.poll_work()),
-        Input::PollEvent => Decision::Event(engine.poll_event()),
+        Call::PollTransmit => Decision::Transmit(engine.poll_transmit()),
+        Call::PollJob => Decision::Job(engine.poll_job()),
+        Call::PollEvent => Decision::Event(engine.poll_event()),
         _ => {
-            note(engine, input);
+            note(engine, call);
             Decision::Done
         }
     }
 }
 
-/// Inputs that decide nothing by themselves.
-fn note(engine: &mut Engine, input: &Input) {
-    match input {
-        Input::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
-        Input::FrameBytes(peer, bytes) => engine.handle_frame_bytes(*peer, *bytes),
-        Input::Sent(transmit) => engine.handle_sent(transmit),
-        Input::WorkDone(id) => engine.handle_work_done(*id),
-        Input::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
-        Input::Now(now) => engine.handle_time(*now),
-        Input::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
-        Input::Suspect(peer) => drop(engine.suspect(*peer)),
-        Input::BlameLink(one, other) => engine.blame_link(*one, *other),
-        Input::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
-        Input::UpdatesReady => engine.updates_ready(),
-        Input::UpdatesPaused => engine.updates_paused(),
-        Input::Finish => engine.finish(),
-        Input::Abort(reason) => engine.abort(reason),
-        _ => unreachable!("{input:?} decides something"),
+/// Calls that decide nothing by themselves.
+fn note(engine: &mut Engine, call: &Call) {
+    match call {
+        Call::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
+        Call::FrameBytes(peer, bytes) => engine.handle_frame_bytes(*peer, *bytes),
+        Call::Sent(transmit) => engine.handle_sent(transmit),
+        Call::JobDone(id) => engine.handle_job_done(*id),
+        Call::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
+        Call::Now(now) => engine.handle_time(*now),
+        Call::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
+        Call::Suspect(peer) => drop(engine.suspect(*peer)),
+        Call::BlameLink(one, other) => engine.blame_link(*one, *other),
+        Call::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
+        Call::Abort(reason) => engine.abort(reason),
+        _ => unreachable!("{call:?} decides something"),
     }
 }
 
@@ -198,9 +167,9 @@ fn protocol_of(result: &Result<(), ProtocolError>) -> Decision {
     }
 }
 
-fn landing_of(result: &Result<Landing, ProtocolError>) -> Decision {
+fn landing_of(result: &Result<PayloadDest, ProtocolError>) -> Decision {
     match result {
-        Ok(landing) => Decision::Landing(*landing),
+        Ok(landing) => Decision::PayloadDest(*landing),
         Err(error) => Decision::Refused(error.to_string()),
     }
 }
@@ -265,57 +234,36 @@ impl JournaledEngine {
     }
 
     journaled! {
-        step_begin(step: Step) -> Result<(), UsageError>, Input::StepBegin(step), usage_of;
-        step_pass(step: Step) -> Result<(), UsageError>, Input::StepPass(step), usage_of;
-        step_gather(step: Step) -> Result<(), UsageError>, Input::StepGather(step), usage_of;
-        gradient_ready(tensor: TensorId, step: Step) -> Result<(), UsageError>,
-            Input::GradientReady(tensor, step), usage_of;
-        tensor_absent(tensor: TensorId, step: Step) -> Result<(), UsageError>,
-            Input::TensorAbsent(tensor, step), usage_of;
-        block_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
-            Input::BlockReady(tensor, step, bytes), usage_of;
-        answer_ready(tensor: TensorId, step: Step, bytes: u64) -> Result<(), UsageError>,
-            Input::AnswerReady(tensor, step, bytes), usage_of;
-        release_blocks(tensor: TensorId, step: Step) -> Result<(), UsageError>,
-            Input::ReleaseBlocks(tensor, step), usage_of;
-        tensor_needed(tensor: TensorId, step: Step) -> Result<(), UsageError>,
-            Input::TensorNeeded(tensor, step), usage_of;
-        send_raw(step: Step) -> Result<(), UsageError>, Input::SendRaw(step), usage_of;
-        step_end(step: Step) -> Result<(), UsageError>, Input::StepEnd(step), usage_of;
-        switch_priorities(priorities: Vec<Priority>) -> Result<(), UsageError>,
-            Input::SwitchPriorities(priorities.clone()), usage_of;
+        handle(input: Input) -> Result<(), UsageError>,Call::Handle(input.clone()), usage_of;
         handle_writable(peer: Rank, writable: bool),
-            Input::Writable(peer, writable), |&()| Decision::Done;
+            Call::Writable(peer, writable), |&()| Decision::Done;
         handle_frame_bytes(peer: Rank, frame_bytes: u32),
-            Input::FrameBytes(peer, frame_bytes), |&()| Decision::Done;
-        handle_sent(transmit: &Transmit), Input::Sent(transmit.clone()), |&()| Decision::Done;
-        handle_header(from: Rank, header: &FrameHeader) -> Result<Landing, ProtocolError>,
-            Input::Header(from, *header), landing_of;
+            Call::FrameBytes(peer, frame_bytes), |&()| Decision::Done;
+        handle_sent(transmit: &Transmit), Call::Sent(transmit.clone()), |&()| Decision::Done;
+        handle_header(from: Rank, header: &FrameHeader) -> Result<PayloadDest, ProtocolError>,
+            Call::Header(from, *header), landing_of;
         handle_frame(from: Rank, header: &FrameHeader) -> Result<(), ProtocolError>,
-            Input::Frame(from, *header), protocol_of;
+            Call::Frame(from, *header), protocol_of;
         handle_control(from: Rank, header: &FrameHeader, payload: &[u8])
             -> Result<(), ProtocolError>,
-            Input::Control(from, *header, payload.to_vec()), protocol_of;
-        handle_work_done(id: WorkId), Input::WorkDone(id), |&()| Decision::Done;
-        handle_encoded(id: WorkId, bytes: u64), Input::Encoded(id, bytes), |&()| Decision::Done;
-        handle_time(now: Time), Input::Now(now), |&()| Decision::Done;
+            Call::Control(from, *header, payload.to_vec()), protocol_of;
+        handle_job_done(id: JobId), Call::JobDone(id), |&()| Decision::Done;
+        handle_encoded(id: JobId, bytes: u64), Call::Encoded(id, bytes), |&()| Decision::Done;
+        handle_time(now: Time), Call::Now(now), |&()| Decision::Done;
         handle_peer_lost(peer: Rank, reason: &str),
-            Input::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
+            Call::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
         suspect(peer: Rank) -> bool,
-            Input::Suspect(peer), |_: &bool| Decision::Done;
+            Call::Suspect(peer), |_: &bool| Decision::Done;
         blame_link(one: Rank, other: Rank),
-            Input::BlameLink(one, other), |&()| Decision::Done;
+            Call::BlameLink(one, other), |&()| Decision::Done;
         reject_peer(peer: Rank, reason: &str),
-            Input::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
-        updates_ready(), Input::UpdatesReady, |&()| Decision::Done;
-        updates_paused(), Input::UpdatesPaused, |&()| Decision::Done;
-        finish(), Input::Finish, |&()| Decision::Done;
-        abort(reason: &str), Input::Abort(reason.to_string()), |&()| Decision::Done;
-        poll_transmit() -> Option<Transmit>, Input::PollTransmit,
+            Call::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
+        abort(reason: &str), Call::Abort(reason.to_string()), |&()| Decision::Done;
+        poll_transmit() -> Option<Transmit>, Call::PollTransmit,
             |result: &Option<Transmit>| Decision::Transmit(result.clone());
-        poll_work() -> Option<Work>, Input::PollWork,
-            |result: &Option<Work>| Decision::Work(result.clone());
-        poll_event() -> Option<Event>, Input::PollEvent,
+        poll_job() -> Option<Job>, Call::PollJob,
+            |result: &Option<Job>| Decision::Job(result.clone());
+        poll_event() -> Option<Event>, Call::PollEvent,
             |result: &Option<Event>| Decision::Event(result.clone());
     }
 }

@@ -3,8 +3,8 @@
 
 use crate::engine::Engine;
 use crate::io::{Memory, Region};
-use crate::work::Pending;
-use crate::worker::{Contribution, Phase};
+use crate::jobs::Pending;
+use crate::worker::{Phase, Submission};
 use gradlane_units::SliceId;
 
 impl Engine {
@@ -16,7 +16,7 @@ impl Engine {
             return self.worker.ended.then(|| self.region(memory, slice));
         }
         let tensor = self.worker.tensor(self.plan.slice(slice).tensor);
-        let registered = tensor.contribution != Contribution::Missing;
+        let registered = tensor.submission != Submission::Missing;
         let open = registered && self.worker.slice(slice).push_sent;
         open.then(|| self.gradient_region(slice))
     }
@@ -47,6 +47,6 @@ impl Engine {
         let step = self.worker.step;
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         let key = self.slice_key(step, priority, slice);
-        self.work.push(key, Pending::Install { slice, step, buffer });
+        self.jobs.push(key, Pending::Install { slice, step, buffer });
     }
 }

@@ -5,7 +5,7 @@
 //! byte: it moves descriptors. The same engine runs over real sockets (`gradlane-net`) and over
 //! virtual time.
 //!
-//! After any input, call [`Engine::poll_work`], [`Engine::poll_transmit`] and
+//! After any input, call [`Engine::poll_job`], [`Engine::poll_transmit`] and
 //! [`Engine::poll_event`] until each returns `None`; the order does not matter.
 #![no_std]
 #![forbid(unsafe_code)]
@@ -17,34 +17,35 @@ extern crate std;
 
 mod aggregate;
 mod answer;
+mod async_owner;
 mod buffers;
-mod collected;
 mod contribution;
+mod contribution_set;
 mod contributors;
 mod coordinator;
 mod depths;
-mod each;
 mod encoding;
 mod engine;
 mod error;
-mod far;
 mod gather;
-mod header_checks;
 mod headers;
-mod inbound;
+mod input;
 mod io;
+mod jobs;
 mod journal;
 mod landing;
-mod latecomers;
+mod late_pushes;
 mod lifecycle;
+mod median_window;
 mod options;
 mod placement;
 mod plan;
+mod plan_validate;
 mod priority;
 mod pull;
 mod queue;
 mod rank_set;
-mod recent;
+mod receive;
 mod ring;
 mod ring_encoded;
 mod roles;
@@ -53,26 +54,26 @@ mod scheme;
 mod server;
 mod staleness;
 mod strategy;
-mod work;
+mod test_support;
+mod validate;
 mod worker;
 
-pub use depths::{PeerDepth, QueueDepths};
-pub use encoding::Encoding;
+pub use depths::{PeerQueueStats, QueueStats};
+pub use encoding::CodecPlan;
 pub use engine::Engine;
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
-pub use gradlane_units::{Coding, RingBytes};
+pub use gradlane_units::{CodecSizes, RingBytes};
+pub use input::Input;
 pub use io::{
-    BufferRef, Event, Landing, Memory, Operation, Payload, Region, Transmit, Work, WorkId,
+    BufferRef, Event, Job, JobId, Memory, Operation, Payload, PayloadDest, Region, Transmit,
 };
-pub use journal::{Decision, Divergence, Input, Journal, JournaledEngine};
+pub use journal::{Call, Decision, Divergence, Journal, JournaledEngine};
 pub use options::{EngineOptions, FRAME_BYTES_DEFAULT};
-pub use plan::{
-    check_ready_rule, Plan, Role, Slice, TensorPlan, TensorSetting, TensorSpec, Update,
-};
+pub use plan::{Plan, Slice, TensorKind, TensorPlan, TensorSetting, TensorSpec, Update};
 pub use roles::Roles;
-pub use scheme::{Scheme, RING_BLOCK_ELEMS, RING_ENCODED_BLOCK_ELEMS};
-pub use staleness::{Staleness, Tally};
+pub use scheme::{Scheme, RING_CHUNK_ELEMS, RING_ENCODED_CHUNK_ELEMS};
+pub use staleness::{RankStaleness, Staleness};
 pub use strategy::{
-    Close, Granularity, Order, Placement, PullRule, ReadyRule, Release, SetRule, Strategy,
+    Cutoff, Granularity, Order, Placement, PullRule, Release, StragglerPolicy, Strategy, Synchrony,
     KVSTORE_SPLIT_ELEMS, POSEIDON_PAIR_ELEMS, SLICE_ELEMS,
 };

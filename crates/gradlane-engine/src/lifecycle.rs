@@ -4,13 +4,13 @@
 
 use crate::engine::Engine;
 use crate::error::{Failure, Outstanding, UsageError};
-use crate::inbound::Checked;
 use crate::io::Event;
 use crate::rank_set::RankSet;
+use crate::receive::Validated;
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
 use crate::server::OwnedSlice;
-use crate::strategy::ReadyRule;
+use crate::strategy::Synchrony;
 use crate::worker::Phase;
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -43,12 +43,12 @@ pub(crate) struct Lifecycle {
 
 impl Lifecycle {
     /// The life of a rank; one that only serves leaves of itself, when the others have.
-    pub(crate) fn new(world_size: u32, only_serves: bool) -> Lifecycle {
+    pub(crate) fn new(world_size: u32, is_dedicated_server: bool) -> Lifecycle {
         Lifecycle {
             now: Time::ZERO,
             progress_at: Time::ZERO,
             ended: None,
-            finishing: only_serves,
+            finishing: is_dedicated_server,
             goodbye_said: false,
             closed: false,
             departed: BTreeMap::new(),
@@ -101,7 +101,7 @@ impl Engine {
         if is_due && !self.lifecycle.has_ended() {
             self.decide();
         }
-        let timeout = self.patience();
+        let timeout = self.progress_timeout();
         let late = self.lifecycle.now >= self.lifecycle.deadline(timeout);
         if !late || self.lifecycle.has_ended() {
             return;
@@ -117,7 +117,7 @@ impl Engine {
             );
             let culprit = outstanding.ranks.first().copied();
             self.fail(culprit, &reason, true);
-        } else if self.only_serves() {
+        } else if self.is_dedicated_server() {
             // The ranks that train are between two steps.
             self.lifecycle.progressed();
         }
@@ -156,7 +156,7 @@ impl Engine {
         true
     }
 
-    pub(crate) fn peer_suspects(&mut self, peer: Rank, payload: &[u8]) -> Checked<()> {
+    pub(crate) fn peer_suspects(&mut self, peer: Rank, payload: &[u8]) -> Validated<()> {
         let suspect = <[u8; 4]>::try_from(payload).map_or(NOBODY, u32::from_le_bytes);
         if suspect >= self.plan.world_size || suspect == peer.0 {
             return Err(format!("a suspicion of rank {suspect}"));
@@ -192,7 +192,7 @@ impl Engine {
 
     /// There will be no more steps: what is owed is sent, then goodbye. In the middle of a step
     /// that this rank has not finished contributing to, this is an abort.
-    pub fn finish(&mut self) {
+    pub(crate) fn finish(&mut self) {
         if self.lifecycle.has_ended() || self.lifecycle.finishing {
             return;
         }
@@ -215,10 +215,10 @@ impl Engine {
         }
         let complete = !self.worker.begun || self.worker.incomplete == 0;
         let idle = self.scheduler.is_idle()
-            && self.work.is_idle()
+            && self.jobs.is_idle()
             && self.encodes.is_idle()
             && self.server.owed.is_empty();
-        // Under `Each` a goodbye says that this rank pushes no more; it serves the others until
+        // With `Async` a goodbye says that this rank pushes no more; it serves the others until
         // they have said the same.
         if !complete || !self.may_leave() || !(idle || self.serves_to_the_end()) {
             return;
@@ -233,7 +233,7 @@ impl Engine {
         }
         let peers = self.plan.world_size - 1;
         let all_left = self.lifecycle.departed.len() as u32 == peers;
-        if all_left && idle && self.scheduler.is_idle() && self.each.is_idle() {
+        if all_left && idle && self.scheduler.is_idle() && self.async_owners.is_idle() {
             self.drop_states();
             self.lifecycle.closed = true;
             self.events.push_back(Event::Closed);
@@ -301,7 +301,7 @@ impl Engine {
         };
         self.lifecycle.ended = Some(reason.to_string());
         self.scheduler.clear();
-        self.work.clear();
+        self.jobs.clear();
         self.encodes.clear();
         let mut others = RankSet::all_but(self.plan.world_size, self.rank());
         // Until this rank has said goodbye, those that have wait for it, and would blame it.
@@ -324,13 +324,13 @@ impl Engine {
 
     /// Whether owners are needed after their own last step.
     fn serves_to_the_end(&self) -> bool {
-        self.plan.strategy.ready == ReadyRule::Each
+        self.plan.strategy.synchrony == Synchrony::Async
     }
 
     /// What this rank waits for in the current step.
     #[must_use]
     pub fn outstanding(&self) -> Outstanding {
-        if self.only_serves() {
+        if self.is_dedicated_server() {
             return self.uncollected();
         }
         let step = self.worker.step;
@@ -374,11 +374,11 @@ impl Engine {
     fn missing_contributors(&self) -> RankSet {
         let mut missing = RankSet::empty(self.plan.world_size);
         let step = self.worker.step;
-        if self.applies_each(step) {
+        if self.is_async(step) {
             return missing;
         }
         let set = self.contributors.set(step);
-        if self.chooses(step) && set.is_none() {
+        if self.drops_stragglers(step) && set.is_none() {
             return self.contributors.awaited(self.plan.world_size);
         }
         let counts = |rank: Rank| set.is_none_or(|set| set.contains(rank));
@@ -397,7 +397,7 @@ impl Engine {
     /// Ranks whose contributions an owned slice lacks.
     pub(crate) fn lacking<'a>(&'a self, owned: &'a OwnedSlice) -> impl Iterator<Item = Rank> + 'a {
         let ranks = (0..self.plan.workers()).map(Rank);
-        ranks.filter(|&rank| self.contributes(rank, owned.step) && !owned.collected.has(rank))
+        ranks.filter(|&rank| self.contributes(rank, owned.step) && !owned.contributions.has(rank))
     }
 
     pub(crate) fn collects(&self, slice: SliceId, step: Step) -> bool {

@@ -19,8 +19,8 @@ pub struct EngineOptions {
     pub frame_bytes: u32,
     /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
     pub credit_bytes: u64,
-    /// Pieces of work handed out at once.
-    pub work_depth: usize,
+    /// Jobs handed out at once.
+    pub job_depth: usize,
     /// Slices towards one owner that are encoded ahead of sending.
     pub encoded_ahead: usize,
     /// How long to wait for ranks that are alive but do not take part.
@@ -30,7 +30,7 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The defaults for a rank: frames of 65 kB, credit for one, two pieces of work, four slices
+    /// The defaults for a rank: frames of 65 kB, credit for one, two jobs, four slices
     /// encoded ahead for each peer, 30 minutes.
     #[must_use]
     pub fn new(rank: Rank) -> EngineOptions {
@@ -38,7 +38,7 @@ impl EngineOptions {
             rank,
             frame_bytes: FRAME_BYTES_DEFAULT,
             credit_bytes: u64::from(FRAME_BYTES_DEFAULT),
-            work_depth: 2,
+            job_depth: 2,
             encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),
             generation: 0,

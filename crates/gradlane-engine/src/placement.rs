@@ -1,6 +1,6 @@
 //! Which server owns a slice.
 
-use crate::plan::Role;
+use crate::plan::TensorKind;
 use crate::strategy::Placement;
 use alloc::collections::BinaryHeap;
 use core::cmp::Reverse;
@@ -47,7 +47,7 @@ impl LeastLoaded {
 /// A slice to be dealt.
 pub(crate) struct Dealt {
     /// When its tensor takes part.
-    pub(crate) role: Role,
+    pub(crate) kind: TensorKind,
     /// Bytes on the wire at most, without header.
     pub(crate) bytes: u64,
     /// Which part of its tensor it is.
@@ -72,9 +72,9 @@ impl Placer {
     pub(crate) fn place(&mut self, slice: &Dealt) -> Rank {
         match self {
             Placer::Even { parameters, initial } => {
-                let loads = match slice.role {
-                    Role::Parameter => parameters,
-                    Role::Initial => initial,
+                let loads = match slice.kind {
+                    TensorKind::Parameter => parameters,
+                    TensorKind::Initial => initial,
                 };
                 loads.place(slice.bytes.saturating_add(HEADER_BYTES as u64))
             }
@@ -96,7 +96,7 @@ mod tests {
         let mut loads = vec![0; servers as usize];
         let mut owners = Vec::new();
         for &bytes in lengths {
-            let slice = Dealt { role: Role::Parameter, bytes, part: 0, whole: true };
+            let slice = Dealt { kind: TensorKind::Parameter, bytes, part: 0, whole: true };
             let owner = placer.place(&slice);
             loads[owner.index()] += bytes + HEADER_BYTES as u64;
             owners.push(owner);
@@ -114,11 +114,11 @@ mod tests {
     #[test]
     fn what_takes_part_in_step_0_only_is_dealt_apart() {
         let mut placer = Placer::new(Placement::Even, 2);
-        let mut place = |role, bytes| placer.place(&Dealt { role, bytes, part: 0, whole: true });
-        assert_eq!(place(Role::Initial, 1_000_000), Rank(0));
-        assert_eq!(place(Role::Parameter, 10), Rank(0));
-        assert_eq!(place(Role::Parameter, 10), Rank(1));
-        assert_eq!(place(Role::Initial, 10), Rank(1));
+        let mut place = |kind, bytes| placer.place(&Dealt { kind, bytes, part: 0, whole: true });
+        assert_eq!(place(TensorKind::Initial, 1_000_000), Rank(0));
+        assert_eq!(place(TensorKind::Parameter, 10), Rank(0));
+        assert_eq!(place(TensorKind::Parameter, 10), Rank(1));
+        assert_eq!(place(TensorKind::Initial, 10), Rank(1));
     }
 
     proptest! {

@@ -3,24 +3,24 @@
 //! A plan never changes after it is built. Priorities stand beside it (see `priority`), because
 //! they are observed while training and switched at step boundaries.
 
-use crate::encoding::Encoding;
+use crate::encoding::CodecPlan;
 use crate::error::PlanError;
 use crate::placement::{Dealt, LeastLoaded, Placer};
 use crate::roles::Roles;
-use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_BLOCK_ELEMS};
-use crate::strategy::{Close, Granularity, PullRule, ReadyRule, Strategy};
+use crate::scheme::{encoded_block_elems, RingPlacer, Scheme, RING_CHUNK_ELEMS};
+use crate::strategy::{Granularity, Strategy, Synchrony};
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
-use gradlane_units::{Coding, Dtype, Rank, SliceId, TensorId};
+use gradlane_units::{CodecSizes, Dtype, Rank, SliceId, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// When a tensor takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Role {
+pub enum TensorKind {
     /// Trained: takes part in every step.
     Parameter,
     /// Spread from rank 0 at step 0 only: buffers, frozen parameters.
@@ -48,7 +48,8 @@ pub struct TensorSpec {
     /// Type of the elements.
     pub dtype: Dtype,
     /// When the tensor takes part.
-    pub role: Role,
+    #[serde(rename = "role")]
+    pub kind: TensorKind,
 }
 
 /// A tensor in the plan.
@@ -60,8 +61,8 @@ pub struct TensorPlan {
     /// How it is aggregated.
     pub scheme: Scheme,
     /// How its slices travel after step 0; none: as they are.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub encoding: Option<Encoding>,
+    #[serde(default, rename = "encoding", skip_serializing_if = "Option::is_none")]
+    pub codec: Option<CodecPlan>,
     /// Its slices are `slices.start .. slices.end` of the plan's.
     pub slices: Range<u32>,
 }
@@ -93,24 +94,24 @@ pub struct TensorSetting {
     /// How it is aggregated; none: as the strategy says.
     pub scheme: Option<Scheme>,
     /// How its slices travel after step 0; none: as they are.
-    pub coding: Option<Box<dyn Coding>>,
+    pub codec: Option<Box<dyn CodecSizes>>,
 }
 
 impl From<TensorSpec> for TensorSetting {
     fn from(spec: TensorSpec) -> TensorSetting {
-        TensorSetting { spec, scheme: None, coding: None }
+        TensorSetting { spec, scheme: None, codec: None }
     }
 }
 
 impl From<(TensorSpec, Scheme)> for TensorSetting {
     fn from((spec, scheme): (TensorSpec, Scheme)) -> TensorSetting {
-        TensorSetting { spec, scheme: Some(scheme), coding: None }
+        TensorSetting { spec, scheme: Some(scheme), codec: None }
     }
 }
 
-impl From<(TensorSpec, Option<Box<dyn Coding>>)> for TensorSetting {
-    fn from((spec, coding): (TensorSpec, Option<Box<dyn Coding>>)) -> TensorSetting {
-        TensorSetting { spec, scheme: None, coding }
+impl From<(TensorSpec, Option<Box<dyn CodecSizes>>)> for TensorSetting {
+    fn from((spec, codec): (TensorSpec, Option<Box<dyn CodecSizes>>)) -> TensorSetting {
+        TensorSetting { spec, scheme: None, codec }
     }
 }
 
@@ -120,8 +121,8 @@ pub struct Plan {
     /// Number of ranks.
     pub world_size: u32,
     /// How many of them, the last ones, only serve: they own slices, and train nothing.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub serving: u32,
+    #[serde(default, rename = "serving", skip_serializing_if = "is_zero")]
+    pub dedicated_servers: u32,
     /// The strategy.
     pub strategy: Strategy,
     /// Where the optimizer runs.
@@ -140,7 +141,7 @@ impl Plan {
     /// # Errors
     /// When the world is empty, there are no servers or more than ranks, ranks that only serve do not
     /// go with the other rules, a trained tensor holds plain bytes, there are too many slices, the
-    /// strategy's ready rule or a tensor's scheme does not go with the rest, or a codec is given for a
+    /// strategy's synchrony or a tensor's scheme does not go with the rest, or a codec is given for a
     /// tensor that is not added up, is not trained, or is not of f32, f16 or bf16, or is on a ring that
     /// the codec cannot go round.
     pub fn build_for<Tensor: Into<TensorSetting>>(
@@ -151,60 +152,60 @@ impl Plan {
     ) -> Result<Plan, PlanError> {
         roles.check()?;
         let (workers, servers, world_size) = (roles.workers, roles.servers, roles.world_size());
-        check_ready_rule(&strategy, update)?;
-        check_set(&strategy, workers)?;
+        strategy.validate(update, workers)?;
         let mut placer = Placer::new(strategy.placement, servers);
         // Who answers runs the program that trains.
-        let mut answers = LeastLoaded::new(if roles.apart { workers } else { servers });
+        let mut answers = LeastLoaded::new(if roles.dedicated { workers } else { servers });
         let mut ring = RingPlacer::new(workers);
         // Apart, so that no codec changes where the sums of other tensors begin.
         let mut encoded_ring = RingPlacer::new(workers);
-        let serving = roles.serving();
+        let dedicated_servers = roles.dedicated_servers();
         let (slices, none) = (Vec::new(), Vec::new());
-        let mut plan = Plan { world_size, serving, strategy, update, tensors: none, slices };
-        plan.check_serving()?;
+        let mut plan =
+            Plan { world_size, dedicated_servers, strategy, update, tensors: none, slices };
+        plan.check_dedicated_servers()?;
         for (index, tensor) in tensors.into_iter().enumerate() {
-            let TensorSetting { spec, scheme, coding } = tensor.into();
+            let TensorSetting { spec, scheme, codec } = tensor.into();
             let scheme = scheme.unwrap_or(plan.strategy.scheme);
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, workers)?;
-            if let Some(coding) = &coding {
-                check_coding(&spec, scheme, plan.strategy.ready, coding.as_ref())?;
+            if let Some(codec) = &codec {
+                check_coding(&spec, scheme, plan.strategy.synchrony, codec.as_ref())?;
             }
             let alone = if scheme == Scheme::Ps { world_size == 1 } else { workers == 1 };
-            let coding = coding.filter(|_| !alone);
-            let granule = coding.as_ref().map_or(1, |coding| coding.granule_elems());
+            let codec = codec.filter(|_| !alone);
+            let granule = codec.as_ref().map_or(1, |codec| codec.granule_elems());
             let tensor = TensorId(narrow(index)?);
             let first = narrow(plan.slices.len())?;
-            let blocks = ring.deal(&spec, RING_BLOCK_ELEMS);
-            let mut encoding = None;
+            let blocks = ring.deal(&spec, RING_CHUNK_ELEMS);
+            let mut planned = None;
             match scheme {
                 Scheme::Ps => {
                     let pieces = plan.strategy.granularity.cut(spec.numel, servers, granule);
                     let whole = pieces.len() == 1;
-                    encoding = coding.map(|coding| encoding_of(coding.as_ref(), &pieces));
+                    planned = codec.map(|codec| encoding_of(codec.as_ref(), &pieces));
                     for (part, piece) in pieces.into_iter().enumerate() {
                         let elems = piece.end - piece.start;
-                        let encoded = encoding.as_ref().and_then(|it| it.bytes_max(elems));
+                        let encoded = planned.as_ref().and_then(|it| it.bytes_max(elems));
                         let bytes = encoded.unwrap_or(elems * spec.dtype.bytes());
-                        let role = spec.role;
-                        let server = placer.place(&Dealt { role, bytes, part, whole });
+                        let kind = spec.kind;
+                        let server = placer.place(&Dealt { kind, bytes, part, whole });
                         let owner = roles.server(server);
                         plan.slices.push(Slice::of(tensor, &piece, owner));
                     }
                 }
-                Scheme::Gather => {
+                Scheme::AllGather => {
                     let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
                     let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
                     plan.slices.extend(slices);
                 }
-                Scheme::Answer => {
+                Scheme::GatherToRoot => {
                     let owner = answers.place(spec.numel * spec.dtype.bytes());
                     let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
                     plan.slices.extend(pieces.iter().map(|it| Slice::of(tensor, it, owner)));
                 }
                 Scheme::Ring => {
-                    let blocks = match &coding {
+                    let blocks = match &codec {
                         Some(_) => encoded_ring.deal(&spec, encoded_block_elems(granule)),
                         None => blocks,
                     };
@@ -215,14 +216,14 @@ impl Plan {
                         plan.slices.extend(slices);
                         all.extend(pieces);
                     }
-                    if let Some(coding) = coding {
-                        let found = encoding_of(coding.as_ref(), &all);
-                        encoding = Some(found.round_ring(&spec.name, coding.as_ref(), workers)?);
+                    if let Some(codec) = codec {
+                        let found = encoding_of(codec.as_ref(), &all);
+                        planned = Some(found.round_ring(&spec.name, codec.as_ref(), workers)?);
                     }
                 }
             }
             let slices = first..narrow(plan.slices.len())?;
-            plan.tensors.push(TensorPlan { spec, scheme, encoding, slices });
+            plan.tensors.push(TensorPlan { spec, scheme, codec: planned, slices });
         }
         Ok(plan)
     }
@@ -271,7 +272,7 @@ impl Plan {
         if step.0 == 0 {
             !tensor.scheme.has_blocks()
         } else {
-            tensor.spec.role == Role::Parameter
+            tensor.spec.kind == TensorKind::Parameter
         }
     }
 }
@@ -301,61 +302,14 @@ impl Granularity {
     }
 }
 
-/// Which ready rules go with which updates and pull rules.
-///
-/// # Errors
-/// When they do not, with the reason.
-pub fn check_ready_rule(strategy: &Strategy, update: Update) -> Result<(), PlanError> {
-    let name = &strategy.name;
-    match strategy.ready {
-        ReadyRule::All => Ok(()),
-        ReadyRule::Set(_) if update != Update::Worker => Err(PlanError::new(
-            "stragglers are left out, but with update=server an owner updates its own parameters, \
-             and one that is late itself does not hold them yet: use update=worker",
-        )),
-        ReadyRule::Set(_) if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
-            "stragglers are left out, but in strategy {name:?} each worker pulls results, and who is \
-             late would ask for old ones: use p3, slicing or wfbp"
-        ))),
-        ReadyRule::Set(_) => Ok(()),
-        ReadyRule::Each if update != Update::Server => Err(PlanError::new(format!(
-            "strategy {name:?} applies each rank's gradients alone, where the parameters are: it \
-             asks for update=server; with update=worker every rank would train a model of its own"
-        ))),
-        ReadyRule::Each if strategy.pull != PullRule::Broadcast => Err(PlanError::new(format!(
-            "strategy {name:?} answers each push at once: it has no use for a pull rule"
-        ))),
-        ReadyRule::Each => Ok(()),
-    }
-}
-
-/// A rule for stragglers that no world of this size can follow.
-fn check_set(strategy: &Strategy, world_size: u32) -> Result<(), PlanError> {
-    let Some(rule) = strategy.ready.set() else {
-        return Ok(());
-    };
-    let problem = match rule.close {
-        _ if rule.ahead_steps == 0 => "ahead_steps is 0: at least one step is decided ahead".into(),
-        Close::Backup { ranks: 0 } => "backup is 0: use the ready rule all".into(),
-        Close::Backup { ranks } if ranks >= world_size => {
-            format!("backup is {ranks} of {world_size} ranks: at least one has to contribute")
-        }
-        Close::Deadline { percent } if percent <= 100 => {
-            format!("the deadline is {percent}% of a step: it must be over 100%")
-        }
-        _ => return Ok(()),
-    };
-    Err(PlanError::new(problem))
-}
-
 fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
-    if spec.role == Role::Parameter && spec.dtype == Dtype::U8 {
+    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::U8 {
         return Err(PlanError::new(format!(
             "tensor {:?} holds plain bytes and cannot be trained",
             spec.name
         )));
     }
-    if spec.role == Role::Parameter && spec.dtype == Dtype::F64 && update == Update::Server {
+    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::F64 && update == Update::Server {
         return Err(PlanError::new(format!(
             "tensor {:?} is f64: update=server has kernels for f32, f16 and bf16; use \
              update=worker",
@@ -372,14 +326,14 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
 fn check_coding(
     spec: &TensorSpec,
     scheme: Scheme,
-    ready: ReadyRule,
-    coding: &dyn Coding,
+    synchrony: Synchrony,
+    codec: &dyn CodecSizes,
 ) -> Result<(), PlanError> {
-    let (name, codec) = (&spec.name, coding.name());
-    if ready == ReadyRule::Each {
+    let (name, codec) = (&spec.name, codec.name());
+    if synchrony == Synchrony::Async {
         return Err(PlanError::new(format!(
             "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be encoded: \
-             use another ready rule, or no codec"
+             use synchronous training, or no codec"
         )));
     }
     if scheme.has_blocks() {
@@ -390,7 +344,7 @@ fn check_coding(
         )));
     }
     let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
-    if spec.role == Role::Parameter && short {
+    if spec.kind == TensorKind::Parameter && short {
         return Ok(());
     }
     let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
@@ -398,17 +352,17 @@ fn check_coding(
 }
 
 /// What the engine needs to know of a codec for these slices.
-fn encoding_of(coding: &dyn Coding, pieces: &[Range<u64>]) -> Encoding {
+fn encoding_of(codec: &dyn CodecSizes, pieces: &[Range<u64>]) -> CodecPlan {
     let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
     lengths.sort_unstable();
     lengths.dedup();
-    let bytes = lengths.iter().map(|&length| (length, coding.bytes_max(length))).collect();
-    Encoding {
-        codec: coding.name(),
-        sizes: coding.sizes(),
-        granule_elems: coding.granule_elems(),
-        fixed: coding.is_fixed(),
-        residual_width: coding.residual_width(),
+    let bytes = lengths.iter().map(|&length| (length, codec.bytes_max(length))).collect();
+    CodecPlan {
+        name: codec.name(),
+        sizes: codec.sizes(),
+        granule_elems: codec.granule_elems(),
+        fixed: codec.is_fixed(),
+        residual_width: codec.residual_width(),
         bytes,
         scales: Vec::new(),
     }

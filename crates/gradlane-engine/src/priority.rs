@@ -6,10 +6,10 @@
 
 use crate::engine::Engine;
 use crate::error::UsageError;
-use crate::inbound::Checked;
 use crate::rank_set::RankSet;
+use crate::receive::Validated;
 use crate::scheduler::{Body, Message};
-use crate::strategy::ReadyRule;
+use crate::strategy::Synchrony;
 use alloc::format;
 use alloc::string::ToString;
 use alloc::vec::Vec;
@@ -94,12 +94,15 @@ pub(crate) struct PendingSwitch {
 impl Engine {
     /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks
     /// from the same step on, two steps after the current one; where ranks may be in different steps
-    /// (ready rules `Each` and `Set`), on each rank from its next step on.
+    /// (synchrony `Async` and `BackupWorkers`), on each rank from its next step on.
     ///
     /// # Errors
     /// On another rank, before a step has begun, when the last switch is not finished, or for a
     /// vector of another length.
-    pub fn switch_priorities(&mut self, priorities: Vec<Priority>) -> Result<(), UsageError> {
+    pub(crate) fn switch_priorities(
+        &mut self,
+        priorities: Vec<Priority>,
+    ) -> Result<(), UsageError> {
         self.lifecycle.check_open()?;
         let refuse = |message: &str| Err(UsageError::Argument(message.to_string()));
         if self.rank() != Rank(0) {
@@ -148,7 +151,7 @@ impl Engine {
     }
 
     /// The size of a vector that is announced.
-    pub(crate) fn check_switch_length(&self, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn check_switch_length(&self, header: &FrameHeader) -> Validated<()> {
         let expected = 8 + 4 * self.plan.tensors.len() as u64;
         if u64::from(header.length) == expected {
             return Ok(());
@@ -162,7 +165,7 @@ impl Engine {
         from: Rank,
         header: &FrameHeader,
         payload: &[u8],
-    ) -> Checked<()> {
+    ) -> Validated<()> {
         let mut words = payload.chunks_exact(4).map(|word| {
             let mut bytes = [0; 4];
             bytes.copy_from_slice(word);
@@ -199,7 +202,7 @@ impl Engine {
     }
 
     /// A rank has taken up the priorities that this one announced.
-    pub(crate) fn take_switch_ack(&mut self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn take_switch_ack(&mut self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let version = header.plan_version;
         let expected =
             self.switch.as_mut().filter(|it| it.version == version).map(|it| &mut it.missing);
@@ -218,7 +221,7 @@ impl Engine {
 
     /// Whether ranks take up new priorities each at a step of its own.
     pub(crate) fn switches_alone(&self) -> bool {
-        self.plan.strategy.ready != ReadyRule::All
+        self.plan.strategy.synchrony != Synchrony::Bulk
     }
 }
 
@@ -232,7 +235,7 @@ mod tests {
             name: "weight".to_string(),
             numel: 1,
             dtype: gradlane_units::Dtype::F32,
-            role: crate::Role::Parameter,
+            kind: crate::TensorKind::Parameter,
         };
         let strategy = crate::Strategy::named("p3", None, 0).expect("a strategy");
         let plan = crate::Plan::build(alloc::vec![spec], strategy, crate::Update::Worker, 2);

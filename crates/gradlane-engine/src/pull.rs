@@ -14,7 +14,7 @@ impl Engine {
     ///
     /// # Errors
     /// For an unknown tensor, another step than the current one, or an ended session.
-    pub fn tensor_needed(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
+    pub(crate) fn tensor_needed(&mut self, tensor: TensorId, step: Step) -> Result<(), UsageError> {
         self.check_call(tensor, step, "tensor_needed")?;
         if self.worker.uncontributed == 0 {
             self.pull_deferred();

@@ -2,7 +2,7 @@
 //! with one entry or none: an empty one owns no memory, and a message that is owed to many peers is
 //! shared by their queues.
 
-use crate::scheduler::{Key, Message};
+use crate::scheduler::{Message, OrderKey};
 use alloc::collections::VecDeque;
 use alloc::sync::Arc;
 
@@ -18,22 +18,22 @@ pub(crate) struct Unicast {
 /// Entries in ascending order of their keys. New ones nearly always belong at one of the ends.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    entries: VecDeque<(Key, Unicast)>,
+    entries: VecDeque<(OrderKey, Unicast)>,
 }
 
 impl Queue {
     /// The most urgent entry.
-    pub(crate) fn first(&self) -> Option<(Key, &Unicast)> {
+    pub(crate) fn first(&self) -> Option<(OrderKey, &Unicast)> {
         self.entries.front().map(|(key, entry)| (*key, entry))
     }
 
     /// Takes the most urgent entry.
-    pub(crate) fn pop_first(&mut self) -> Option<(Key, Unicast)> {
+    pub(crate) fn pop_first(&mut self) -> Option<(OrderKey, Unicast)> {
         self.entries.pop_front()
     }
 
     /// Adds an entry.
-    pub(crate) fn insert(&mut self, key: Key, entry: Unicast) {
+    pub(crate) fn insert(&mut self, key: OrderKey, entry: Unicast) {
         if self.entries.back().is_none_or(|(last, _)| *last < key) {
             self.entries.push_back((key, entry));
             return;

@@ -14,22 +14,22 @@
 //! whose gradient begins a sum sends that from gradient memory. A frame is believed only from the rank
 //! before this one, at the hop at which this rank gets its slice.
 
-use crate::collected::Arriving;
+use crate::contribution_set::Arriving;
 use crate::engine::Engine;
-use crate::inbound::{range, Checked};
-use crate::io::{BufferRef, Landing, Memory, Operation, Region, Work};
+use crate::io::{BufferRef, Job, Memory, Operation, PayloadDest, Region};
+use crate::jobs::{Pending, Running};
 use crate::plan::Plan;
+use crate::receive::{range, Validated};
 use crate::scheduler::{Body, Message};
 use crate::scheme::Scheme;
-use crate::server::Part;
-use crate::work::{Pending, Running};
-use crate::worker::{Contribution, Phase};
+use crate::server::Contribution;
+use crate::worker::{Phase, Submission};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
 /// The sum of a slice as it comes from the rank before.
 #[derive(Clone, Copy, Debug, Default)]
@@ -40,7 +40,7 @@ pub(crate) enum Received {
     /// Some of it has.
     Arriving(Arriving),
     /// All of it, or that no rank before had a gradient.
-    Whole(Part),
+    Whole(Contribution),
 }
 
 /// A slice on its way to its owner, as this rank sees it.
@@ -53,9 +53,9 @@ pub(crate) struct RoundSlice {
     /// Of what was received, or is arriving: sums, or scales.
     pub(crate) kind: FrameKind,
     /// Of what is arriving.
-    form: Codec,
+    form: PayloadForm,
     /// Whether this rank's own contribution to that step is there.
-    pub(crate) gave: bool,
+    pub(crate) contributed: bool,
     /// Whether that step's scales have this rank's, where scales go round first.
     pub(crate) scaled: bool,
 }
@@ -63,14 +63,14 @@ pub(crate) struct RoundSlice {
 impl RoundSlice {
     pub(crate) fn new(step: Step) -> RoundSlice {
         let received = Received::Nothing;
-        let (kind, form) = (FrameKind::RingReduce, Codec::Raw);
-        RoundSlice { step, received, kind, form, gave: false, scaled: false }
+        let (kind, form) = (FrameKind::RingReduce, PayloadForm::Raw);
+        RoundSlice { step, received, kind, form, contributed: false, scaled: false }
     }
 
     /// Whether a frame cannot go on with what is arriving.
     pub(crate) fn is_arriving_unlike(&self, header: &FrameHeader) -> bool {
         let arriving = matches!(self.received, Received::Arriving(_));
-        arriving && (self.kind, self.form) != (header.kind, header.codec)
+        arriving && (self.kind, self.form) != (header.kind, header.form)
     }
 }
 
@@ -126,15 +126,15 @@ impl Engine {
                 self.contribute_scales(slice);
             } else if self.sum_begins(slice) == self.rank() {
                 self.ring.slices[slice.index()].step = step.next();
-                if self.own_form(slice) == Codec::Encoded && !self.has_nothing(slice) {
+                if self.own_form(slice) == PayloadForm::Encoded && !self.has_nothing(slice) {
                     self.encode_first_round(slice, step);
                     continue;
                 }
                 let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
-                let own = own.map(|region| (region, Codec::Raw));
+                let own = own.map(|region| (region, PayloadForm::Raw));
                 self.send_round(FrameKind::RingReduce, slice, step, own);
             } else {
-                self.ring.slices[slice.index()].gave = true;
+                self.ring.slices[slice.index()].contributed = true;
                 self.add_when_both(slice);
             }
         }
@@ -142,7 +142,7 @@ impl Engine {
 
     /// Whether this rank has no gradient for a slice in the current step, or the slice no elements.
     pub(crate) fn has_nothing(&self, slice: SliceId) -> bool {
-        let Contribution::Absent = self.worker.tensor(self.plan.slice(slice).tensor).contribution
+        let Submission::Absent = self.worker.tensor(self.plan.slice(slice).tensor).submission
         else {
             return self.plan.slice_bytes(slice) == 0;
         };
@@ -157,8 +157,8 @@ impl Engine {
             self.slice_done(slice, !absent);
         } else if self.rank() == Rank(0) {
             // The slice is ready when its values have left.
-            let own = (!absent).then(|| (self.gradient_region(slice), Codec::Raw));
-            self.send_round(FrameKind::RingGather, slice, step, own);
+            let own = (!absent).then(|| (self.gradient_region(slice), PayloadForm::Raw));
+            self.send_round(FrameKind::RingBroadcast, slice, step, own);
         } else {
             self.worker.slice_mut(slice).push_sent = true;
             self.install_if_open(slice);
@@ -180,14 +180,14 @@ impl Engine {
         kind: FrameKind,
         slice: SliceId,
         step: Step,
-        from: Option<(Region, Codec)>,
+        from: Option<(Region, PayloadForm)>,
     ) {
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         let mut header = self.slice_header(kind, step, slice, priority);
         header.hop = self.hops_from(self.begins(kind, slice, step)) + 1;
         let body = match from {
             Some((region, form)) => {
-                header.codec = form;
+                header.form = form;
                 Body::Region(region)
             }
             None => {
@@ -225,7 +225,7 @@ impl Engine {
     /// Adds this rank's contribution to a sum, or passes on that there is nothing.
     pub(crate) fn add_when_both(&mut self, slice: SliceId) {
         let state = self.ring.slices[slice.index()].clone();
-        let (true, Received::Whole(received)) = (state.gave, state.received) else {
+        let (true, Received::Whole(received)) = (state.contributed, state.received) else {
             return;
         };
         let step = state.step;
@@ -242,15 +242,15 @@ impl Engine {
         if self.passes_on(slice, received) {
             return;
         }
-        if received != Part::Absent || !self.has_nothing(slice) {
+        if received != Contribution::Absent || !self.has_nothing(slice) {
             let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
             let key = self.slice_key(step, priority, slice);
-            self.work.push(key, Pending::AddRound { slice, step, received });
+            self.jobs.push(key, Pending::AddRound { slice, step, received });
             return;
         }
         self.worker.slice_mut(slice).push_sent = true;
         if self.plan.slice(slice).owner == self.rank() {
-            self.send_round(FrameKind::RingGather, slice, step, None);
+            self.send_round(FrameKind::RingBroadcast, slice, step, None);
             self.slice_done(slice, false);
         } else {
             self.send_round(FrameKind::RingReduce, slice, step, None);
@@ -258,13 +258,18 @@ impl Engine {
     }
 
     /// The addition of one hop; on the owner, the mean, which goes into place in the same pass.
-    pub(crate) fn start_round(&mut self, slice: SliceId, step: Step, received: Part) -> Work {
-        if self.form_of(slice, received) == Codec::Encoded {
+    pub(crate) fn start_round(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        received: Contribution,
+    ) -> Job {
+        if self.form_of(slice, received) == PayloadForm::Encoded {
             return self.start_encoded_round(slice, step, received);
         }
         let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
         let (output, sum) = match received {
-            Part::Buffer(buffer) => (buffer, Some(buffer.whole())),
+            Contribution::Buffer(buffer) => (buffer, Some(buffer.whole())),
             _ => (self.buffers.acquire(self.plan.slice_bytes(slice)), None),
         };
         let mut inputs: Vec<Region> = sum.into_iter().chain(own).collect();
@@ -275,7 +280,7 @@ impl Engine {
         }
         let is_last = self.plan.slice(slice).owner == self.rank();
         if is_last {
-            // The gradient is read by this work alone, which may also write there.
+            // The gradient is read by this job alone, which may also write there.
             self.worker.slice_mut(slice).push_sent = true;
         }
         let operation = Operation::Reduce {
@@ -290,16 +295,16 @@ impl Engine {
     }
 
     /// A sum has this rank's contribution: it goes on, or, on the owner, the mean goes out.
-    pub(crate) fn added_round(
+    pub(crate) fn ring_sum_done(
         &mut self,
         slice: SliceId,
         step: Step,
         output: BufferRef,
-        form: Codec,
+        form: PayloadForm,
     ) {
         let kind = if self.plan.slice(slice).owner == self.rank() {
             self.slice_done(slice, true);
-            FrameKind::RingGather
+            FrameKind::RingBroadcast
         } else {
             self.worker.slice_mut(slice).push_sent = true;
             FrameKind::RingReduce
@@ -308,14 +313,14 @@ impl Engine {
     }
 
     /// What a frame round the ring must satisfy: the neighbour and the hop.
-    pub(crate) fn check_round(&self, from: Rank, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn check_round(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let what = || self.describe(header);
         let size = self.plan.workers();
         let before = Rank((self.rank().0 + size - 1) % size);
         if from != before {
             return Err(format!("{}, but {before} is before this rank in the ring", what()));
         }
-        if header.kind != FrameKind::RingGather && header.step.0 == 0 {
+        if header.kind != FrameKind::RingBroadcast && header.step.0 == 0 {
             return Err(format!("{}, in which nothing is added", what()));
         }
         let begins = self.begins(header.kind, header.slice, header.step);
@@ -329,7 +334,7 @@ impl Engine {
         Ok(())
     }
 
-    pub(crate) fn land_round(&mut self, header: &FrameHeader) -> Checked<Landing> {
+    pub(crate) fn land_round(&mut self, header: &FrameHeader) -> Validated<PayloadDest> {
         let what = self.describe(header);
         let bytes = self.bytes_of(header);
         self.check_lap(header)?;
@@ -346,15 +351,19 @@ impl Engine {
             return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
         }
         if header.length == 0 {
-            return Ok(Landing::Nothing);
+            return Ok(PayloadDest::Nothing);
         }
         let arriving = match state.received {
             Received::Arriving(arriving) => arriving,
             _ => Arriving { buffer: self.buffers.acquire(bytes), received_bytes: 0 },
         };
         state.received = Received::Arriving(arriving);
-        (state.kind, state.form) = (header.kind, header.codec);
-        Ok(Landing::Region(range(Memory::Buffer(arriving.buffer), header.offset, header.length)))
+        (state.kind, state.form) = (header.kind, header.form);
+        Ok(PayloadDest::Region(range(
+            Memory::Buffer(arriving.buffer),
+            header.offset,
+            header.length,
+        )))
     }
 
     pub(crate) fn take_round(&mut self, header: &FrameHeader) {
@@ -367,16 +376,16 @@ impl Engine {
         }
         state.kind = header.kind;
         state.received = Received::Whole(match state.received {
-            Received::Arriving(Arriving { buffer, received_bytes: bytes }) => match header.codec {
-                Codec::Raw => Part::Buffer(buffer),
-                Codec::Encoded => Part::Encoded(BufferRef { bytes, ..buffer }),
+            Received::Arriving(Arriving { buffer, received_bytes: bytes }) => match header.form {
+                PayloadForm::Raw => Contribution::Buffer(buffer),
+                PayloadForm::Encoded => Contribution::Encoded(BufferRef { bytes, ..buffer }),
             },
-            _ => Part::Absent,
+            _ => Contribution::Absent,
         });
         self.add_when_both(header.slice);
     }
 
-    pub(crate) fn land_result_round(&mut self, header: &FrameHeader) -> Checked<Landing> {
+    pub(crate) fn land_result_round(&mut self, header: &FrameHeader) -> Validated<PayloadDest> {
         let (what, slice) = (self.describe(header), header.slice);
         if header.step != self.worker.step {
             return Err(format!("{what}, but this rank is in {}", self.worker.step));
@@ -386,23 +395,23 @@ impl Engine {
             return Err(format!("{what} without a contribution of this rank"));
         }
         let state = *self.worker.slice(slice);
-        let fresh = matches!(state.phase, Phase::Waiting | Phase::Landing | Phase::Buffering(_));
+        let fresh = matches!(state.phase, Phase::Waiting | Phase::Receiving | Phase::Buffering(_));
         if !fresh || state.received_bytes != header.offset {
             let arrived = state.received_bytes;
             return Err(format!("{what} at offset {} after {arrived} bytes", header.offset));
         }
-        if state.phase != Phase::Waiting && state.form != header.codec {
-            return Err(format!("{what} as {:?} after {:?}", header.codec, state.form));
+        if state.phase != Phase::Waiting && state.form != header.form {
+            return Err(format!("{what} as {:?} after {:?}", header.form, state.form));
         }
         if header.length == 0 {
-            return Ok(Landing::Nothing);
+            return Ok(PayloadDest::Nothing);
         }
         if self.goes_on(slice, header.step) && state.phase == Phase::Waiting {
-            let buffer = self.buffers.acquire(self.plan.bytes_as(slice, header.codec));
+            let buffer = self.buffers.acquire(self.plan.bytes_as(slice, header.form));
             let state = self.worker.slice_mut(slice);
-            (state.phase, state.form) = (Phase::Buffering(buffer), header.codec);
+            (state.phase, state.form) = (Phase::Buffering(buffer), header.form);
         }
-        Ok(Landing::Region(self.place_broadcast(header)))
+        Ok(PayloadDest::Region(self.place_broadcast(header)))
     }
 
     /// Whether a result goes on from this rank.
@@ -426,14 +435,14 @@ impl Engine {
                 if goes_on {
                     self.buffers.retain(buffer);
                     let from = Some((buffer.whole(), form));
-                    self.send_round(FrameKind::RingGather, slice, step, from);
+                    self.send_round(FrameKind::RingBroadcast, slice, step, from);
                 }
                 self.install_if_open(slice);
             }
-            Phase::Landing => self.slice_done(slice, true),
+            Phase::Receiving => self.slice_done(slice, true),
             _ => {
                 if goes_on {
-                    self.send_round(FrameKind::RingGather, slice, step, None);
+                    self.send_round(FrameKind::RingBroadcast, slice, step, None);
                 }
                 self.slice_done(slice, false);
             }

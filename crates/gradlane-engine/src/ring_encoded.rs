@@ -1,5 +1,5 @@
 //! Encoded sums on a ring. With any codec each hop decodes the sum so far, adds this rank's gradient
-//! and encodes that: one work a hop, and error feedback on each rank of what it encodes. The owner
+//! and encodes that: one job a hop, and error feedback on each rank of what it encodes. The owner
 //! does not encode a sum but the mean, once.
 //!
 //! Where codes are added up as integers, the scales of a slice's buckets go round first, from the
@@ -8,36 +8,36 @@
 //!
 //! A rank without a gradient passes on what came, where that is the same.
 
-use crate::encoding::Waiting;
+use crate::encoding::PendingEncode;
 use crate::engine::Engine;
-use crate::inbound::Checked;
-use crate::io::{BufferRef, Operation, Work};
+use crate::io::{BufferRef, Job, Operation};
+use crate::jobs::{Pending, Running};
+use crate::receive::Validated;
 use crate::ring::{Received, RoundSlice};
-use crate::scheduler::Key;
+use crate::scheduler::OrderKey;
 use crate::scheme::Scheme;
-use crate::server::Part;
-use crate::work::{Pending, Running};
+use crate::server::Contribution;
 use alloc::format;
 use gradlane_units::{Rank, SliceId, Step};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
-impl Part {
+impl Contribution {
     fn buffer(self) -> Option<BufferRef> {
         match self {
-            Part::Buffer(buffer) | Part::Encoded(buffer) => Some(buffer),
-            Part::Own | Part::Absent => None,
+            Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer),
+            Contribution::Own | Contribution::Absent => None,
         }
     }
 }
 
 impl Engine {
-    pub(crate) fn goes_round(&self, slice: SliceId) -> bool {
+    pub(crate) fn uses_ring(&self, slice: SliceId) -> bool {
         self.plan.tensor(self.plan.slice(slice).tensor).scheme == Scheme::Ring
     }
 
     /// Whether codes of a slice are added up as integers in the current step.
     pub(crate) fn adds_codes(&self, slice: SliceId) -> bool {
-        self.plan.scale_bytes(slice).is_some() && self.own_form(slice) == Codec::Encoded
+        self.plan.scale_bytes(slice).is_some() && self.own_form(slice) == PayloadForm::Encoded
     }
 
     /// The rank from which a slice's scales go out: so that they end where its sum begins.
@@ -49,21 +49,26 @@ impl Engine {
     pub(crate) fn bytes_of(&self, header: &FrameHeader) -> u64 {
         match header.kind {
             FrameKind::RingScale => self.plan.scale_bytes(header.slice).unwrap_or(0),
-            _ => self.plan.bytes_as(header.slice, header.codec),
+            _ => self.plan.bytes_as(header.slice, header.form),
         }
     }
 
     /// The form of a sum with this rank's gradient, by what came.
-    pub(crate) fn form_of(&self, slice: SliceId, received: Part) -> Codec {
+    pub(crate) fn form_of(&self, slice: SliceId, received: Contribution) -> PayloadForm {
         match received {
-            Part::Buffer(_) => Codec::Raw,
-            Part::Encoded(_) => Codec::Encoded,
-            Part::Own | Part::Absent => self.own_form(slice),
+            Contribution::Buffer(_) => PayloadForm::Raw,
+            Contribution::Encoded(_) => PayloadForm::Encoded,
+            Contribution::Own | Contribution::Absent => self.own_form(slice),
         }
     }
 
     /// Whether the rank before sent a slice in another way than this rank would.
-    pub(crate) fn is_mixed(&self, slice: SliceId, state: &RoundSlice, received: Part) -> bool {
+    pub(crate) fn is_mixed(
+        &self,
+        slice: SliceId,
+        state: &RoundSlice,
+        received: Contribution,
+    ) -> bool {
         let scales_first = self.adds_codes(slice) && !state.scaled;
         let expected = if scales_first { FrameKind::RingScale } else { FrameKind::RingReduce };
         let other_form =
@@ -85,24 +90,29 @@ impl Engine {
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         let key = self.slice_key(step, priority, slice);
         let next = self.next_round();
-        self.encodes.push(next, key, Waiting { slice, step });
+        self.encodes.push(next, key, PendingEncode { slice, step });
     }
 
     /// It is encoded: from now on its gradient memory may be written.
-    pub(crate) fn encoded_round(&mut self, waiting: Waiting, key: Key, output: BufferRef) {
-        let Waiting { slice, step } = waiting;
+    pub(crate) fn encoded_round(
+        &mut self,
+        waiting: PendingEncode,
+        key: OrderKey,
+        output: BufferRef,
+    ) {
+        let PendingEncode { slice, step } = waiting;
         self.worker.slice_mut(slice).push_sent = true;
         let next = self.next_round();
         self.encodes.note_encoded(waiting, key, next, output);
-        let from = Some((output.whole(), Codec::Encoded));
+        let from = Some((output.whole(), PayloadForm::Encoded));
         self.send_round(FrameKind::RingReduce, slice, step, from);
         self.install_if_open(slice);
     }
 
     /// What came needs nothing done here: this rank has no gradient, and decoding and encoding again
     /// would only lose something.
-    pub(crate) fn passes_on(&mut self, slice: SliceId, received: Part) -> bool {
-        let Part::Encoded(buffer) = received else {
+    pub(crate) fn passes_on(&mut self, slice: SliceId, received: Contribution) -> bool {
+        let Contribution::Encoded(buffer) = received else {
             return false;
         };
         let is_last = self.plan.slice(slice).owner == self.rank();
@@ -111,7 +121,7 @@ impl Engine {
         }
         self.worker.slice_mut(slice).push_sent = true;
         let step = self.worker.step;
-        let from = Some((buffer.whole(), Codec::Encoded));
+        let from = Some((buffer.whole(), PayloadForm::Encoded));
         self.send_round(FrameKind::RingReduce, slice, step, from);
         true
     }
@@ -121,22 +131,22 @@ impl Engine {
         &mut self,
         slice: SliceId,
         step: Step,
-        received: Part,
-    ) -> Work {
+        received: Contribution,
+    ) -> Job {
         let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
         let is_last = self.plan.slice(slice).owner == self.rank();
         if is_last {
-            // The gradient is read by this work alone, which may also write there.
+            // The gradient is read by this job alone, which may also write there.
             self.worker.slice_mut(slice).push_sent = true;
         }
         let copy_to = if is_last { self.open_region(slice) } else { None };
         let came = received.buffer();
         let (operation, output, spent) = match came {
             Some(sums) if self.adds_codes(slice) => {
-                (Operation::RingAdd { sums: sums.whole(), own, copy_to }, sums, None)
+                (Operation::RingAddCodes { sums: sums.whole(), own, copy_to }, sums, None)
             }
             _ => {
-                let output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+                let output = self.buffers.acquire(self.plan.bytes_as(slice, PayloadForm::Encoded));
                 let operation = Operation::RingEncode {
                     received: came.map(BufferRef::whole),
                     own,
@@ -155,24 +165,25 @@ impl Engine {
     pub(crate) fn contribute_scales(&mut self, slice: SliceId) {
         let begins = self.scales_begin(slice) == self.rank();
         let state = &mut self.ring.slices[slice.index()];
-        state.gave = true;
+        state.contributed = true;
         if begins && matches!(state.received, Received::Nothing) {
-            (state.received, state.kind) = (Received::Whole(Part::Absent), FrameKind::RingScale);
+            (state.received, state.kind) =
+                (Received::Whole(Contribution::Absent), FrameKind::RingScale);
         }
         self.add_when_both(slice);
     }
 
     /// Scales of the ranks before are here, and so is this rank's gradient, if it has one.
-    pub(crate) fn scales_when_both(&mut self, slice: SliceId, step: Step, received: Part) {
+    pub(crate) fn scales_when_both(&mut self, slice: SliceId, step: Step, received: Contribution) {
         let nothing = self.has_nothing(slice);
         let priority = self.priorities.priority(step, self.plan.slice(slice).tensor);
         let key = self.slice_key(step, priority, slice);
         if self.sum_begins(slice) == self.rank() {
             self.ring.slices[slice.index()] = RoundSlice::new(step.next());
-            if nothing && received == Part::Absent {
+            if nothing && received == Contribution::Absent {
                 self.send_round(FrameKind::RingReduce, slice, step, None);
             } else {
-                self.work.push(key, Pending::BeginRound { slice, step, received });
+                self.jobs.push(key, Pending::BeginRound { slice, step, received });
             }
             return;
         }
@@ -181,16 +192,21 @@ impl Engine {
         if nothing {
             self.send_scales(slice, step, received.buffer());
         } else {
-            self.work.push(key, Pending::ScaleRound { slice, step, received });
+            self.jobs.push(key, Pending::ScaleRound { slice, step, received });
         }
     }
 
     /// Makes scales the larger of what came and this rank's.
-    pub(crate) fn start_scales(&mut self, slice: SliceId, step: Step, received: Part) -> Work {
+    pub(crate) fn start_scales(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        received: Contribution,
+    ) -> Job {
         let came = received.buffer();
         let bytes = self.plan.scale_bytes(slice).expect("a slice whose scales go round");
         let output = came.unwrap_or_else(|| self.buffers.acquire(bytes));
-        let operation = Operation::RingScale {
+        let operation = Operation::RingMaxScales {
             received: came.map(BufferRef::whole),
             own: self.gradient_region(slice),
             output: output.whole(),
@@ -200,23 +216,28 @@ impl Engine {
 
     /// Scales go on to the next rank.
     pub(crate) fn send_scales(&mut self, slice: SliceId, step: Step, scales: Option<BufferRef>) {
-        let from = scales.map(|buffer| (buffer.whole(), Codec::Encoded));
+        let from = scales.map(|buffer| (buffer.whole(), PayloadForm::Encoded));
         self.send_round(FrameKind::RingScale, slice, step, from);
     }
 
     /// Begins a sum of codes: this rank knows the scales of all.
-    pub(crate) fn start_codes(&mut self, slice: SliceId, step: Step, received: Part) -> Work {
+    pub(crate) fn start_codes(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        received: Contribution,
+    ) -> Job {
         let own = (!self.has_nothing(slice)).then(|| self.gradient_region(slice));
         let spent = received.buffer();
-        let output = self.buffers.acquire(self.plan.bytes_as(slice, Codec::Encoded));
+        let output = self.buffers.acquire(self.plan.bytes_as(slice, PayloadForm::Encoded));
         let scales = spent.map(BufferRef::whole);
-        let operation = Operation::RingBegin { scales, own, output: output.whole() };
+        let operation = Operation::RingBeginCodes { scales, own, output: output.whole() };
         let running = Running::AddRound { slice, step, output, spent, encoded: true };
         self.hand_out(slice, step, operation, running)
     }
 
     /// Scales come before sums, and what comes in several frames in one form.
-    pub(crate) fn check_lap(&self, header: &FrameHeader) -> Checked<()> {
+    pub(crate) fn check_lap(&self, header: &FrameHeader) -> Validated<()> {
         let what = || self.describe(header);
         let state = &self.ring.slices[header.slice.index()];
         let is_scales = header.kind == FrameKind::RingScale;
@@ -224,7 +245,7 @@ impl Engine {
             return Err(format!("{} a second time", what()));
         }
         let shares = self.plan.scale_bytes(header.slice).is_some();
-        if !is_scales && shares && header.codec == Codec::Encoded && !state.scaled {
+        if !is_scales && shares && header.form == PayloadForm::Encoded && !state.scaled {
             return Err(format!("{} before its scales had this rank's", what()));
         }
         let absent = header.flags.contains(FrameFlags::ABSENT);
@@ -232,7 +253,7 @@ impl Engine {
             return Err(format!("{} with nothing, though this rank has a gradient", what()));
         }
         if state.is_arriving_unlike(header) {
-            return Err(format!("{} as {:?} after another", what(), header.codec));
+            return Err(format!("{} as {:?} after another", what(), header.form));
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! Roles of ranks: who trains, who owns slices. Mostly every rank does both. Where servers are apart,
+//! Roles of ranks: who trains, who owns slices. Mostly every rank does both. Where servers are dedicated,
 //! the ranks after those that train only serve: they collect, reduce and answer, give no gradient,
 //! begin no step, and leave when the ranks that train have left.
 //!
-//! A server that is apart needs no worker's state: what it collects says which step it is in.
+//! A server that is dedicated needs no worker's state: what it collects says which step it is in.
 
 use crate::engine::Engine;
 use crate::error::{Outstanding, PlanError};
@@ -10,12 +10,12 @@ use crate::io::Event;
 use crate::plan::{Plan, TensorSetting, Update};
 use crate::rank_set::RankSet;
 use crate::server::OwnedSlice;
-use crate::strategy::{ReadyRule, Strategy};
+use crate::strategy::Strategy;
 use alloc::format;
 use alloc::vec::Vec;
 use core::time::Duration;
 use gradlane_units::{Rank, Step, TensorId};
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_wire::{FrameKind, PayloadForm};
 
 /// How many ranks train, how many own slices, and whether these are the same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,32 +25,32 @@ pub struct Roles {
     /// Ranks that own slices: the first ones, or those after the workers.
     pub servers: u32,
     /// Whether servers train nothing.
-    pub apart: bool,
+    pub dedicated: bool,
 }
 
 impl Roles {
     /// All ranks train and own slices.
     #[must_use]
     pub const fn shared(world_size: u32) -> Roles {
-        Roles { workers: world_size, servers: world_size, apart: false }
+        Roles { workers: world_size, servers: world_size, dedicated: false }
     }
 
     /// All ranks train, and the first so many own slices.
     #[must_use]
     pub const fn first(world_size: u32, servers: u32) -> Roles {
-        Roles { workers: world_size, servers, apart: false }
+        Roles { workers: world_size, servers, dedicated: false }
     }
 
     /// The first so many ranks train; so many after them own the slices, and only serve.
     #[must_use]
-    pub const fn apart(workers: u32, servers: u32) -> Roles {
-        Roles { workers, servers, apart: true }
+    pub const fn dedicated(workers: u32, servers: u32) -> Roles {
+        Roles { workers, servers, dedicated: true }
     }
 
     /// How many ranks there are.
     #[must_use]
     pub const fn world_size(self) -> u32 {
-        if self.apart {
+        if self.dedicated {
             self.workers.saturating_add(self.servers)
         } else {
             self.workers
@@ -58,26 +58,26 @@ impl Roles {
     }
 
     /// How many ranks only serve.
-    pub(crate) fn serving(self) -> u32 {
+    pub(crate) fn dedicated_servers(self) -> u32 {
         self.world_size() - self.workers
     }
 
     /// The rank of a server, by its number.
     pub(crate) fn server(self, number: Rank) -> Rank {
-        Rank(number.0 + self.serving().min(1) * self.workers)
+        Rank(number.0 + self.dedicated_servers().min(1) * self.workers)
     }
 
     /// Checks that there is somebody for either role.
     pub(crate) fn check(self) -> Result<(), PlanError> {
-        let Roles { workers, servers, apart } = self;
+        let Roles { workers, servers, dedicated } = self;
         if workers == 0 {
             let what = "world_size is 0: a plan needs at least one rank that trains";
             return Err(PlanError::new(what));
         }
-        if apart && workers.checked_add(servers).is_none() {
+        if dedicated && workers.checked_add(servers).is_none() {
             return Err(PlanError::new("more than 2^32 ranks"));
         }
-        if servers == 0 || (!apart && servers > workers) {
+        if servers == 0 || (!dedicated && servers > workers) {
             return Err(PlanError::new(format!(
                 "{servers} servers of {workers} ranks: slices need at least one, and each is a rank"
             )));
@@ -118,7 +118,7 @@ impl Plan {
     /// How many ranks train: all but those that only serve.
     #[must_use]
     pub fn workers(&self) -> u32 {
-        self.world_size.saturating_sub(self.serving)
+        self.world_size.saturating_sub(self.dedicated_servers)
     }
 
     /// Whether a rank trains.
@@ -131,48 +131,18 @@ impl Plan {
     pub(crate) fn workers_but(&self, rank: Rank) -> RankSet {
         RankSet::all_but(self.workers(), rank)
     }
-
-    /// Checks that ranks that only serve go with the other rules.
-    ///
-    /// # Errors
-    /// When they do not, with the reason.
-    pub fn check_serving(&self) -> Result<(), PlanError> {
-        if self.serving == 0 {
-            return Ok(());
-        }
-        let refuse = |why: &str| {
-            let serving = self.serving;
-            Err(PlanError::new(format!("{serving} of the ranks only serve, but {why}")))
-        };
-        if self.serving >= self.world_size {
-            return refuse("no rank is left that trains");
-        }
-        if self.strategy.ready != ReadyRule::All {
-            return refuse(
-                "only steps that wait for all ranks that train are served from apart: who is left \
-                 out, or how old an update may be, is not known there",
-            );
-        }
-        if self.update == Update::Server {
-            return refuse(
-                "with update=server the optimizer's settings and state are given to the owner by \
-                 its own program, which these ranks do not run: use update=worker",
-            );
-        }
-        Ok(())
-    }
 }
 
 impl Engine {
     /// Whether this rank trains nothing.
-    pub(crate) fn only_serves(&self) -> bool {
+    pub(crate) fn is_dedicated_server(&self) -> bool {
         !self.plan.trains(self.rank())
     }
 
     /// Whether a frame of this kind may go from one rank to another: those that only serve push,
     /// pull and pass on nothing, and nobody sends them results.
     pub(crate) fn may_send(&self, kind: FrameKind, from: Rank) -> bool {
-        let (sender, receiver) = (self.plan.trains(from), !self.only_serves());
+        let (sender, receiver) = (self.plan.trains(from), !self.is_dedicated_server());
         match kind {
             FrameKind::Push | FrameKind::Pull => sender,
             FrameKind::Broadcast | FrameKind::Notify => receiver,
@@ -183,14 +153,14 @@ impl Engine {
     /// Whether this rank may leave: who only serves, not before all that train have left.
     pub(crate) fn may_leave(&self) -> bool {
         let mut workers = (0..self.plan.workers()).map(Rank);
-        !self.only_serves() || workers.all(|rank| self.lifecycle.has_departed(rank))
+        !self.is_dedicated_server() || workers.all(|rank| self.lifecycle.has_departed(rank))
     }
 
-    /// How long a step may stand still. Where servers are apart they know best who is missing: they
+    /// How long a step may stand still. Where servers are dedicated they know best who is missing: they
     /// are to be the first to say so.
-    pub(crate) fn patience(&self) -> Duration {
+    pub(crate) fn progress_timeout(&self) -> Duration {
         let timeout = self.options.progress_timeout;
-        if self.plan.serving > 0 && !self.only_serves() {
+        if self.plan.dedicated_servers > 0 && !self.is_dedicated_server() {
             timeout.saturating_add(timeout / 4)
         } else {
             timeout
@@ -200,7 +170,7 @@ impl Engine {
     /// The last step that is behind this rank: on one that only serves, the last of which it has
     /// reduced all that it owns.
     pub(crate) fn last_complete(&self) -> Option<Step> {
-        if !self.only_serves() {
+        if !self.is_dedicated_server() {
             return self.worker.last_complete();
         }
         let served = self.server.owned.iter().filter(|(&slice, _)| self.collects(slice, Step(1)));
@@ -211,7 +181,7 @@ impl Engine {
     /// The last step that this rank takes part in, as its goodbye says: who only serves, as all that
     /// train have said.
     pub(crate) fn last_step(&self) -> Step {
-        if self.only_serves() {
+        if self.is_dedicated_server() {
             self.lifecycle.last_departed()
         } else {
             self.worker.last_complete().unwrap_or_default()
@@ -220,7 +190,7 @@ impl Engine {
 
     /// Whether this rank has done its part and waits for others.
     pub(crate) fn waits_for_others(&self) -> bool {
-        if self.only_serves() {
+        if self.is_dedicated_server() {
             self.server.owned.values().any(OwnedSlice::is_collecting)
         } else {
             self.worker.waits_for_others()
@@ -257,10 +227,10 @@ impl Engine {
                     outstanding.tensors.push(name.clone());
                 }
             }
-            let form = owned.form.unwrap_or(Codec::Raw);
+            let form = owned.form.unwrap_or(PayloadForm::Raw);
             for rank in self.lacking(owned) {
                 missing.insert(rank);
-                let arrived = owned.collected.received_bytes(rank);
+                let arrived = owned.contributions.received_bytes(rank);
                 outstanding.bytes += self.plan.bytes_as(slice, form).saturating_sub(arrived);
             }
         }

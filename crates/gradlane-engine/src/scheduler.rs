@@ -5,7 +5,7 @@
 //! none of its peers can take more. Credit bounds the bytes handed out towards a peer and not yet
 //! reported as sent; one frame always goes, so a slice larger than the credit never starves.
 
-use crate::depths::PeerDepth;
+use crate::depths::PeerQueueStats;
 use crate::io::{Payload, Region, Transmit};
 use crate::queue::{Queue, Unicast};
 use crate::rank_set::RankSet;
@@ -22,7 +22,7 @@ const REST_SHIFT: u32 = 3;
 /// Position in the order of sending: a strict order, smaller first. Older steps first, then larger
 /// priority (or earlier arrival), then tensor and slice, then arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
+pub(crate) struct OrderKey {
     step: Step,
     urgency: i64,
     tensor: TensorId,
@@ -32,14 +32,14 @@ pub(crate) struct Key {
 
 /// Makes keys of the strategy's order.
 #[derive(Debug)]
-pub(crate) struct KeyMaker {
+pub(crate) struct OrderKeys {
     order: Order,
     sequence: u64,
 }
 
-impl KeyMaker {
-    pub(crate) fn new(order: Order) -> KeyMaker {
-        KeyMaker { order, sequence: 0 }
+impl OrderKeys {
+    pub(crate) fn new(order: Order) -> OrderKeys {
+        OrderKeys { order, sequence: 0 }
     }
 
     /// Counts on from a later number.
@@ -47,27 +47,27 @@ impl KeyMaker {
         self.sequence = self.sequence.max(sequence);
     }
 
-    /// Key of a slice's message or work.
+    /// Key of a slice's message or job.
     pub(crate) fn slice(
         &mut self,
         step: Step,
         priority: Priority,
         tensor: TensorId,
         slice: SliceId,
-    ) -> Key {
+    ) -> OrderKey {
         self.sequence += 1;
         let urgency = match self.order {
             Order::Priority => -i64::from(priority.0),
             Order::Arrival => self.sequence as i64,
         };
-        Key { step, urgency, tensor, slice, sequence: self.sequence }
+        OrderKey { step, urgency, tensor, slice, sequence: self.sequence }
     }
 
     /// Key of a control message, a request or a notice: before every slice.
-    pub(crate) fn control(&mut self) -> Key {
+    pub(crate) fn control(&mut self) -> OrderKey {
         self.sequence += 1;
         let (tensor, slice) = (TensorId(0), SliceId(0));
-        Key { step: Step(0), urgency: i64::MIN, tensor, slice, sequence: self.sequence }
+        OrderKey { step: Step(0), urgency: i64::MIN, tensor, slice, sequence: self.sequence }
     }
 }
 
@@ -156,8 +156,8 @@ pub(crate) struct Scheduler {
     /// By rank.
     peers: Vec<Peer>,
     /// Head of each peer's queue, for the peers that can take it now.
-    heads: BTreeSet<(Key, Rank)>,
-    shared: BTreeMap<Key, Shared>,
+    heads: BTreeSet<(OrderKey, Rank)>,
+    shared: BTreeMap<OrderKey, Shared>,
     /// Peers that can take at least an empty frame now.
     open: RankSet,
 }
@@ -180,12 +180,12 @@ impl Scheduler {
     }
 
     /// Queues a message to one peer.
-    pub(crate) fn push(&mut self, peer: Rank, key: Key, message: Message) {
+    pub(crate) fn push(&mut self, peer: Rank, key: OrderKey, message: Message) {
         self.insert(peer, key, Arc::new(message));
     }
 
     /// Queues a message to several peers as one entry.
-    pub(crate) fn push_shared(&mut self, owed: RankSet, key: Key, message: Message) {
+    pub(crate) fn push_shared(&mut self, owed: RankSet, key: OrderKey, message: Message) {
         if !owed.is_empty() {
             self.shared.insert(key, Shared { message: Arc::new(message), owed });
         }
@@ -258,11 +258,11 @@ impl Scheduler {
     }
 
     /// What waits for each peer; a message to several counts for each that it is still owed to.
-    pub(crate) fn depths(&self) -> Vec<PeerDepth> {
-        let mut depths: Vec<PeerDepth> = Vec::with_capacity(self.peers.len());
+    pub(crate) fn depths(&self) -> Vec<PeerQueueStats> {
+        let mut depths: Vec<PeerQueueStats> = Vec::with_capacity(self.peers.len());
         for peer in &self.peers {
             let mut depth =
-                PeerDepth { in_flight_bytes: peer.in_flight_bytes, ..Default::default() };
+                PeerQueueStats { in_flight_bytes: peer.in_flight_bytes, ..Default::default() };
             for entry in peer.queue.iter() {
                 depth.add(entry.message.bytes() - entry.offset);
             }
@@ -295,7 +295,7 @@ impl Scheduler {
 
     /// The most urgent shared entry that owes a peer which can take it, unless a queue's head is
     /// more urgent. Entries passed over are spread over their peers' queues.
-    fn first_shared(&mut self) -> Option<(Key, Rank)> {
+    fn first_shared(&mut self) -> Option<(OrderKey, Rank)> {
         loop {
             let (&key, entry) = self.shared.first_key_value()?;
             if self.heads.first().is_some_and(|&(head, _)| head < key) {
@@ -312,7 +312,7 @@ impl Scheduler {
         }
     }
 
-    fn emit_unicast(&mut self, key: Key, rank: Rank) -> Transmit {
+    fn emit_unicast(&mut self, key: OrderKey, rank: Rank) -> Transmit {
         let peer = &mut self.peers[rank.index()];
         let (first, mut entry) = peer.queue.pop_first().expect("an indexed head is in its queue");
         debug_assert_eq!(first, key, "the indexed entry is the head");
@@ -328,7 +328,7 @@ impl Scheduler {
         transmit
     }
 
-    fn emit_shared(&mut self, key: Key, rank: Rank) -> Option<Transmit> {
+    fn emit_shared(&mut self, key: OrderKey, rank: Rank) -> Option<Transmit> {
         let entry = self.shared.get_mut(&key)?;
         entry.owed.remove(rank);
         let message = if entry.owed.is_empty() {
@@ -341,7 +341,7 @@ impl Scheduler {
     }
 
     /// Queues a message of which nothing was handed out.
-    fn insert(&mut self, peer: Rank, key: Key, message: Arc<Message>) {
+    fn insert(&mut self, peer: Rank, key: OrderKey, message: Arc<Message>) {
         let state = &mut self.peers[peer.index()];
         let before = state.head();
         let next_bytes = message.frame_length(0, state.frame_bytes);
@@ -351,7 +351,7 @@ impl Scheduler {
 
     /// Whether a peer can take the first frame of a message with this key now: it has room, and
     /// nothing more urgent of its own queue waits for more room than there is.
-    fn can_take(&self, peer: Rank, key: Key, message: &Message) -> bool {
+    fn can_take(&self, peer: Rank, key: OrderKey, message: &Message) -> bool {
         let peer = &self.peers[peer.index()];
         let passes_over = peer.queue.first().is_some_and(|(head, _)| head < key);
         let length = message.frame_length(0, peer.frame_bytes);
@@ -359,7 +359,7 @@ impl Scheduler {
     }
 
     /// Brings `heads` and `open` up to date for one peer, whose queue began with `before` so far.
-    fn reindex(&mut self, rank: Rank, before: Option<Key>) {
+    fn reindex(&mut self, rank: Rank, before: Option<OrderKey>) {
         let peer = &mut self.peers[rank.index()];
         if peer.can_take(0, self.credit_bytes) {
             self.open.insert(rank);
@@ -385,7 +385,7 @@ impl Scheduler {
 
 impl Peer {
     /// Key of the most urgent entry.
-    fn head(&self) -> Option<Key> {
+    fn head(&self) -> Option<OrderKey> {
         self.queue.first().map(|(key, _)| key)
     }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::io::Memory;
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_wire::{FrameKind, PayloadForm};
 use proptest::prelude::*;
 
 const WORLD: u32 = 5;
@@ -10,7 +10,7 @@ const WORLD: u32 = 5;
 fn header(slice: u32) -> FrameHeader {
     FrameHeader {
         kind: FrameKind::Push,
-        codec: Codec::Raw,
+        form: PayloadForm::Raw,
         flags: FrameFlags::NONE,
         step: Step(1),
         generation: 0,
@@ -37,8 +37,8 @@ fn message(slice: u32, bytes: u64) -> Message {
 
 /// One message to one peer, as the model sees it.
 #[derive(Clone, Debug)]
-struct Entry {
-    key: Key,
+struct StepEntry {
+    key: OrderKey,
     peer: Rank,
     slice: u32,
     offset: u64,
@@ -47,7 +47,7 @@ struct Entry {
 
 #[derive(Debug)]
 struct Model {
-    entries: Vec<Entry>,
+    entries: Vec<StepEntry>,
     in_flight: [u64; WORLD as usize],
     writable: [bool; WORLD as usize],
     frame_bytes: [u32; WORLD as usize],
@@ -55,7 +55,7 @@ struct Model {
 }
 
 impl Model {
-    fn frame(&self, entry: &Entry) -> u32 {
+    fn frame(&self, entry: &StepEntry) -> u32 {
         let rest = (entry.bytes - entry.offset) as u32;
         let usual = self.frame_bytes[entry.peer.index()];
         // A rest of up to an eighth goes along.
@@ -66,7 +66,7 @@ impl Model {
         }
     }
 
-    fn can_go(&self, entry: &Entry) -> bool {
+    fn can_go(&self, entry: &StepEntry) -> bool {
         let in_flight = self.in_flight[entry.peer.index()];
         let after = in_flight + frame_cost(self.frame(entry));
         self.writable[entry.peer.index()] && (in_flight == 0 || after <= self.credit)
@@ -74,7 +74,7 @@ impl Model {
 
     /// Each peer's most urgent frame may go if there is room for it; nothing passes it over. The
     /// smallest key among those goes.
-    fn most_urgent(&self) -> Option<Key> {
+    fn most_urgent(&self) -> Option<OrderKey> {
         let heads = (0..WORLD).filter_map(|peer| {
             self.entries.iter().filter(|it| it.peer == Rank(peer)).min_by_key(|it| it.key)
         });
@@ -82,9 +82,9 @@ impl Model {
     }
 
     /// What waits for a peer: messages, bytes, bytes in flight.
-    fn depth(&self, peer: Rank) -> PeerDepth {
+    fn depth(&self, peer: Rank) -> PeerQueueStats {
         let of_peer = self.entries.iter().filter(|it| it.peer == peer);
-        PeerDepth {
+        PeerQueueStats {
             messages: of_peer.clone().count() as u64,
             bytes: of_peer.map(|it| it.bytes - it.offset).sum(),
             in_flight_bytes: self.in_flight[peer.index()],
@@ -92,7 +92,7 @@ impl Model {
     }
 
     /// Books a frame that the scheduler gave out; `None` when it was not to be given out.
-    fn take(&mut self, transmit: &Transmit) -> Option<Key> {
+    fn take(&mut self, transmit: &Transmit) -> Option<OrderKey> {
         let position = self.entries.iter().position(|entry| {
             entry.peer == transmit.peer
                 && entry.slice == transmit.header.slice.0
@@ -144,7 +144,7 @@ fn action() -> impl Strategy<Value = Action> {
 fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseError> {
     let frame_bytes = 64;
     let mut scheduler = Scheduler::new(Rank(0), WORLD, frame_bytes, credit);
-    let mut keys = KeyMaker::new(order);
+    let mut keys = OrderKeys::new(order);
     let mut model = Model {
         entries: Vec::new(),
         in_flight: [0; WORLD as usize],
@@ -154,20 +154,20 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
     };
     let mut unsent: Vec<Transmit> = Vec::new();
     for (slice, action) in (0_u32..).zip(actions) {
-        let key_for = |keys: &mut KeyMaker, priority: i32| {
+        let key_for = |keys: &mut OrderKeys, priority: i32| {
             keys.slice(Step(1), Priority(priority), TensorId(slice), SliceId(slice))
         };
         match *action {
             Action::Push { peer, priority, bytes } => {
                 let key = key_for(&mut keys, priority);
                 scheduler.push(Rank(peer), key, message(slice, bytes));
-                model.entries.push(Entry { key, peer: Rank(peer), slice, offset: 0, bytes });
+                model.entries.push(StepEntry { key, peer: Rank(peer), slice, offset: 0, bytes });
             }
             Action::Broadcast { priority, bytes } => {
                 let key = key_for(&mut keys, priority);
                 let all = RankSet::all_but(WORLD, Rank(0));
                 for peer in all.iter() {
-                    model.entries.push(Entry { key, peer, slice, offset: 0, bytes });
+                    model.entries.push(StepEntry { key, peer, slice, offset: 0, bytes });
                 }
                 scheduler.push_shared(all, key, message(slice, bytes));
             }
@@ -193,7 +193,7 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
                 scheduler.sent(&transmit);
             }
         }
-        let depths: Vec<PeerDepth> = (0..WORLD).map(|peer| model.depth(Rank(peer))).collect();
+        let depths: Vec<PeerQueueStats> = (0..WORLD).map(|peer| model.depth(Rank(peer))).collect();
         prop_assert_eq!(scheduler.depths(), depths);
     }
     // With every peer writable and every frame acknowledged at once, everything leaves.
@@ -231,7 +231,7 @@ proptest! {
     fn keys_are_a_strict_order_older_steps_first(
         a in (0..3_u64, -2..2_i32, 0..3_u32), b in (0..3_u64, -2..2_i32, 0..3_u32),
     ) {
-        let mut keys = KeyMaker::new(Order::Priority);
+        let mut keys = OrderKeys::new(Order::Priority);
         let mut key = |(step, priority, slice): (u64, i32, u32)| {
             keys.slice(Step(step), Priority(priority), TensorId(slice), SliceId(slice))
         };
@@ -247,7 +247,7 @@ proptest! {
 #[test]
 fn a_frame_between_two_slices_is_all_that_an_urgent_one_waits_for() {
     let mut scheduler = Scheduler::new(Rank(0), 2, 64, 0);
-    let mut keys = KeyMaker::new(Order::Priority);
+    let mut keys = OrderKeys::new(Order::Priority);
     scheduler.set_writable(Rank(1), true);
     let bulk = keys.slice(Step(1), Priority(-9), TensorId(9), SliceId(9));
     scheduler.push(Rank(1), bulk, message(9, 6400));

@@ -2,8 +2,8 @@
 //! tensors of a ring are cut and dealt to ranks.
 
 use crate::error::PlanError;
-use crate::plan::{Plan, Role, TensorSpec, Update};
-use crate::strategy::{Granularity, PullRule, ReadyRule, Strategy};
+use crate::plan::{Plan, TensorKind, TensorSpec, Update};
+use crate::strategy::{Granularity, PullRule, Strategy, Synchrony};
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::vec::Vec;
@@ -22,22 +22,24 @@ pub enum Scheme {
     Ring,
     /// Not at all: every rank gets every rank's block, of at most as many elements as the tensor has.
     /// There is nothing to spread in step 0.
-    Gather,
+    #[serde(rename = "gather")]
+    AllGather,
     /// By its owner: every rank's block goes there, and one block comes back to all. Nothing in step 0.
-    Answer,
+    #[serde(rename = "answer")]
+    GatherToRoot,
 }
 
 /// Elements of a ring tensor's block: the ring's slices are parts of blocks, and where a sum
 /// begins follows from the block alone. So the order of addition does not depend on the slice
 /// size. A block of f32 is one frame.
-pub const RING_BLOCK_ELEMS: u64 = 16_384;
+pub const RING_CHUNK_ELEMS: u64 = 16_384;
 
 /// The same where slices are encoded: so many that headers weigh little beside a bit or two an element.
-pub const RING_ENCODED_BLOCK_ELEMS: u64 = 65_536;
+pub const RING_ENCODED_CHUNK_ELEMS: u64 = 65_536;
 
 /// Elements of an encoded tensor's block, whose parts begin at multiples of the codec's granule.
 pub(crate) fn encoded_block_elems(granule: u64) -> u64 {
-    (RING_ENCODED_BLOCK_ELEMS / granule * granule).max(granule)
+    (RING_ENCODED_CHUNK_ELEMS / granule * granule).max(granule)
 }
 
 /// Most ranks of a ring: the header counts hops in 16 bits.
@@ -50,15 +52,15 @@ impl Scheme {
         match self {
             Scheme::Ps => "ps",
             Scheme::Ring => "ring",
-            Scheme::Gather => "gather",
-            Scheme::Answer => "answer",
+            Scheme::AllGather => "gather",
+            Scheme::GatherToRoot => "answer",
         }
     }
 
     /// Whether ranks give blocks of any size, not gradients that are added up.
     #[must_use]
     pub const fn has_blocks(self) -> bool {
-        matches!(self, Scheme::Gather | Scheme::Answer)
+        matches!(self, Scheme::AllGather | Scheme::GatherToRoot)
     }
 
     /// Whether a tensor of this scheme may be part of a plan with these rules.
@@ -95,9 +97,9 @@ impl Scheme {
                  no servers: use p3, slicing or wfbp, or scheme ps"
             ));
         }
-        if strategy.ready != ReadyRule::All {
+        if strategy.synchrony != Synchrony::Bulk {
             return refuse(
-                "it needs the contributions of all ranks: use the ready rule all, or scheme ps",
+                "it needs the contributions of all ranks: use synchronous training without stragglers, or scheme ps",
             );
         }
         if self == Scheme::Ring && world_size > RING_RANKS_MAX {
@@ -111,12 +113,12 @@ impl Plan {
     /// To how many others a rank sends gradients and results.
     #[must_use]
     pub fn peers_sent_to(&self, rank: Rank) -> u32 {
-        let others = if self.serving == 0 {
+        let others = if self.dedicated_servers == 0 {
             self.world_size - 1
         } else if !self.trains(rank) {
             self.workers()
         } else if self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ps) {
-            self.serving
+            self.dedicated_servers
         } else {
             self.world_size - 1
         };
@@ -126,16 +128,6 @@ impl Plan {
         } else {
             others
         }
-    }
-
-    /// Checks that every tensor's scheme goes with the other rules.
-    ///
-    /// # Errors
-    /// At the first one that does not; the text names the tensor and says why.
-    pub fn check_schemes(&self) -> Result<(), PlanError> {
-        let Plan { strategy, update, .. } = self;
-        let ranks = self.workers();
-        self.tensors.iter().try_for_each(|it| it.scheme.check(&it.spec, strategy, *update, ranks))
     }
 }
 
@@ -158,7 +150,7 @@ impl RingPlacer {
         let count = spec.numel.div_ceil(block_elems).max(1);
         let block = |i: u64| i * block_elems..((i + 1) * block_elems).min(spec.numel);
         let blocks = (0..count).map(block);
-        if spec.role == Role::Initial {
+        if spec.kind == TensorKind::Initial {
             return blocks.map(|block| (block, Rank(0))).collect();
         }
         let bytes = |block: &Range<u64>| (block.end - block.start) * spec.dtype.bytes();

@@ -1,10 +1,10 @@
 //! The server's side of the slices that this rank owns: contributions of one step are collected,
 //! reduced once, and the result is kept until everyone who is owed it has it.
 //!
-//! Under the ready rule `All` a slice collects for one step at a time: nobody can contribute to a
+//! Under the synchrony `Bulk` a slice collects for one step at a time: nobody can contribute to a
 //! step before having the result of the one before.
 
-use crate::collected::Collected;
+use crate::contribution_set::ContributionSet;
 use crate::io::BufferRef;
 use crate::plan::{Plan, Slice};
 use crate::rank_set::RankSet;
@@ -12,11 +12,11 @@ use crate::scheme::Scheme;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Rank, SliceId, Step};
-use gradlane_wire::Codec;
+use gradlane_wire::PayloadForm;
 
 /// What one rank contributed to a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum Contribution {
     /// This rank's own gradient memory.
     Own,
     /// A whole slice in scratch.
@@ -32,11 +32,11 @@ pub(crate) struct OwnedSlice {
     /// Step that contributions are collected for.
     pub(crate) step: Step,
     /// Contributions, whole and partial ones.
-    pub(crate) collected: Collected,
+    pub(crate) contributions: ContributionSet,
     /// Whether the reduction is queued or under way.
     pub(crate) reducing: bool,
     /// In which form the step's contributions come, once one has.
-    pub(crate) form: Option<Codec>,
+    pub(crate) form: Option<PayloadForm>,
     /// Urgency: what the last header said, or the own vector for own contributions.
     pub(crate) priority: Priority,
     /// Ranks that asked before the result was there.
@@ -49,7 +49,7 @@ pub(crate) struct Owed {
     /// The result; none when no rank had a gradient.
     pub(crate) buffer: Option<BufferRef>,
     /// Its form.
-    pub(crate) form: Codec,
+    pub(crate) form: PayloadForm,
     /// Ranks that must still ask (pull rules).
     pub(crate) to_pull: RankSet,
     /// Ranks whose last frame is not yet with the kernel.
@@ -70,7 +70,7 @@ impl Server {
     pub(crate) fn new(plan: &Plan, rank: Rank) -> Server {
         let fresh = || OwnedSlice {
             step: Step(0),
-            collected: Collected::default(),
+            contributions: ContributionSet::default(),
             reducing: false,
             form: None,
             priority: Priority(0),
@@ -92,7 +92,7 @@ impl Server {
 impl OwnedSlice {
     /// Whether some contributions have come, or begun to, and others are missing.
     pub(crate) fn is_collecting(&self) -> bool {
-        !self.collected.is_empty() && !self.reducing
+        !self.contributions.is_empty() && !self.reducing
     }
 
     /// After a reduction: the next step's contributions may come.

@@ -1,4 +1,4 @@
-//! How old the parameters were that gradients were computed from (ready rule `Each`).
+//! How old the parameters were that gradients were computed from (synchrony `Async`).
 //!
 //! The staleness of a push is the number of updates that its owner applied to the slice between the
 //! version that the pushing rank had received and this push: 0 when nobody else was in between.
@@ -8,7 +8,7 @@ use gradlane_units::Rank;
 
 /// The staleness of one rank's pushes, as the owner of some slices has seen them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct RankStaleness {
     /// Pushes that were applied.
     pub pushes: u64,
     /// Sum of their stalenesses.
@@ -19,7 +19,7 @@ pub struct Tally {
     pub histogram: Vec<u64>,
 }
 
-impl Tally {
+impl RankStaleness {
     /// Entries of a histogram at most: everything from here on is one entry.
     pub const HISTOGRAM_MAX: usize = 65;
 
@@ -28,7 +28,7 @@ impl Tally {
         self.pushes += 1;
         self.sum += staleness;
         self.max = self.max.max(staleness);
-        let bin = staleness.min(Tally::HISTOGRAM_MAX as u64 - 1) as usize;
+        let bin = staleness.min(RankStaleness::HISTOGRAM_MAX as u64 - 1) as usize;
         if self.histogram.len() <= bin {
             self.histogram.resize(bin + 1, 0);
         }
@@ -45,27 +45,27 @@ impl Tally {
 /// What one owner has seen of all ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Staleness {
-    tallies: Vec<Tally>,
+    by_rank: Vec<RankStaleness>,
 }
 
 impl Staleness {
     /// Nothing yet, from ranks 0 to below `world_size`.
     #[must_use]
     pub fn new(world_size: u32) -> Staleness {
-        Staleness { tallies: alloc::vec![Tally::default(); world_size as usize] }
+        Staleness { by_rank: alloc::vec![RankStaleness::default(); world_size as usize] }
     }
 
     /// Counts a push of a rank.
     pub fn note(&mut self, from: Rank, staleness: u64) {
-        if let Some(tally) = self.tallies.get_mut(from.index()) {
+        if let Some(tally) = self.by_rank.get_mut(from.index()) {
             tally.note(staleness);
         }
     }
 
     /// By rank.
     #[must_use]
-    pub fn tallies(&self) -> &[Tally] {
-        &self.tallies
+    pub fn by_rank(&self) -> &[RankStaleness] {
+        &self.by_rank
     }
 }
 
@@ -80,13 +80,13 @@ mod tests {
             staleness.note(Rank(1), value);
         }
         staleness.note(Rank(7), 3);
-        let [none, some] = staleness.tallies() else {
+        let [none, some] = staleness.by_rank() else {
             panic!("two ranks");
         };
-        assert_eq!(*none, Tally::default());
+        assert_eq!(*none, RankStaleness::default());
         assert_eq!((some.pushes, some.max), (4, 1_000_000));
         assert!((some.mean() - 250_001.0).abs() < 1e-9);
-        assert_eq!(some.histogram.len(), Tally::HISTOGRAM_MAX);
+        assert_eq!(some.histogram.len(), RankStaleness::HISTOGRAM_MAX);
         assert_eq!(some.histogram[..3], [1, 0, 2]);
         assert_eq!(some.histogram.last(), Some(&1));
     }

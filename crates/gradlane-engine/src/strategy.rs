@@ -2,7 +2,7 @@
 //! nothing else in the engine knows their names.
 
 use crate::error::PlanError;
-use crate::scheme::{Scheme, RING_ENCODED_BLOCK_ELEMS};
+use crate::scheme::{Scheme, RING_ENCODED_CHUNK_ELEMS};
 use alloc::format;
 use alloc::string::{String, ToString};
 use serde::{Deserialize, Serialize};
@@ -63,21 +63,25 @@ pub enum PullRule {
 /// Which contributions an owner waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ReadyRule {
-    /// Those of all ranks: synchronous training.
-    All,
+pub enum Synchrony {
+    /// Those of all ranks: synchronous (bulk-synchronous) training.
+    #[serde(rename = "all")]
+    Bulk,
     /// Those of the ranks that rank 0 names, step by step: stragglers are left out.
-    Set(SetRule),
-    /// None: each push is applied and answered alone (asynchronous SGD). Asks for updates on the
+    #[serde(rename = "set")]
+    BackupWorkers(StragglerPolicy),
+    /// None: each push is applied and returned alone (asynchronous SGD). Requires updates on the
     /// server.
-    Each,
+    #[serde(rename = "each")]
+    Async,
 }
 
-/// When a step goes on without those that are late (ready rule `Set`).
+/// When a step goes on without those that are late (synchrony `BackupWorkers`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SetRule {
+pub struct StragglerPolicy {
     /// When the contributors of a step are known.
-    pub close: Close,
+    #[serde(rename = "close")]
+    pub cutoff: Cutoff,
     /// How many steps the others may be decided ahead of the slowest rank, which keeps all results
     /// that it has not come to; at least 1.
     pub ahead_steps: u32,
@@ -86,7 +90,7 @@ pub struct SetRule {
 /// When the contributors of a step are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Close {
+pub enum Cutoff {
     /// Once all but so many ranks have all their gradients: backup workers.
     Backup {
         /// How many are left out.
@@ -101,15 +105,16 @@ pub enum Close {
     /// Once all have, or as long after half of all ranks as ranks differ by: twice the time that
     /// recently lay between the first and the half, three times that by which steps differed, or a
     /// twentieth of a step, whichever is the longest (medians of the last 16).
-    Spread,
+    #[serde(rename = "spread")]
+    Adaptive,
 }
 
-impl ReadyRule {
+impl Synchrony {
     /// The rule by which stragglers are left out, if they are.
     #[must_use]
-    pub const fn set(self) -> Option<SetRule> {
+    pub const fn stragglers(self) -> Option<StragglerPolicy> {
         match self {
-            ReadyRule::Set(rule) => Some(rule),
+            Synchrony::BackupWorkers(rule) => Some(rule),
             _ => None,
         }
     }
@@ -125,7 +130,7 @@ pub enum Release {
     Step,
 }
 
-/// Granularity, order, placement, pull rule, ready rule, release rule and scheme.
+/// Granularity, order, placement, pull rule, synchrony, release rule and scheme.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Strategy {
     /// Name for tables and messages.
@@ -139,7 +144,8 @@ pub struct Strategy {
     /// How aggregated slices come back.
     pub pull: PullRule,
     /// Which contributions an owner waits for.
-    pub ready: ReadyRule,
+    #[serde(rename = "ready")]
+    pub synchrony: Synchrony,
     /// When tensors are given to their waiters.
     pub release: Release,
     /// How tensors are aggregated whose plan says nothing else.
@@ -164,10 +170,10 @@ impl Strategy {
 
     /// A strategy of the papers by name: `p3` (R1), `slicing` (R3), `wfbp` (R17), `kvstore` (R2),
     /// `deferred-pull` (R4), `ring`: p3's slices and order round a ring (R7), and `asgd` (R5;
-    /// everything but the ready rule is P3's). `slice_elems` replaces the slice size of `p3`,
+    /// everything but the synchrony is P3's). `slice_elems` replaces the slice size of `p3`,
     /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, 2 MB for `wfbp`, and for `ring` the most
-    /// that it has: whole blocks, of [`RING_ENCODED_BLOCK_ELEMS`] where slices are encoded and of
-    /// [`RING_BLOCK_ELEMS`](crate::RING_BLOCK_ELEMS) where not); `seed` places whole tensors in the
+    /// that it has: whole blocks, of [`RING_ENCODED_CHUNK_ELEMS`] where slices are encoded and of
+    /// [`RING_CHUNK_ELEMS`](crate::RING_CHUNK_ELEMS) where not); `seed` places whole tensors in the
     /// other two.
     ///
     /// # Errors
@@ -183,7 +189,7 @@ impl Strategy {
             order: Order::Priority,
             placement: Placement::Even,
             pull: PullRule::Broadcast,
-            ready: ReadyRule::All,
+            synchrony: Synchrony::Bulk,
             release: Release::Tensor,
             scheme: Scheme::Ps,
         };
@@ -205,12 +211,12 @@ impl Strategy {
             }),
             "kvstore" => Ok(kvstore),
             "ring" => Ok(Strategy {
-                granularity: sliced(RING_ENCODED_BLOCK_ELEMS),
+                granularity: sliced(RING_ENCODED_CHUNK_ELEMS),
                 scheme: Scheme::Ring,
                 ..base
             }),
             "deferred-pull" => Ok(Strategy { pull: PullRule::NextStep, ..kvstore }),
-            "asgd" => Ok(Strategy { ready: ReadyRule::Each, ..base }),
+            "asgd" => Ok(Strategy { synchrony: Synchrony::Async, ..base }),
             _ => Err(PlanError::new(format!(
                 "unknown strategy {name:?}; known are {}",
                 Strategy::NAMES.join(", ")

@@ -6,11 +6,11 @@ use crate::io::BufferRef;
 use crate::plan::Plan;
 use alloc::vec::Vec;
 use gradlane_units::{SliceId, Step, TensorId};
-use gradlane_wire::Codec;
+use gradlane_wire::PayloadForm;
 
 /// What this rank has put into the current step for a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Contribution {
+pub(crate) enum Submission {
     /// Nothing yet.
     Missing,
     /// A gradient; the tensor's memory is registered.
@@ -21,7 +21,7 @@ pub(crate) enum Contribution {
 
 #[derive(Clone, Debug)]
 pub(crate) struct TensorState {
-    pub(crate) contribution: Contribution,
+    pub(crate) submission: Submission,
     /// Slices without a result; one more until contributors are known, where they are chosen.
     pub(crate) pending: u32,
     /// Whether some slice got a value.
@@ -38,14 +38,14 @@ pub(crate) enum Phase {
     /// Nothing has arrived.
     Waiting,
     /// Arriving in the tensor's memory.
-    Landing,
+    Receiving,
     /// Arriving in scratch.
     Buffering(BufferRef),
     /// Whole in scratch; the tensor's memory is not open.
     Buffered(BufferRef),
     /// Being copied from scratch into the tensor's memory.
     Installing,
-    /// Whole, without bytes, before this rank's own push was sent (ready rule `Set`).
+    /// Whole, without bytes, before this rank's own push was sent (synchrony `BackupWorkers`).
     Empty {
         /// Whether some rank had a gradient.
         has_value: bool,
@@ -62,7 +62,7 @@ pub(crate) struct SliceState {
     /// Whether this rank's own push, if it owes one, is with the kernel or encoded.
     pub(crate) push_sent: bool,
     /// The form of the result.
-    pub(crate) form: Codec,
+    pub(crate) form: PayloadForm,
 }
 
 #[derive(Debug)]
@@ -109,7 +109,7 @@ impl Worker {
         self.ended = false;
         self.raw = false;
         let tensors = plan.tensors.iter().map(|tensor| TensorState {
-            contribution: Contribution::Missing,
+            submission: Submission::Missing,
             pending: tensor.slices.len() as u32,
             has_value: false,
             announced: 0,
@@ -121,7 +121,7 @@ impl Worker {
             phase: Phase::Waiting,
             received_bytes: 0,
             push_sent: false,
-            form: Codec::Raw,
+            form: PayloadForm::Raw,
         };
         self.slices.clear();
         self.slices.resize(plan.slices.len(), fresh);
@@ -157,7 +157,7 @@ impl Worker {
 
     /// Whether some tensor has a contribution in this step.
     pub(crate) fn has_contributed(&self) -> bool {
-        self.tensors.iter().any(|tensor| tensor.contribution != Contribution::Missing)
+        self.tensors.iter().any(|tensor| tensor.submission != Submission::Missing)
     }
 
     /// Whether every tensor of the step has its result.

@@ -5,7 +5,7 @@ mod common;
 
 use common::model::{self, gradient};
 use common::{plan, Cluster};
-use gradlane_engine::{Plan, Role, Strategy, Update};
+use gradlane_engine::{Input, Plan, Strategy, TensorKind, Update};
 use gradlane_units::{Rank, Rng, Step, TensorId};
 use gradlane_wire::FrameKind;
 use proptest::prelude::*;
@@ -52,14 +52,14 @@ fn train(cluster: &mut Cluster, sizes: &[u64], steps: u64, holes: bool) {
             let id = TensorId(tensor as u32);
             if present(tensor, step, world, holes).contains(&rank) {
                 node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor]);
-                node.engine.gradient_ready(id, Step(step)).expect("a gradient");
+                node.engine.handle(Input::GradientReady(id, Step(step))).expect("a gradient");
             } else {
-                node.engine.tensor_absent(id, Step(step)).expect("an absence");
+                node.engine.handle(Input::TensorAbsent(id, Step(step))).expect("an absence");
             }
         }
         cluster.run();
         for node in &mut cluster.nodes {
-            node.engine.tensor_needed(TensorId(0), Step(step)).expect("a wait");
+            node.engine.handle(Input::TensorNeeded(TensorId(0), Step(step))).expect("a wait");
         }
         cluster.run();
         check(cluster, sizes, step, holes);
@@ -179,7 +179,7 @@ fn workers_that_own_nothing_get_the_same_mean() {
 #[test]
 fn only_rank_0_spreads_tensors_that_are_not_trained() {
     let mut specs = common::tensors(&[10, 20]);
-    specs[1].role = Role::Initial;
+    specs[1].kind = TensorKind::Initial;
     let strategy = Strategy::named("p3", None, 0).expect("p3");
     let plan = Arc::new(Plan::build(specs, strategy, Update::Worker, 3).expect("a plan"));
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
@@ -187,7 +187,7 @@ fn only_rank_0_spreads_tensors_that_are_not_trained() {
     cluster.step_zero();
     assert!(cluster.nodes.iter().all(|node| node.tensors[1] == [3.5; 20]));
     train(&mut cluster, &[10], 2, false);
-    let refused = cluster.nodes[1].engine.gradient_ready(TensorId(1), Step(2));
+    let refused = cluster.nodes[1].engine.handle(Input::GradientReady(TensorId(1), Step(2)));
     assert!(refused.is_err_and(|error| error.to_string().contains("not trained")));
     cluster.finish();
 }
@@ -201,11 +201,13 @@ fn priorities_are_switched_at_the_same_step_on_all_ranks() {
         cluster.step_zero();
         cluster.begin(Step(1));
         cluster.switch(&[-2, -1, 0]);
-        assert!(cluster.nodes[0].engine.switch_priorities(vec![]).is_err());
+        assert!(cluster.nodes[0].engine.handle(Input::SwitchPriorities(vec![])).is_err());
         for rank in 0..3 {
             for tensor in 0..3 {
                 let node = &mut cluster.nodes[rank];
-                node.engine.tensor_absent(TensorId(tensor), Step(1)).expect("an absence");
+                node.engine
+                    .handle(Input::TensorAbsent(TensorId(tensor), Step(1)))
+                    .expect("an absence");
             }
         }
         cluster.run();
@@ -218,7 +220,7 @@ fn priorities_are_switched_at_the_same_step_on_all_ranks() {
                         let node = &mut cluster.nodes[rank as usize];
                         node.tensors[tensor] = gradient(rank, tensor, step, numel);
                         node.engine
-                            .gradient_ready(TensorId(tensor as u32), Step(step))
+                            .handle(Input::GradientReady(TensorId(tensor as u32), Step(step)))
                             .expect("ok");
                     }
                 }
@@ -254,16 +256,18 @@ fn updates_on_the_server_land_only_after_the_step_has_ended() {
                 for (tensor, &numel) in sizes.iter().enumerate() {
                     let node = &mut cluster.nodes[rank as usize];
                     node.tensors[tensor] = gradient(rank, tensor, step, numel);
-                    node.engine.gradient_ready(TensorId(tensor as u32), Step(step)).expect("ok");
+                    node.engine
+                        .handle(Input::GradientReady(TensorId(tensor as u32), Step(step)))
+                        .expect("ok");
                 }
             }
-            cluster.nodes[1].engine.step_end(Step(step)).expect("ended");
+            cluster.nodes[1].engine.handle(Input::StepEnd(Step(step))).expect("ended");
             cluster.run();
             assert!(cluster.nodes[0].completed.last() != Some(&Step(step)));
             assert_eq!(cluster.nodes[0].parameters, model, "written before the step ended");
             assert_eq!(cluster.nodes[1].completed.last(), Some(&Step(step)));
             for rank in [0, 2] {
-                cluster.nodes[rank].engine.step_end(Step(step)).expect("ended");
+                cluster.nodes[rank].engine.handle(Input::StepEnd(Step(step))).expect("ended");
             }
             cluster.run();
             for (tensor, values) in model.iter_mut().enumerate() {
@@ -293,7 +297,7 @@ fn deferred_pull_sends_nothing_back_before_the_next_iteration() {
     for node in &mut cluster.nodes {
         node.log.clear();
         for tensor in [1, 0] {
-            node.engine.gradient_ready(TensorId(tensor), Step(1)).expect("ok");
+            node.engine.handle(Input::GradientReady(TensorId(tensor), Step(1))).expect("ok");
         }
     }
     cluster.run();
@@ -302,7 +306,7 @@ fn deferred_pull_sends_nothing_back_before_the_next_iteration() {
     };
     assert!(kinds(&cluster).iter().all(|&kind| kind == FrameKind::Push));
     for node in &mut cluster.nodes {
-        node.engine.tensor_needed(TensorId(0), Step(1)).expect("ok");
+        node.engine.handle(Input::TensorNeeded(TensorId(0), Step(1))).expect("ok");
     }
     cluster.run();
     assert!(kinds(&cluster).contains(&FrameKind::Pull));
@@ -321,11 +325,14 @@ fn requests_and_notices_pass_data_that_waits() {
         for node in &mut cluster.nodes {
             node.log.clear();
             for tensor in tensors.clone().rev() {
-                node.engine.gradient_ready(TensorId(tensor), Step(1)).expect("ok");
+                node.engine.handle(Input::GradientReady(TensorId(tensor), Step(1))).expect("ok");
             }
         }
         for tensor in tensors {
-            cluster.nodes[0].engine.tensor_needed(TensorId(tensor), Step(1)).expect("ok");
+            cluster.nodes[0]
+                .engine
+                .handle(Input::TensorNeeded(TensorId(tensor), Step(1)))
+                .expect("ok");
         }
         cluster.run();
         cluster.nodes[0].silent = false;
@@ -351,7 +358,9 @@ fn a_lost_rank_is_named_by_all_others_whatever_the_moment() {
             for tensor in tensors.rev() {
                 let node = &mut cluster.nodes[rank as usize];
                 node.tensors[tensor] = gradient(rank, tensor, 2, sizes[tensor]);
-                node.engine.gradient_ready(TensorId(tensor as u32), Step(2)).expect("ok");
+                node.engine
+                    .handle(Input::GradientReady(TensorId(tensor as u32), Step(2)))
+                    .expect("ok");
             }
         }
         cluster.run();
@@ -377,7 +386,7 @@ fn an_abort_reaches_everyone_with_its_reason() {
         let text = failure.to_string();
         assert!(text.contains("rank 2 gave up: the loss is not a number"), "{text}");
     }
-    assert!(cluster.nodes[0].engine.gradient_ready(TensorId(0), Step(1)).is_err());
+    assert!(cluster.nodes[0].engine.handle(Input::GradientReady(TensorId(0), Step(1))).is_err());
 }
 
 #[test]
@@ -385,7 +394,7 @@ fn an_abort_reaches_a_rank_that_has_said_goodbye_and_waits() {
     let plan = plan(&[100], "p3", 50, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 3);
     cluster.step_zero();
-    cluster.nodes[1].engine.finish();
+    cluster.nodes[1].engine.handle(Input::Finish).expect("always taken");
     cluster.run();
     cluster.nodes[0].engine.abort("its data has ended");
     cluster.run();
@@ -424,12 +433,12 @@ fn a_rank_that_left_early_is_named() {
     let plan = plan(&[100], "p3", 50, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 3);
     cluster.step_zero();
-    cluster.nodes[1].engine.finish();
+    cluster.nodes[1].engine.handle(Input::Finish).expect("always taken");
     cluster.run();
     for rank in [0, 2] {
         let node = &mut cluster.nodes[rank];
         assert!(node.failure.is_none());
-        node.engine.step_begin(Step(1)).expect("begins");
+        node.engine.handle(Input::StepBegin(Step(1))).expect("begins");
         node.take_events();
         let failure = node.failure.as_ref().expect("a failure");
         assert_eq!(failure.peer, Some(Rank(1)));
@@ -445,7 +454,10 @@ fn ranks_that_do_not_take_part_are_named_after_the_progress_timeout() {
     cluster.begin(Step(1));
     for rank in [0_usize, 2] {
         for tensor in 0..2 {
-            cluster.nodes[rank].engine.gradient_ready(TensorId(tensor), Step(1)).expect("ok");
+            cluster.nodes[rank]
+                .engine
+                .handle(Input::GradientReady(TensorId(tensor), Step(1)))
+                .expect("ok");
         }
     }
     cluster.run();

@@ -6,9 +6,9 @@ mod common;
 
 use common::toy::{encoded_plan, Toy};
 use common::{tensors, Cluster};
-use gradlane_engine::{Plan, Role, Scheme, Strategy, Update};
+use gradlane_engine::{Input, Plan, Scheme, Strategy, TensorKind, Update};
 use gradlane_units::{Dtype, Rng, Step, TensorId};
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_wire::{FrameKind, PayloadForm};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -70,7 +70,7 @@ fn run_step(cluster: &mut Cluster, sizes: &[u64], step: u64, holes: bool, raw: b
     let world = cluster.world();
     cluster.begin(Step(step));
     for node in cluster.nodes.iter_mut().filter(|_| raw) {
-        node.engine.send_raw(Step(step)).expect("a raw step");
+        node.engine.handle(Input::SendRaw(Step(step))).expect("a raw step");
     }
     let mut next = vec![sizes.len(); world as usize];
     while next.iter().any(|&left| left > 0) {
@@ -83,14 +83,14 @@ fn run_step(cluster: &mut Cluster, sizes: &[u64], step: u64, holes: bool, raw: b
         let id = TensorId(tensor as u32);
         if present(tensor, step, world, holes).contains(&rank) {
             node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor]);
-            node.engine.gradient_ready(id, Step(step)).expect("a gradient");
+            node.engine.handle(Input::GradientReady(id, Step(step))).expect("a gradient");
         } else {
-            node.engine.tensor_absent(id, Step(step)).expect("an absence");
+            node.engine.handle(Input::TensorAbsent(id, Step(step))).expect("an absence");
         }
     }
     cluster.run();
     for node in &mut cluster.nodes {
-        node.engine.tensor_needed(TensorId(0), Step(step)).expect("a wait");
+        node.engine.handle(Input::TensorNeeded(TensorId(0), Step(step))).expect("a wait");
     }
     cluster.run();
     for node in &cluster.nodes {
@@ -130,7 +130,7 @@ proptest! {
         let plan = encoded_plan(mixed(&sizes, toy), name, slice_elems, world, Update::Worker);
         for (index, slice) in plan.slices.iter().enumerate() {
             let id = gradlane_units::SliceId(index as u32);
-            prop_assert!(plan.encoding(id).is_none() || slice.start % granule_elems == 0);
+            prop_assert!(plan.codec(id).is_none() || slice.start % granule_elems == 0);
         }
         let mut cluster = Cluster::with_toy(&plan, toy, frame_bytes, credit, seed);
         cluster.nodes[0].tensors =
@@ -149,8 +149,8 @@ proptest! {
             let is_raw = header.step.0 == 0 || header.step.0 == raw_step || !even;
             let carries = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast);
             if carries && header.length > 0 {
-                let right = if is_raw { Codec::Raw } else { Codec::Encoded };
-                prop_assert_eq!(header.codec, right);
+                let right = if is_raw { PayloadForm::Raw } else { PayloadForm::Encoded };
+                prop_assert_eq!(header.form, right);
                 encoded += u32::from(!is_raw);
             }
         }
@@ -174,9 +174,14 @@ fn contributions_to_updates_on_the_server_are_encoded_and_parameters_are_not() {
                 for (tensor, &numel) in sizes.iter().enumerate() {
                     let node = &mut cluster.nodes[rank as usize];
                     node.tensors[tensor] = gradient(rank, tensor, step, numel);
-                    node.engine.gradient_ready(TensorId(tensor as u32), Step(step)).expect("ok");
+                    node.engine
+                        .handle(Input::GradientReady(TensorId(tensor as u32), Step(step)))
+                        .expect("ok");
                 }
-                cluster.nodes[rank as usize].engine.step_end(Step(step)).expect("ended");
+                cluster.nodes[rank as usize]
+                    .engine
+                    .handle(Input::StepEnd(Step(step)))
+                    .expect("ended");
             }
             cluster.run();
             for (tensor, values) in model.iter_mut().enumerate() {
@@ -195,7 +200,7 @@ fn contributions_to_updates_on_the_server_are_encoded_and_parameters_are_not() {
         }
         let headers: Vec<_> = cluster.nodes.iter().flat_map(|node| &node.log).collect();
         let encoded = |kind| {
-            headers.iter().filter(|it| it.kind == kind && it.codec == Codec::Encoded).count()
+            headers.iter().filter(|it| it.kind == kind && it.form == PayloadForm::Encoded).count()
         };
         assert!(encoded(FrameKind::Push) > 0);
         assert_eq!(encoded(FrameKind::Broadcast), 0);
@@ -207,7 +212,7 @@ fn contributions_to_updates_on_the_server_are_encoded_and_parameters_are_not() {
 fn a_world_of_one_encodes_nothing() {
     let toy = Toy { granule_elems: 1, varies: false, integer: false };
     let plan = encoded_plan(mixed(&[100], toy), "p3", 50, 1, Update::Worker);
-    assert!(plan.tensors.iter().all(|tensor| tensor.encoding.is_none()));
+    assert!(plan.tensors.iter().all(|tensor| tensor.codec.is_none()));
 }
 
 #[test]
@@ -218,13 +223,22 @@ fn ranks_that_disagree_on_a_raw_step_fail_and_say_so() {
         let mut cluster = Cluster::with_toy(&plan, toy, 64, 64, seed);
         cluster.step_zero();
         cluster.begin(Step(1));
-        let late = cluster.nodes[0].engine.send_raw(Step(1));
+        let late = cluster.nodes[0].engine.handle(Input::SendRaw(Step(1)));
         assert!(late.is_ok());
-        cluster.nodes[0].engine.gradient_ready(TensorId(0), Step(1)).expect("a gradient");
-        assert!(cluster.nodes[0].engine.send_raw(Step(1)).is_err(), "after a contribution");
-        assert!(cluster.nodes[0].engine.send_raw(Step(2)).is_err(), "another step");
+        cluster.nodes[0]
+            .engine
+            .handle(Input::GradientReady(TensorId(0), Step(1)))
+            .expect("a gradient");
+        assert!(
+            cluster.nodes[0].engine.handle(Input::SendRaw(Step(1))).is_err(),
+            "after a contribution"
+        );
+        assert!(cluster.nodes[0].engine.handle(Input::SendRaw(Step(2))).is_err(), "another step");
         // Both forms meet at the owners of both slices, ranks 0 and 1.
-        cluster.nodes[1].engine.gradient_ready(TensorId(0), Step(1)).expect("a gradient");
+        cluster.nodes[1]
+            .engine
+            .handle(Input::GradientReady(TensorId(0), Step(1)))
+            .expect("a gradient");
         let failures = cluster.run_to_failure();
         assert_eq!(failures.len(), 3);
         let said = |text: &String| {
@@ -236,7 +250,7 @@ fn ranks_that_disagree_on_a_raw_step_fail_and_say_so() {
 
 #[test]
 fn only_short_floats_that_are_trained_have_codecs() {
-    let toy = || -> Option<Box<dyn gradlane_engine::Coding>> {
+    let toy = || -> Option<Box<dyn gradlane_engine::CodecSizes>> {
         Some(Box::new(Toy { granule_elems: 1, varies: false, integer: false }))
     };
     let build = |change: &dyn Fn(&mut gradlane_engine::TensorSpec)| {
@@ -251,18 +265,18 @@ fn only_short_floats_that_are_trained_have_codecs() {
     assert!(build(&|spec| spec.dtype = Dtype::Bf16).is_ok());
     let f64 = build(&|spec| spec.dtype = Dtype::F64);
     assert!(f64.is_err_and(|text| text.contains("layer0.weight") && text.contains("neither f32")));
-    let initial = build(&|spec| spec.role = Role::Initial);
+    let initial = build(&|spec| spec.kind = TensorKind::Initial);
     assert!(initial.is_err_and(|text| text.contains("not trained")));
 }
 
 #[test]
 fn blocks_that_nobody_adds_up_have_no_codecs() {
     let spec = tensors(&[10]).remove(0);
-    let toy: Box<dyn gradlane_engine::Coding> =
+    let toy: Box<dyn gradlane_engine::CodecSizes> =
         Box::new(Toy { granule_elems: 1, varies: false, integer: false });
     let strategy = Strategy::named("p3", None, 0).expect("p3");
     let setting =
-        gradlane_engine::TensorSetting { spec, scheme: Some(Scheme::Gather), coding: Some(toy) };
+        gradlane_engine::TensorSetting { spec, scheme: Some(Scheme::AllGather), codec: Some(toy) };
     let plan = Plan::build(vec![setting], strategy, Update::Worker, 2);
     let text = plan.expect_err("refused").to_string();
     assert!(text.contains("layer0.weight") && text.contains("scheme gather"), "{text}");

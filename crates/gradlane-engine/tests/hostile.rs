@@ -5,10 +5,11 @@ mod common;
 
 use common::{frame, plan, tensors, Cluster};
 use gradlane_engine::{
-    Close, Landing, Memory, Plan, ReadyRule, SetRule, Strategy as Setting, Update,
+    Cutoff, Input, Memory, PayloadDest, Plan, StragglerPolicy, Strategy as Setting, Synchrony,
+    Update,
 };
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -23,13 +24,13 @@ fn hostile() -> impl Strategy<Value = Hostile> {
     let kind = proptest::sample::select(FrameKind::ALL);
     let ids = (0..4_u32, 0..9_u32, 0..3_u64, 0..2_u32, 0..2_u32);
     let rest = (0..4_u8, 1..3_u32, any::<bool>(), 0..500_u64, any::<u32>(), 0..300_usize, 1..4_u16);
-    let codec = proptest::sample::select(Codec::ALL);
-    (kind, ids, rest, codec).prop_map(|(kind, ids, rest, codec)| {
+    let form = proptest::sample::select(PayloadForm::ALL);
+    (kind, ids, rest, form).prop_map(|(kind, ids, rest, form)| {
         let (tensor, slice, step, generation, plan_version) = ids;
         let (flags, from, honest, offset, priority, length, hop) = rest;
         let header = FrameHeader {
             kind,
-            codec,
+            form,
             flags: FrameFlags(flags),
             step: Step(step),
             generation: generation / 2,
@@ -41,7 +42,7 @@ fn hostile() -> impl Strategy<Value = Hostile> {
             offset: if offset < 250 { 0 } else { offset },
             length: length as u32,
             block_bytes: 0,
-            hop: if kind.goes_round() { hop } else { 0 },
+            hop: if kind.is_ring() { hop } else { 0 },
             payload_checksum: 0,
         };
         Hostile { from, header, payload: vec![0xA5; length] }
@@ -50,9 +51,9 @@ fn hostile() -> impl Strategy<Value = Hostile> {
 
 /// A plan in which stragglers are left out.
 fn choosing_plan() -> Arc<Plan> {
-    let rule = SetRule { close: Close::Backup { ranks: 1 }, ahead_steps: 1 };
+    let rule = StragglerPolicy { cutoff: Cutoff::Backup { ranks: 1 }, ahead_steps: 1 };
     let strategy = Setting::named("p3", Some(40), 0).expect("p3");
-    let strategy = Setting { ready: ReadyRule::Set(rule), ..strategy };
+    let strategy = Setting { synchrony: Synchrony::BackupWorkers(rule), ..strategy };
     let plan = Plan::build(tensors(&[100, 30, 1]), strategy, Update::Worker, 3);
     Arc::new(plan.expect("a plan"))
 }
@@ -71,15 +72,15 @@ proptest! {
         cluster.step_zero();
         let engine = &mut cluster.nodes[0].engine;
         if begun {
-            engine.step_begin(Step(1)).expect("begins");
+            engine.handle(Input::StepBegin(Step(1))).expect("begins");
         }
         for tensor in (0..3).filter(|_| begun && contributed) {
-            engine.gradient_ready(TensorId(tensor), Step(1)).expect("a gradient");
+            engine.handle(Input::GradientReady(TensorId(tensor), Step(1))).expect("a gradient");
         }
         for frame in frames {
             let from = Rank(frame.from);
             match engine.handle_header(from, &frame.header) {
-                Ok(Landing::Region(region)) => {
+                Ok(PayloadDest::Region(region)) => {
                     let slice = frame.header.slice;
                     let bytes = match region.memory {
                         Memory::Buffer(buffer) => buffer.bytes,
@@ -92,15 +93,15 @@ proptest! {
                     prop_assert_eq!(region.length, u64::from(frame.header.length));
                     let _ = engine.handle_frame(from, &frame.header);
                 }
-                Ok(Landing::Nothing) => {
+                Ok(PayloadDest::Nothing) => {
                     let _ = engine.handle_frame(from, &frame.header);
                 }
-                Ok(Landing::Control) => {
+                Ok(PayloadDest::Control) => {
                     let _ = engine.handle_control(from, &frame.header, &frame.payload);
                 }
                 Err(error) => prop_assert_eq!(error.peer, from),
             }
-            while engine.poll_work().is_some() {}
+            while engine.poll_job().is_some() {}
             while engine.poll_transmit().is_some() {}
             while engine.poll_event().is_some() {}
         }

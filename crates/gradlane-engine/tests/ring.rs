@@ -6,7 +6,8 @@ mod common;
 use common::model::{self, gradient};
 use common::Cluster;
 use gradlane_engine::{
-    Landing, Memory, Plan, Role, Scheme, Strategy, TensorSpec, Update, RING_BLOCK_ELEMS,
+    Input, Memory, PayloadDest, Plan, Scheme, Strategy, TensorKind, TensorSpec, Update,
+    RING_CHUNK_ELEMS,
 };
 use gradlane_units::{Dtype, Rank, Rng, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -60,9 +61,9 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64, h
     let node = &mut cluster.nodes[rank as usize];
     if has_gradient(rank, tensor, step, holes) {
         node.tensors[tensor as usize] = gradient(rank, tensor as usize, step, numel);
-        node.engine.gradient_ready(TensorId(tensor), Step(step)).expect("a gradient");
+        node.engine.handle(Input::GradientReady(TensorId(tensor), Step(step))).expect("a gradient");
     } else {
-        node.engine.tensor_absent(TensorId(tensor), Step(step)).expect("an absence");
+        node.engine.handle(Input::TensorAbsent(TensorId(tensor), Step(step))).expect("an absence");
     }
 }
 
@@ -149,9 +150,9 @@ fn two_ranks_get_the_bits_of_servers() {
                 node.tensors[tensor] = values.to_vec();
                 let (engine, id) = (&mut node.engine, TensorId(tensor as u32));
                 if rank == 1 && tensor == 1 {
-                    engine.tensor_absent(id, Step(1)).expect("an absence");
+                    engine.handle(Input::TensorAbsent(id, Step(1))).expect("an absence");
                 } else {
-                    engine.gradient_ready(id, Step(1)).expect("a gradient");
+                    engine.handle(Input::GradientReady(id, Step(1))).expect("a gradient");
                 }
             }
         }
@@ -164,7 +165,7 @@ fn two_ranks_get_the_bits_of_servers() {
 
 #[test]
 fn each_port_carries_twice_its_share_of_the_bytes() {
-    let (world, numel) = (5, 8 * RING_BLOCK_ELEMS + 77);
+    let (world, numel) = (5, 8 * RING_CHUNK_ELEMS + 77);
     let plan = common::plan(&[numel, 900, 30], "ring", 5_000, world);
     let mut sent = vec![0_u64; world as usize];
     for slice in &plan.slices {
@@ -176,20 +177,20 @@ fn each_port_carries_twice_its_share_of_the_bytes() {
         }
     }
     let share = 2 * u64::from(world - 1) * (numel + 930) / u64::from(world);
-    assert!(sent.iter().all(|bytes| bytes.abs_diff(share) <= 2 * RING_BLOCK_ELEMS), "{sent:?}");
+    assert!(sent.iter().all(|bytes| bytes.abs_diff(share) <= 2 * RING_CHUNK_ELEMS), "{sent:?}");
 }
 
 #[test]
 fn the_order_of_addition_does_not_depend_on_slices_or_on_other_tensors_schemes() {
-    let sizes = [3 * RING_BLOCK_ELEMS + 5, 10, 2 * RING_BLOCK_ELEMS];
+    let sizes = [3 * RING_CHUNK_ELEMS + 5, 10, 2 * RING_CHUNK_ELEMS];
     let owners = |plan: &Plan, tensor: u32| -> Vec<u32> {
         let slices = plan.slices_of(TensorId(tensor)).map(|id| *plan.slice(id));
         slices.flat_map(|it| std::iter::repeat_n(it.owner.0, it.length as usize)).collect()
     };
     let whole = common::plan(&sizes, "ring", 1 << 30, 3);
-    for slice_elems in [1_000, 4_097, RING_BLOCK_ELEMS, 50_000] {
+    for slice_elems in [1_000, 4_097, RING_CHUNK_ELEMS, 50_000] {
         let plan = common::plan(&sizes, "ring", slice_elems, 3);
-        assert!(plan.slices.iter().all(|it| it.length <= slice_elems.min(RING_BLOCK_ELEMS)));
+        assert!(plan.slices.iter().all(|it| it.length <= slice_elems.min(RING_CHUNK_ELEMS)));
         for tensor in 0..3 {
             assert_eq!(owners(&plan, tensor), owners(&whole, tensor), "{slice_elems}");
         }
@@ -219,15 +220,15 @@ fn rules_that_need_servers_refuse_a_ring() {
         assert!(text.contains(why) && text.contains("layer0.weight"), "{text}");
     }
     let mut plan = (*common::plan(&[10], "ring", 5, 2)).clone();
-    assert!(plan.check_schemes().is_ok());
+    assert!(plan.validate().is_ok());
     plan.update = Update::Server;
-    assert!(plan.check_schemes().is_err());
+    assert!(plan.validate().is_err());
 }
 
 #[test]
 fn only_rank_0_spreads_tensors_that_are_not_trained() {
     let mut specs = common::tensors(&[10, 20]);
-    specs[1].role = Role::Initial;
+    specs[1].kind = TensorKind::Initial;
     specs[1].dtype = Dtype::U8;
     specs[1].numel = 80;
     let strategy = Strategy::named("ring", Some(7), 0).expect("ring");
@@ -239,7 +240,7 @@ fn only_rank_0_spreads_tensors_that_are_not_trained() {
     cluster.nodes[0].tensors[1] = vec![3.5; 20];
     cluster.step_zero();
     assert!(cluster.nodes.iter().all(|node| node.tensors[1] == [3.5; 20]));
-    let refused = cluster.nodes[1].engine.gradient_ready(TensorId(1), Step(0));
+    let refused = cluster.nodes[1].engine.handle(Input::GradientReady(TensorId(1), Step(0)));
     assert!(refused.is_err());
     cluster.finish();
 }
@@ -259,7 +260,7 @@ fn priorities_are_switched_at_the_same_step_on_all_ranks() {
         for node in &cluster.nodes {
             assert_eq!(node.switched.len(), 1, "seed {seed}");
             let from = node.switched[0].1;
-            let late = node.log.iter().filter(|it| it.kind.goes_round() && it.step >= from);
+            let late = node.log.iter().filter(|it| it.kind.is_ring() && it.step >= from);
             assert!(late.clone().count() > 0);
             assert!(late.clone().all(|it| it.plan_version == 1));
             assert!(late.clone().all(|it| it.priority.0 == it.tensor.0 as i32 - 2));
@@ -353,14 +354,14 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
         cluster.nodes.swap_remove(1).engine
     };
     let landing = engine(&plan).handle_header(Rank(0), &header).expect("an honest frame");
-    assert!(matches!(landing, Landing::Region(region)
+    assert!(matches!(landing, PayloadDest::Region(region)
         if matches!(region.memory, Memory::Buffer(_)) && region.length == 160));
     let other = |owner: u32| {
         let at = plan.slices.iter().position(|it| it.owner == Rank(owner)).expect("a slice");
         (SliceId(at as u32), plan.slices[at].tensor)
     };
     let (begins_here, begins_tensor) = other(0);
-    let gather = FrameHeader { kind: FrameKind::RingGather, hop: 3, ..header };
+    let gather = FrameHeader { kind: FrameKind::RingBroadcast, hop: 3, ..header };
     let wrong: Vec<(Rank, FrameHeader, &str)> = vec![
         (Rank(2), FrameHeader { sender: Rank(2), ..header }, "rank 0 is before this rank"),
         (Rank(3), FrameHeader { sender: Rank(3), ..header }, "rank 0 is before this rank"),
@@ -392,7 +393,7 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
     }
     // A result before this rank's own part, and a sum that comes twice.
     let mut engine = engine(&plan);
-    engine.step_begin(Step(1)).expect("begins");
+    engine.handle(Input::StepBegin(Step(1))).expect("begins");
     let error = engine.handle_header(Rank(0), &gather).expect_err("too early").to_string();
     assert!(error.contains("without a contribution of this rank"), "{error}");
     engine.handle_header(Rank(0), &header).expect("an honest frame");

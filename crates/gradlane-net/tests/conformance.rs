@@ -5,11 +5,13 @@ mod support;
 #[path = "support/encoded.rs"]
 mod support_encoded;
 
-use gradlane_engine::{Close, Decision, Input, Journal, ReadyRule, SetRule, Strategy, Update};
+use gradlane_engine::{
+    Call, Cutoff, Decision, Input, Journal, StragglerPolicy, Strategy, Synchrony, Update,
+};
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 use support::{
     check_means, check_ring_means, contribute, deadline, each_rank, gradient, never, plan,
-    run_step, specs, tensor, world_with, PATIENCE,
+    run_step, specs, tensor, world_with, TEST_TIMEOUT,
 };
 use support_encoded::{plan_encoded, plan_encoded_by};
 
@@ -40,7 +42,7 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
                 check_means(WORLD, step, &specs(&channel), &tensors);
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     })
 }
@@ -52,7 +54,7 @@ fn conforms(strategy: &'static str) {
         entries.filter(|(_, decision)| wanted(decision)).count()
     };
     // Three tensors, five steps: each is reduced once and leaves its owner and its workers.
-    assert!(count(&|it| matches!(it, Decision::Work(Some(_)))) >= 15);
+    assert!(count(&|it| matches!(it, Decision::Job(Some(_)))) >= 15);
     assert!(count(&|it| matches!(it, Decision::Transmit(Some(_)))) >= 15 * 4);
     for journal in &journals {
         journal.replay().unwrap_or_else(|divergence| panic!("{strategy}: {divergence}"));
@@ -99,11 +101,11 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
         for step in 0..4 {
             run_step(&channel, step).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     });
     for journal in journals {
-        let encoded = journal.entries().iter().filter(|it| matches!(it.0, Input::Encoded(..)));
+        let encoded = journal.entries().iter().filter(|it| matches!(it.0, Call::Encoded(..)));
         // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
         assert_eq!(encoded.count(), 3 * (15 + 5));
         journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
@@ -114,10 +116,10 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
 fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
     let tensors = vec![tensor("first", 40_000, Dtype::F32), tensor("last", 90_000, Dtype::F32)];
     let strategy = Strategy::named("p3", Some(10_000), 7).expect("p3");
-    let close = Close::Backup { ranks: 1 };
-    let ready = ReadyRule::Set(SetRule { close, ahead_steps: 2 });
+    let close = Cutoff::Backup { ranks: 1 };
+    let ready = Synchrony::BackupWorkers(StragglerPolicy { cutoff: close, ahead_steps: 2 });
     let codec = "qsgd:bits=4,residual=on";
-    let strategy = Strategy { ready, ..strategy };
+    let strategy = Strategy { synchrony: ready, ..strategy };
     let plan = plan_encoded_by(tensors, codec, strategy, WORLD, Update::Worker);
     let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
         options.journal = true;
@@ -129,7 +131,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
         for step in 1..=5_u64 {
             let number = Step(step);
             let begun = match step {
-                3 => channel.step_gather(number),
+                3 => channel.step_barrier(number),
                 _ => channel.step_begin(number),
             };
             begun.expect("a step");
@@ -148,13 +150,16 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
             }
             channel.step_end(number).expect("the end");
             channel.wait_step(number, &mut deadline()).expect("a result");
-            assert_eq!(channel.standing(number).was_in, Some(!late));
+            assert_eq!(channel.participation(number).participated, Some(!late));
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     });
     for journal in journals {
-        let gathered = journal.entries().iter().filter(|it| matches!(it.0, Input::StepGather(_)));
+        let gathered = journal
+            .entries()
+            .iter()
+            .filter(|it| matches!(it.0, Call::Handle(Input::StepBarrier(_))));
         assert_eq!(gathered.count(), 1);
         journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
     }
@@ -163,8 +168,8 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
 #[test]
 fn a_replay_notices_an_input_that_is_missing() {
     let journal = journals("p3").remove(1);
-    let mut decided = journal.entries().iter().enumerate().filter(|(_, (input, _))| {
-        matches!(input, Input::Frame(..) | Input::WorkDone(_) | Input::GradientReady(..))
+    let mut decided = journal.entries().iter().enumerate().filter(|(_, (call, _))| {
+        matches!(call, Call::Frame(..) | Call::JobDone(_) | Call::Handle(Input::GradientReady(..)))
     });
     let (entry, _) = decided.nth(20).expect("a run of many frames");
     assert!(journal.without(entry).replay().is_err());

@@ -2,8 +2,8 @@
 //! tensor.
 
 use gradlane_engine::{
-    Coding, Plan, ReadyRule, RingBytes, Roles, Scheme, SetRule, Strategy, TensorSetting,
-    TensorSpec, Update,
+    CodecSizes, Plan, RingBytes, Roles, Scheme, StragglerPolicy, Strategy, Synchrony,
+    TensorSetting, TensorSpec, Update,
 };
 use gradlane_net::TensorCodec;
 use gradlane_units::Dtype;
@@ -61,27 +61,27 @@ pub(crate) fn plan_json(
     })?;
     let mut strategy = Strategy::named(strategy, slice_elems, seed).map_err(refuse)?;
     if let Some(text) = stragglers_json {
-        if strategy.ready != ReadyRule::All {
+        if strategy.synchrony != Synchrony::Bulk {
             let name = &strategy.name;
             return Err(refuse(format!("in strategy {name:?} nobody waits for stragglers")));
         }
-        let rule: SetRule =
+        let rule: StragglerPolicy =
             serde_json::from_str(text).map_err(|error| refuse(format!("stragglers: {error}")))?;
-        strategy.ready = ReadyRule::Set(rule);
+        strategy.synchrony = Synchrony::BackupWorkers(rule);
     }
     let mut tensors = Vec::with_capacity(rows.len());
     for Row { spec, scheme, codec, sizes } in rows {
-        let coding = match codec {
+        let codec = match codec {
             Some(text) => TensorCodec::parse(&text, spec.dtype, &sizes)
                 .map_err(|error| refuse(format!("tensor {:?}: {error}", spec.name)))?,
             None => None,
         };
-        let coding = coding.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
-        tensors.push(TensorSetting { spec, scheme, coding });
+        let codec = codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) });
+        tensors.push(TensorSetting { spec, scheme, codec });
     }
     let roles = match (workers, servers) {
         (Some(workers), None) if workers < world_size => {
-            Roles::apart(workers, world_size - workers)
+            Roles::dedicated(workers, world_size - workers)
         }
         (Some(workers), _) if workers != world_size => {
             return Err(refuse(format!(

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 /// evaluates the model of fused buffers and rings. ValueError names what makes no sense.
 #[pyfunction]
 pub(crate) fn simulate(py: Python<'_>, scenario_json: &str) -> PyResult<String> {
-    py.detach(|| gradlane_sim::answer(scenario_json)).map_err(|error| match error {
+    py.detach(|| gradlane_sim::run_request(scenario_json)).map_err(|error| match error {
         SimError::Argument(text) => PyValueError::new_err(text),
         other => PyRuntimeError::new_err(other.to_string()),
     })

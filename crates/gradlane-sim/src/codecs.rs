@@ -2,7 +2,7 @@
 
 use crate::error::SimError;
 use gradlane_codec::TensorCodec;
-use gradlane_engine::{Coding, TensorSpec};
+use gradlane_engine::{CodecSizes, TensorSpec};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub struct CodedTensor {
 }
 
 /// A tensor and its codec, as plans are built of.
-pub(crate) type Row = (TensorSpec, Option<Box<dyn Coding>>);
+pub(crate) type Row = (TensorSpec, Option<Box<dyn CodecSizes>>);
 
 /// Tensors with their codecs.
 ///
@@ -38,7 +38,7 @@ pub(crate) fn rows(
         let sizes = if coded.sizes.is_empty() { vec![spec.numel] } else { coded.sizes.clone() };
         let codec = TensorCodec::parse(&coded.codec, spec.dtype, &sizes)
             .map_err(|error| SimError::Argument(format!("codecs[{:?}]: {error}", spec.name)))?;
-        Ok((spec, codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) })))
+        Ok((spec, codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) })))
     };
     specs.into_iter().map(row).collect()
 }

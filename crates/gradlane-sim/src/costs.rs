@@ -52,7 +52,7 @@ pub struct Costs {
     pub receive_frame_s: f64,
     /// Copy and checksum of an incoming byte.
     pub receive_byte_s: f64,
-    /// Handing a piece of work to the work thread and hearing of its end.
+    /// Handing a job to the work thread and hearing of its end.
     pub work_s: f64,
     /// Reading one byte of one contribution, and its share of writing the result.
     pub reduce_byte_s: f64,

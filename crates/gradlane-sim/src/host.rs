@@ -1,18 +1,18 @@
 //! The host of a rank: the I/O thread, which does one thing after another, and the work threads.
 
-use crate::calendar::Kind;
-use crate::node::Input;
+use crate::event_queue::EventKind;
+use crate::node::IoTask;
 use crate::simulation::Run;
 use crate::straggling::pass;
 use crate::trace::{Lane, Subject};
-use gradlane_engine::{Engine, Event, Landing, Operation, Scheme, Work};
+use gradlane_engine::{Engine, Event, Job, Operation, PayloadDest, Scheme};
 use gradlane_units::{Priority, Rank, Time};
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
 
 impl Run {
     /// Something for the I/O thread: heard at once, or when it has done what it is doing.
-    pub(crate) fn hear(&mut self, rank: u32, input: Input) {
+    pub(crate) fn hear(&mut self, rank: u32, input: IoTask) {
         let now = self.now;
         let io = &mut self.nodes[rank as usize].io;
         if io.inbox.is_empty() && io.busy_until <= now {
@@ -21,7 +21,7 @@ impl Run {
         }
         io.inbox.push_back(input);
         if !std::mem::replace(&mut io.will_listen, true) {
-            self.calendar.at(io.busy_until, Kind::Listen, rank);
+            self.events.at(io.busy_until, EventKind::Listen, rank);
         }
     }
 
@@ -29,7 +29,7 @@ impl Run {
         let io = &mut self.nodes[rank as usize].io;
         if io.busy_until > self.now {
             // It was stopped meanwhile.
-            return self.calendar.at(io.busy_until, Kind::Listen, rank);
+            return self.events.at(io.busy_until, EventKind::Listen, rank);
         }
         io.will_listen = false;
         while let Some(input) = self.nodes[rank as usize].io.inbox.pop_front() {
@@ -38,7 +38,7 @@ impl Run {
             if io.busy_until > self.now {
                 if !io.inbox.is_empty() {
                     io.will_listen = true;
-                    self.calendar.at(io.busy_until, Kind::Listen, rank);
+                    self.events.at(io.busy_until, EventKind::Listen, rank);
                 }
                 return;
             }
@@ -47,7 +47,7 @@ impl Run {
 
     /// The I/O thread hears something now, tells the engine and does what it asks for. What it does
     /// to the outside happens when its time has passed.
-    fn handle(&mut self, rank: u32, input: Input) {
+    fn handle(&mut self, rank: u32, input: IoTask) {
         let begin = self.now;
         let (charges, leaves_out) = (self.charges, self.leaves_out());
         let frames = &mut self.frames;
@@ -58,75 +58,81 @@ impl Run {
         }
         let mut time = begin;
         let result = match input {
-            Input::Header(number) => {
+            IoTask::Header(number) => {
                 let header = frames.get(number);
                 engine
                     .handle_header(header.sender, &header)
                     .map(|_| ())
                     .map_err(|it| it.to_string())
             }
-            Input::Frame(number, is_new) => {
+            IoTask::Frame(number, is_new) => {
                 let (header, control) = frames.remove(number);
-                let weight = f64::from(self.fold.weights[header.sender.index()]);
+                let weight = f64::from(self.groups.weights[header.sender.index()]);
                 let bytes = f64::from(header.length) + HEADER_BYTES as f64;
                 let cost = charges.receive_frame + charges.receive_byte * bytes;
                 time += (cost * weight) as u64;
                 receive(engine, &header, &control, is_new)
             }
-            Input::Writable(peer) => {
+            IoTask::Writable(peer) => {
                 engine.handle_writable(Rank(peer), true);
                 Ok(())
             }
-            Input::Worked(id) => {
-                engine.handle_work_done(id);
+            IoTask::JobDone(id) => {
+                engine.handle_job_done(id);
                 Ok(())
             }
-            Input::Begin(step) => engine.step_begin(step).map_err(|it| it.to_string()),
-            Input::Gradient(tensor, step) => {
+            IoTask::Begin(step) => {
+                engine.handle(gradlane_engine::Input::StepBegin(step)).map_err(|it| it.to_string())
+            }
+            IoTask::Gradient(tensor, step) => {
                 time += charges.command;
                 let planned = self.channels.plan(rank).tensor(tensor);
                 let given = match planned.scheme {
                     // A profile knows no sizes of single steps: blocks are as large as they may be.
-                    Scheme::Gather => {
+                    Scheme::AllGather => {
                         let bytes = planned.spec.numel * planned.spec.dtype.bytes();
-                        engine.block_ready(tensor, step, bytes)
+                        engine.handle(gradlane_engine::Input::BlockReady(tensor, step, bytes))
                     }
-                    Scheme::Answer => {
+                    Scheme::GatherToRoot => {
                         let whole = planned.spec.numel * planned.spec.dtype.bytes();
-                        let answered = self.answered[tensor.index()];
-                        let bytes = answered.map_or(whole, |it| it.block_bytes);
-                        engine.block_ready(tensor, step, bytes)
+                        let root = self.root_tensors[tensor.index()];
+                        let bytes = root.map_or(whole, |it| it.block_bytes);
+                        engine.handle(gradlane_engine::Input::BlockReady(tensor, step, bytes))
                     }
-                    _ => engine.gradient_ready(tensor, step),
+                    _ => engine.handle(gradlane_engine::Input::GradientReady(tensor, step)),
                 };
                 given.map_err(|it| it.to_string())
             }
-            Input::Needed(tensor, step) => {
+            IoTask::Needed(tensor, step) => {
                 // Need is a wish: what became ready in the meantime needs nothing.
-                let _ = engine.tensor_needed(tensor, step);
+                let _ = engine.handle(gradlane_engine::Input::TensorNeeded(tensor, step));
                 Ok(())
             }
-            Input::Answer(tensor, step) => {
+            IoTask::Answer(tensor, step) => {
                 time += charges.command;
                 let planned = &self.channels.plan(rank).tensor(tensor).spec;
-                let bytes = self.answered[tensor.index()]
-                    .map_or(planned.numel * planned.dtype.bytes(), |it| it.answer_bytes);
-                engine.answer_ready(tensor, step, bytes).map_err(|it| it.to_string())
+                let bytes = self.root_tensors[tensor.index()]
+                    .map_or(planned.numel * planned.dtype.bytes(), |it| it.result_bytes);
+                engine
+                    .handle(gradlane_engine::Input::RootResultReady(tensor, step, bytes))
+                    .map_err(|it| it.to_string())
             }
-            Input::Pass(step) => pass(engine, step).map_err(|it| it.to_string()),
+            IoTask::Pass(step) => pass(engine, step).map_err(|it| it.to_string()),
             // The clock was read above.
-            Input::Clock => Ok(()),
-            Input::End(step) => engine.step_end(step).map_err(|it| it.to_string()),
+            IoTask::Clock => Ok(()),
+            IoTask::End(step) => {
+                engine.handle(gradlane_engine::Input::StepEnd(step)).map_err(|it| it.to_string())
+            }
         };
         if let Err(reason) = result {
             self.fail(rank, reason);
             return;
         }
-        if matches!(input, Input::Header(_)) && !leaves_out {
+        if matches!(input, IoTask::Header(_)) && !leaves_out {
             // It takes no time, and makes the engine ask for nothing.
             return;
         }
-        if let Input::Writable(peer) = input {
+        if let IoTask::Writable(peer) = input {
             time = self.flush(rank, peer, time);
         }
         time = self.pump(rank, time);
@@ -140,9 +146,9 @@ impl Run {
         let index = rank as usize;
         loop {
             let mut progressed = false;
-            while let Some(work) = self.nodes[index].engine.poll_work() {
+            while let Some(job) = self.nodes[index].engine.poll_job() {
                 progressed = true;
-                self.start_work(rank, &work, time);
+                self.start_job(rank, &job, time);
             }
             while let Some(transmit) = self.nodes[index].engine.poll_transmit() {
                 progressed = true;
@@ -160,7 +166,7 @@ impl Run {
 
     fn on_event(&mut self, rank: u32, event: Event, time: u64) {
         match event {
-            Event::TensorReady { tensor, step, .. } if self.sums.is_some() => {
+            Event::TensorReady { tensor, step, .. } if self.intra_node.is_some() => {
                 self.pass_on(rank, tensor, step, time);
             }
             Event::TensorReady { tensor, step, .. } => {
@@ -169,25 +175,31 @@ impl Run {
             }
             Event::BlocksReady { tensor, step, .. } => {
                 let engine = &mut self.nodes[rank as usize].engine;
-                if let Err(error) = engine.release_blocks(tensor, step) {
+                if let Err(error) =
+                    engine.handle(gradlane_engine::Input::ReleaseBlocks(tensor, step))
+                {
                     self.fail(rank, error.to_string());
                 }
             }
-            Event::BlocksCollected { tensor, step, .. } => {
+            Event::RootRequest { tensor, step, .. } => {
                 let node = &mut self.nodes[rank as usize];
-                if let Err(error) = node.engine.release_blocks(tensor, step) {
+                if let Err(error) =
+                    node.engine.handle(gradlane_engine::Input::ReleaseBlocks(tensor, step))
+                {
                     return self.fail(rank, error.to_string());
                 }
-                let takes = self.answered[tensor.index()].map_or(0, |it| it.rebuild_ns);
-                let free = node.answers.back().map_or(0, |last| last.0);
+                let takes = self.root_tensors[tensor.index()].map_or(0, |it| it.rebuild_ns);
+                let free = node.root_requests.back().map_or(0, |last| last.0);
                 let end =
                     free.max(time + self.charges.wake) + (takes as f64 * node.slowness) as u64;
-                node.answers.push_back((end, tensor, step));
-                self.calendar.at(end, Kind::Answer, rank);
+                node.root_requests.push_back((end, tensor, step));
+                self.events.at(end, EventKind::RootResult, rank);
             }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
-            Event::StepComplete { .. } | Event::Decided { .. } | Event::LeftOut { .. } => {
+            Event::StepComplete { .. }
+            | Event::ContributorsDecided { .. }
+            | Event::LeftOut { .. } => {
                 self.noted_pace(rank, &event, time);
             }
             Event::PlanSwitched { .. }
@@ -199,38 +211,38 @@ impl Run {
     }
 
     /// The owner of a tensor has made what it owes the others.
-    pub(crate) fn answer(&mut self, rank: u32) {
-        if let Some((_, tensor, step)) = self.nodes[rank as usize].answers.pop_front() {
-            self.hear(rank, Input::Answer(tensor, step));
+    pub(crate) fn root_result(&mut self, rank: u32) {
+        if let Some((_, tensor, step)) = self.nodes[rank as usize].root_requests.pop_front() {
+            self.hear(rank, IoTask::Answer(tensor, step));
         }
     }
 
-    fn start_work(&mut self, rank: u32, work: &Work, time: u64) {
+    fn start_job(&mut self, rank: u32, job: &Job, time: u64) {
         let copies = f64::from(self.ranks) / self.nodes.len() as f64;
-        let cost = self.work_ns(rank, work, copies) as u64;
+        let cost = self.job_ns(rank, job, copies) as u64;
         let node = &mut self.nodes[rank as usize];
         let thread = node.work_until.iter_mut().min().expect("there is a work thread");
         let begin = time.max(*thread);
         let end = begin + cost;
         *thread = end;
-        node.works.push(Reverse((end, work.id)));
+        node.jobs.push(Reverse((end, job.id)));
         self.meters.work_ns += cost;
-        self.calendar.at(end, Kind::Worked, rank);
+        self.events.at(end, EventKind::JobDone, rank);
         let plan = self.channels.plan(rank);
-        let bytes = plan.slice_bytes(work.slice) as u32;
-        let tensor = self.channels.tensor(rank, plan.slice(work.slice).tensor);
-        let (slice, priority) = (work.slice, Priority(0));
+        let bytes = plan.slice_bytes(job.slice) as u32;
+        let tensor = self.channels.tensor(rank, plan.slice(job.slice).tensor);
+        let (slice, priority) = (job.slice, Priority(0));
         let subject = Subject::Slice { kind: None, tensor, slice, peer: rank, bytes, priority };
-        self.span(rank, Lane::Reduce, work.step, subject, begin, end);
+        self.span(rank, Lane::Reduce, job.step, subject, begin, end);
     }
 
-    /// How long a work takes, where so many ranks stand for one.
-    fn work_ns(&self, rank: u32, work: &Work, copies: f64) -> f64 {
+    /// How long a job takes, where so many ranks stand for one.
+    fn job_ns(&self, rank: u32, job: &Job, copies: f64) -> f64 {
         let charges = &self.charges;
         // Codecs cost by the values' bytes, whatever the encoding's length.
-        let raw = self.channels.plan(rank).slice_bytes(work.slice) as f64;
+        let raw = self.channels.plan(rank).slice_bytes(job.slice) as f64;
         let (encode, decode) = (charges.encode_byte * raw, charges.decode_byte * raw);
-        let ns = match &work.operation {
+        let ns = match &job.operation {
             Operation::Copy { from, .. } => charges.reduce_byte * from.length as f64,
             Operation::Reduce { inputs, output, .. }
             | Operation::ReduceApply { inputs, output, .. } => {
@@ -238,7 +250,7 @@ impl Run {
             }
             Operation::Encode { .. } => encode,
             Operation::Decode { .. } => decode,
-            Operation::Recode { inputs, copy_to, .. } => {
+            Operation::DecodeReduceEncode { inputs, copy_to, .. } => {
                 let own = if copy_to.is_some() { decode } else { 0.0 };
                 inputs.len() as f64 * copies * decode + encode + own
             }
@@ -247,24 +259,24 @@ impl Run {
                 encode + f64::from(decodes) * decode
             }
             // Scales are found in one pass over the values, which encoding makes as well.
-            Operation::RingScale { .. } => decode,
-            Operation::RingBegin { .. } => encode + decode,
-            Operation::RingAdd { copy_to, .. } => {
+            Operation::RingMaxScales { .. } => decode,
+            Operation::RingBeginCodes { .. } => encode + decode,
+            Operation::RingAddCodes { copy_to, .. } => {
                 encode + decode + if copy_to.is_some() { decode } else { 0.0 }
             }
-            Operation::DecodeApply { inputs, .. } => {
+            Operation::DecodeReduceApply { inputs, .. } => {
                 inputs.len() as f64 * copies * decode + charges.reduce_byte * raw
             }
         };
         charges.work + ns
     }
 
-    pub(crate) fn worked(&mut self, rank: u32) {
-        if self.is_stopped(rank, Kind::Worked) {
+    pub(crate) fn job_done(&mut self, rank: u32) {
+        if self.is_stopped(rank, EventKind::JobDone) {
             return;
         }
-        if let Some(Reverse((_, id))) = self.nodes[rank as usize].works.pop() {
-            self.hear(rank, Input::Worked(id));
+        if let Some(Reverse((_, id))) = self.nodes[rank as usize].jobs.pop() {
+            self.hear(rank, IoTask::JobDone(id));
         }
     }
 }
@@ -280,7 +292,7 @@ fn receive(
     let from = header.sender;
     let landing = is_new.then(|| engine.handle_header(from, header)).transpose();
     let taken = match landing {
-        Ok(Some(Landing::Control)) => engine.handle_control(from, header, control),
+        Ok(Some(PayloadDest::Control)) => engine.handle_control(from, header, control),
         Ok(_) => engine.handle_frame(from, header),
         Err(error) => Err(error),
     };

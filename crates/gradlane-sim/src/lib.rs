@@ -9,30 +9,30 @@
 #![forbid(unsafe_code)]
 
 mod accelerator;
-mod calendar;
 mod codecs;
 mod connections;
 mod costs;
 mod error;
-mod fold;
+mod event_queue;
 mod frames;
 mod host;
+mod intra_node;
 mod network;
 mod node;
 mod nodes;
 mod outcome;
 mod port;
 mod profile;
+mod rank_groups;
 mod report;
 mod request;
 pub mod ring_fused;
 mod scenario;
 mod schemes;
-mod shares;
 mod simulation;
 mod straggling;
-mod sums;
 mod trace;
+mod window_jitter;
 
 pub use codecs::CodedTensor;
 pub use costs::{Costs, GOODPUT_SHARE};
@@ -40,7 +40,7 @@ pub use error::SimError;
 pub use nodes::Nodes;
 pub use profile::{Profile, ProfiledTensor, TENSORS_MAX};
 pub use report::{Report, StragglerFigures, TensorWait, Utilization};
-pub use request::answer;
+pub use request::run_request;
 pub use scenario::{Network, Outputs, Scenario, StrategyChoice};
 pub use schemes::TensorScheme;
 pub use simulation::{simulate, Outcome};

@@ -6,10 +6,10 @@
 //! the buffers hold has arrived and is on its way back as acknowledgements, so that a port's queue
 //! is empty at times although every connection is full.
 
-use crate::calendar::Kind;
 use crate::connections::Partial;
 use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
-use crate::node::Input;
+use crate::event_queue::EventKind;
+use crate::node::IoTask;
 use crate::port::{Content, Piece};
 use crate::simulation::{fraction, Run};
 use crate::trace::{Lane, Subject};
@@ -69,7 +69,7 @@ impl Run {
     fn send(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
         let bytes = transmit.header.length + HEADER_BYTES as u32;
-        let weight = self.fold.weights[peer as usize];
+        let weight = self.groups.weights[peer as usize];
         let cost = self.charges.send_frame + self.charges.send_byte * f64::from(bytes);
         let time = time + (cost * f64::from(weight)) as u64;
         self.meters.frames += 1;
@@ -98,7 +98,7 @@ impl Run {
             }
             let room = connection.window_bytes - connection.held_bytes;
             let bytes = packet(partial.rest, self.piece_bytes, room);
-            self.shares.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
+            self.window_jitter.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
             connection.held_bytes += bytes + overhead;
             connection.waiting_bytes += bytes;
             let first = partial.rest == partial.bytes;
@@ -124,7 +124,7 @@ impl Run {
     fn queue(&mut self, time: u64, piece: Piece) {
         let (port, _) = self.channels.topology.ports(piece.from, piece.to);
         if let Some(at) = self.ports[port as usize].out.push(time, piece) {
-            self.calendar.at(at.max(self.now), Kind::Depart, port);
+            self.events.at(at.max(self.now), EventKind::Depart, port);
         }
     }
 
@@ -137,7 +137,7 @@ impl Run {
             };
             let may_follow = piece.is_acknowledgement() && at <= self.now + ACKNOWLEDGEMENTS_NS;
             if !may_follow {
-                return self.calendar.at(at, Kind::Depart, port);
+                return self.events.at(at, EventKind::Depart, port);
             }
         }
     }
@@ -154,7 +154,7 @@ impl Run {
         } else {
             (self.local_ns_per_byte, 0, 0)
         };
-        let weights = &self.fold.weights;
+        let weights = &self.groups.weights;
         let occupies =
             |weight: u32| ceiling(f64::from(piece.bytes) * ns_per_byte * f64::from(weight));
         let out_ns = occupies(weights[piece.to as usize]);
@@ -173,7 +173,7 @@ impl Run {
         };
         target.queue.push_back((whole_at, piece));
         if target.queue.len() == 1 {
-            self.calendar.at(whole_at, Kind::Arrive, into);
+            self.events.at(whole_at, EventKind::Arrive, into);
         }
         if outside {
             self.meters.tx.add(now, left_at);
@@ -206,7 +206,7 @@ impl Run {
             match incoming.front() {
                 None => return,
                 Some(&(time, _)) if time > self.now => {
-                    return self.calendar.at(time, Kind::Arrive, port);
+                    return self.events.at(time, EventKind::Arrive, port);
                 }
                 Some(_) => {}
             }
@@ -228,9 +228,9 @@ impl Run {
                 self.meters.received_bytes += u64::from(piece.bytes);
                 self.acknowledge(rank, &piece);
                 if last {
-                    self.hear(rank, Input::Frame(number, first));
+                    self.hear(rank, IoTask::Frame(number, first));
                 } else if first {
-                    self.hear(rank, Input::Header(number));
+                    self.hear(rank, IoTask::Header(number));
                 }
             }
         }
@@ -257,7 +257,7 @@ impl Run {
         let has_room = connection.held_bytes <= connection.window_bytes / 3 * 2;
         if connection.busy && has_room && self.is_below_low_water(rank, peer) {
             self.connections[(rank, peer)].busy = false;
-            self.hear(rank, Input::Writable(peer));
+            self.hear(rank, IoTask::Writable(peer));
         }
     }
 
@@ -266,7 +266,7 @@ impl Run {
             return;
         };
         let wait = -background.interval_ns * (1.0 - fraction(&mut self.rng)).ln();
-        self.calendar.at(self.now + wait as u64, Kind::Background, rank);
+        self.events.at(self.now + wait as u64, EventKind::Background, rank);
     }
 
     pub(crate) fn burst(&mut self, rank: u32) {

@@ -6,14 +6,14 @@
 use crate::accelerator::Accelerator;
 use crate::connections::Partial;
 use crate::straggling::Pace;
-use gradlane_engine::{Engine, Transmit, WorkId};
+use gradlane_engine::{Engine, JobId, Transmit};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 /// What the I/O thread hears.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Input {
+pub(crate) enum IoTask {
     /// The header of a frame is here.
     Header(u32),
     /// All of a frame is here; `true` when its header was not heard before.
@@ -21,7 +21,7 @@ pub(crate) enum Input {
     /// The connection to this rank takes bytes again.
     Writable(u32),
     /// The work thread has finished.
-    Worked(WorkId),
+    JobDone(JobId),
     /// The application has begun a step.
     Begin(Step),
     /// The application hands over a gradient.
@@ -42,7 +42,7 @@ pub(crate) enum Input {
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct IoThread {
-    pub(crate) inbox: VecDeque<Input>,
+    pub(crate) inbox: VecDeque<IoTask>,
     /// When it has done what it heard last.
     pub(crate) busy_until: u64,
     /// Whether it will look into its inbox then.
@@ -63,9 +63,9 @@ pub(crate) struct Node {
     /// When each work thread has done all that it was given.
     pub(crate) work_until: Vec<u64>,
     /// Works with their ends, the first to end first.
-    pub(crate) works: BinaryHeap<Reverse<(u64, WorkId)>>,
+    pub(crate) jobs: BinaryHeap<Reverse<(u64, JobId)>>,
     /// Tensors whose gradient it makes for all, the first to end first, each with when it is made.
-    pub(crate) answers: VecDeque<(u64, TensorId, Step)>,
+    pub(crate) root_requests: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.
     pub(crate) computes_since: u64,
     /// What it knows of who was in.

@@ -174,7 +174,7 @@ impl Topology {
         let nodes = ranks / local;
         match scheme {
             _ if self.adds_up() => (nodes - 1.0) / nodes,
-            Scheme::Gather | Scheme::Answer => local * (ranks - local),
+            Scheme::AllGather | Scheme::GatherToRoot => local * (ranks - local),
             Scheme::Ring => (ranks - 1.0) / ranks,
             Scheme::Ps => local * (ranks - local) / ranks,
         }

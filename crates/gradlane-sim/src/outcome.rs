@@ -6,7 +6,7 @@ use crate::scenario::Scenario;
 use crate::simulation::{Outcome, Run};
 use gradlane_engine::{Plan, Scheme};
 use gradlane_units::{SliceId, Step, TensorId};
-use gradlane_wire::{Codec, FrameKind};
+use gradlane_wire::{FrameKind, PayloadForm};
 use std::sync::Arc;
 
 impl Run {
@@ -16,7 +16,7 @@ impl Run {
             let plans = self.channels.plans().iter();
             plans.map(|plan| self.port_bytes_of(plan, scenario.ranks(), serves)).sum::<f64>()
         };
-        let trains = of(false) + self.answer_bytes();
+        let trains = of(false) + self.result_bytes();
         if scenario.serving > 0 {
             trains.max(of(true))
         } else {
@@ -29,16 +29,16 @@ impl Run {
         let taking_part = slices.filter(|&it| plan.takes_part(plan.slice(it).tensor, Step(1)));
         let bytes = taking_part.map(|slice| {
             let scheme = plan.tensor(plan.slice(slice).tensor).scheme;
-            if scheme == Scheme::Answer {
+            if scheme == Scheme::GatherToRoot {
                 return 0.0;
             }
             let share = self.channels.port_share(scheme, ranks, serves);
-            if scheme == Scheme::Gather {
+            if scheme == Scheme::AllGather {
                 return share * plan.slice_bytes(slice) as f64;
             }
             let travels = |kind| {
                 let encoded = plan.may_be_encoded(kind, slice, Step(1));
-                plan.bytes_as(slice, if encoded { Codec::Encoded } else { Codec::Raw })
+                plan.bytes_as(slice, if encoded { PayloadForm::Encoded } else { PayloadForm::Raw })
             };
             let round_trip = travels(FrameKind::Push) + travels(FrameKind::Broadcast);
             share * round_trip as f64
@@ -47,29 +47,29 @@ impl Run {
     }
 
     /// Of those, what goes to the owners of whole tensors and back; other traffic is even.
-    fn answer_bytes(&self) -> f64 {
+    fn result_bytes(&self) -> f64 {
         let topology = self.channels.topology;
         let others = f64::from(topology.workers() - topology.per_node);
         let mut sent = vec![0.0; topology.nodes() as usize];
         let mut received = sent.clone();
         let plan = self.channels.plan(0);
-        for (index, answered) in self.answered.iter().enumerate() {
-            let Some(answered) = answered else { continue };
-            let Some(owner) = plan.answerer(TensorId(index as u32)) else { continue };
-            let (block, answer) = (answered.block_bytes as f64, answered.answer_bytes as f64);
+        for (index, root) in self.root_tensors.iter().enumerate() {
+            let Some(root) = root else { continue };
+            let Some(owner) = plan.root(TensorId(index as u32)) else { continue };
+            let (block, result) = (root.block_bytes as f64, root.result_bytes as f64);
             let home = topology.node(owner.0) as usize;
             let local = f64::from(topology.per_node);
             for node in 0..(topology.workers() / topology.per_node) as usize {
                 let owns = node == home;
-                sent[node] += if owns { others * answer } else { local * block };
-                received[node] += if owns { others * block } else { local * answer };
+                sent[node] += if owns { others * result } else { local * block };
+                received[node] += if owns { others * block } else { local * result };
             }
         }
         sent.into_iter().chain(received).fold(0.0, f64::max)
     }
 
     fn staleness_figures(&self) -> Option<StalenessFigures> {
-        let tallies = self.staleness.tallies();
+        let tallies = self.staleness.by_rank();
         let pushes: u64 = tallies.iter().map(|tally| tally.pushes).sum();
         let sum: u64 = tallies.iter().map(|tally| tally.sum).sum();
         (pushes > 0).then(|| StalenessFigures {
@@ -113,7 +113,7 @@ impl Run {
         let topology = self.channels.topology;
         // Folded ranks have a port each.
         let weighted =
-            |port: usize| f64::from(self.fold.weights[port * topology.per_node as usize]);
+            |port: usize| f64::from(self.groups.weights[port * topology.per_node as usize]);
         let real_ports = f64::from(scenario.ranks() / topology.per_node);
         let speakers = f64::from(self.channels.speakers());
         let sent_weighted: f64 =
@@ -149,7 +149,7 @@ impl Run {
             stragglers: self.straggler_figures(scenario),
             frames: self.meters.frames,
             bytes: sent,
-            events: self.calendar.made(),
+            events: self.events.made(),
             simulated_ranks: self.nodes.len() as u32,
             end_s: self.now as f64 / 1e9,
         };

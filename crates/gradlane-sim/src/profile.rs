@@ -4,7 +4,7 @@
 //! in the order in which an accelerator goes through it.
 
 use crate::error::SimError;
-use gradlane_engine::{Role, TensorSpec};
+use gradlane_engine::{TensorKind, TensorSpec};
 use gradlane_units::{Dtype, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -90,7 +90,7 @@ impl Profile {
             name: tensor.name.clone(),
             numel: tensor.numel,
             dtype: tensor.dtype,
-            role: Role::Parameter,
+            kind: TensorKind::Parameter,
         };
         self.tensors.iter().map(spec).collect()
     }

@@ -17,27 +17,27 @@ enum Request {
     RingFused(RingScenario),
 }
 
-/// Answers `{"model": "cluster", ...}` (a [`Scenario`]) and `{"model": "ring-fused", ...}` (a
-/// [`RingScenario`]) with `{"report": ...}`, and `"trace"` (see [`crate::Trace::to_json`]) where asked for.
+/// Runs the request `{"model": "cluster", ...}` (a [`Scenario`]) and `{"model": "ring-fused", ...}` (a
+/// [`RingScenario`]) and returns `{"report": ...}`, and `"trace"` (see [`crate::Trace::to_json`]) where asked for.
 ///
 /// # Errors
 /// [`SimError::Argument`] when the text is no such object or a value makes no sense; otherwise as
 /// [`simulate`].
-pub fn answer(json: &str) -> Result<String, SimError> {
+pub fn run_request(json: &str) -> Result<String, SimError> {
     let request: Request = serde_json::from_str(json)
         .map_err(|error| SimError::Argument(format!("scenario: {error}")))?;
-    let answer = match request {
+    let reply = match request {
         Request::Cluster(scenario) => {
             let outcome = simulate(&scenario)?;
-            let mut answer = json!({ "report": value(&outcome.report)? });
+            let mut reply = json!({ "report": value(&outcome.report)? });
             if let Some(trace) = &outcome.trace {
-                answer["trace"] = trace.to_json(&scenario.profile);
+                reply["trace"] = trace.to_json(&scenario.profile);
             }
-            answer
+            reply
         }
         Request::RingFused(scenario) => json!({ "report": value(&ring_fused(&scenario)?)? }),
     };
-    Ok(answer.to_string())
+    Ok(reply.to_string())
 }
 
 fn value(report: &impl serde::Serialize) -> Result<Value, SimError> {
@@ -52,18 +52,18 @@ mod tests {
         "forward_s": 0.1, "compute_s": 0.3}"#;
 
     #[test]
-    fn both_models_answer() {
+    fn both_models_reply() {
         let cluster = format!(
             r#"{{"model": "cluster", "profile": {PROFILE}, "workers": 2, "strategy": "p3",
             "network": {{"rate_bps": 1e9}}, "outputs": {{"trace": true}}}}"#
         );
-        let text = answer(&cluster).expect("a report");
+        let text = run_request(&cluster).expect("a report");
         assert!(text.contains("\"step_s\":") && text.contains("\"spans\":"), "{text}");
         let rings = format!(
             r#"{{"model": "ring-fused", "profile": {PROFILE}, "rate_bps": 1e9,
             "rings": {{"kind": "flat", "workers": 4}}}}"#
         );
-        assert!(answer(&rings).expect("a report").contains("\"scaling_factor\":"));
+        assert!(run_request(&rings).expect("a report").contains("\"scaling_factor\":"));
     }
 
     #[test]
@@ -74,7 +74,7 @@ mod tests {
             (r#"{"model": "cluster", "workres": 1}"#, "workres"),
             ("[", "scenario"),
         ] {
-            let text = answer(json).map_err(|error| error.to_string());
+            let text = run_request(json).map_err(|error| error.to_string());
             assert!(text.as_ref().is_err_and(|text| text.contains(named)), "{json}: {text:?}");
         }
     }

@@ -9,7 +9,7 @@ use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
 use crate::straggling::Stops;
 use gradlane_engine::{
-    Plan, ReadyRule, Roles, SetRule, Strategy, TensorSpec, Update, FRAME_BYTES_DEFAULT,
+    Plan, Roles, StragglerPolicy, Strategy, Synchrony, TensorSpec, Update, FRAME_BYTES_DEFAULT,
 };
 use gradlane_wire::{HEADER_BYTES, MAX_FRAME_BYTES};
 use serde::{Deserialize, Serialize};
@@ -214,7 +214,7 @@ pub struct Scenario {
     pub strategy: StrategyChoice,
     /// When steps go on without ranks that are late; none: they wait.
     #[serde(default)]
-    pub stragglers: Option<SetRule>,
+    pub stragglers: Option<StragglerPolicy>,
     /// Ranks that are stopped for moments; each once.
     #[serde(default)]
     pub stops: Vec<Stops>,
@@ -434,37 +434,20 @@ impl Scenario {
             let tensors = schemes::settings(tensors, self)?;
             let roles = match self.serving {
                 0 => Roles::first(ranks, self.servers.unwrap_or(ranks)),
-                serving => Roles::apart(ranks - serving, serving),
+                serving => Roles::dedicated(ranks - serving, serving),
             };
             return Plan::build_for(tensors, self.strategy()?, self.update, roles)
                 .map_err(|error| SimError::Argument(error.to_string()));
         };
         let refuse = |text: String| Err(SimError::Argument(text));
-        plan.check_schemes().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
-        if plan.world_size != ranks || plan.serving > 0 {
+        if plan.world_size != ranks || plan.dedicated_servers > 0 {
             return refuse(format!("plan is for {} ranks, not for {ranks}", plan.world_size));
         }
         let own = plan.tensors.iter().map(|tensor| &tensor.spec);
         if !own.eq(specs.iter()) {
             return refuse("plan and profile have different tensors".into());
         }
-        let sound = plan.tensors.iter().enumerate().all(|(index, tensor)| {
-            let slices = plan.slices.get(tensor.slices.start as usize..tensor.slices.end as usize);
-            slices.is_some_and(|slices| {
-                let mut next = 0;
-                slices.iter().all(|slice| {
-                    let fits = slice.start == next
-                        && slice.tensor.index() == index
-                        && slice.owner.0 < ranks;
-                    next += slice.length;
-                    fits
-                }) && next == tensor.spec.numel
-                    && !slices.is_empty()
-            })
-        });
-        if !sound {
-            return refuse("plan: the slices of a tensor must be its elements, in order".into());
-        }
+        plan.validate().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
         Ok(plan.clone())
     }
 
@@ -479,7 +462,7 @@ impl Scenario {
             StrategyChoice::Rules(strategy) => strategy.clone(),
         };
         if let Some(rule) = self.stragglers {
-            strategy.ready = ReadyRule::Set(rule);
+            strategy.synchrony = Synchrony::BackupWorkers(rule);
         }
         Ok(strategy)
     }

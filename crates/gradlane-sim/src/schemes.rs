@@ -3,7 +3,7 @@
 //!
 //! The engine runs such blocks as scheme `gather`. What it does not do is to multiply them: that is
 //! the accelerator's work, at the moment when forward needs the tensor, and takes as long as the
-//! scenario says. Where one rank answers for all (scheme `answer`), that rank multiplies them, one
+//! scenario says. Where one rank is the root (scheme `answer`), that rank multiplies them, one
 //! tensor after another, on a thread beside the accelerator, as sessions do.
 
 use crate::error::SimError;
@@ -36,13 +36,13 @@ pub enum TensorScheme {
     },
 }
 
-/// What a tensor is whose owner answers for it.
+/// A tensor whose owner makes the result from the blocks of all ranks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Answered {
+pub(crate) struct RootTensor {
     /// Bytes of one rank's block.
     pub(crate) block_bytes: u64,
-    /// Bytes of the answer.
-    pub(crate) answer_bytes: u64,
+    /// Bytes of the result.
+    pub(crate) result_bytes: u64,
     /// Time that the owner takes.
     pub(crate) rebuild_ns: u64,
 }
@@ -78,12 +78,12 @@ pub(crate) fn settings(
                 }
                 let elements = block_bytes.div_ceil(tensor.spec.dtype.bytes());
                 if matches!(scheme, TensorScheme::Adam { .. }) {
-                    // Blocks and answers are below the same bound.
+                    // Blocks and results are below the same bound.
                     tensor.spec.numel = tensor.spec.numel.max(elements);
-                    Scheme::Answer
+                    Scheme::GatherToRoot
                 } else {
                     tensor.spec.numel = elements;
-                    Scheme::Gather
+                    Scheme::AllGather
                 }
             }
         });
@@ -91,14 +91,14 @@ pub(crate) fn settings(
     Ok(tensors)
 }
 
-/// The tensors of a scenario that their owners answer for, by number; none of the others.
-pub(crate) fn answered(scenario: &Scenario) -> Vec<Option<Answered>> {
+/// The tensors of a scenario that have a root, by number; none of the others.
+pub(crate) fn root_tensors(scenario: &Scenario) -> Vec<Option<RootTensor>> {
     let of = |tensor: &ProfiledTensor| match scenario.schemes.get(&tensor.name) {
         Some(&TensorScheme::Adam { block_bytes, rebuild_s }) => {
             let element = tensor.dtype.bytes();
-            Some(Answered {
+            Some(RootTensor {
                 block_bytes: block_bytes.next_multiple_of(element),
-                answer_bytes: tensor.numel * element,
+                result_bytes: tensor.numel * element,
                 rebuild_ns: nanos(rebuild_s),
             })
         }

@@ -3,23 +3,23 @@
 //! `outcome` what it comes to.
 
 use crate::accelerator::{Accelerator, Turn};
-use crate::calendar::{Calendar, Kind};
 use crate::connections::Connections;
 use crate::costs::PACKET_BYTES;
 use crate::error::SimError;
-use crate::fold::Fold;
+use crate::event_queue::{EventKind, EventQueue};
 use crate::frames::FrameTable;
-use crate::node::{Input, IoThread, Node};
+use crate::intra_node::{IntraNode, LocalCharges};
+use crate::node::{IoTask, IoThread, Node};
 use crate::nodes::Channels;
 use crate::port::Port;
 use crate::profile::{nanos, Act, Profile, Script};
+use crate::rank_groups::RankGroups;
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
-use crate::schemes::{answered, Answered};
-use crate::shares::Shares;
+use crate::schemes::{root_tensors, RootTensor};
 use crate::straggling::{Pace, Stops};
-use crate::sums::{LocalCharges, Sums};
 use crate::trace::{Lane, Span, Subject, Trace};
+use crate::window_jitter::WindowJitter;
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -68,19 +68,19 @@ pub(crate) struct Charges {
 pub(crate) struct Run {
     pub(crate) channels: Channels,
     /// What happens on nodes whose ranks add up.
-    pub(crate) sums: Option<Sums>,
+    pub(crate) intra_node: Option<IntraNode>,
     pub(crate) script: Script,
-    /// By tensor number, of those that one rank answers for.
-    pub(crate) answered: Vec<Option<Answered>>,
+    /// By tensor number, of those that have a root.
+    pub(crate) root_tensors: Vec<Option<RootTensor>>,
     pub(crate) charges: Charges,
-    pub(crate) fold: Fold,
+    pub(crate) groups: RankGroups,
     /// Of the scenario; fewer may be simulated.
     pub(crate) ranks: u32,
     pub(crate) ns_per_byte: f64,
     /// Between two ranks of a node.
     pub(crate) local_ns_per_byte: f64,
     pub(crate) latency: u64,
-    pub(crate) shares: Shares,
+    pub(crate) window_jitter: WindowJitter,
     pub(crate) queue_bytes: u64,
     pub(crate) low_water_bytes: u64,
     pub(crate) piece_bytes: u32,
@@ -91,7 +91,7 @@ pub(crate) struct Run {
     pub(crate) stops: Vec<Stops>,
     pub(crate) rng: Rng,
     pub(crate) now: u64,
-    pub(crate) calendar: Calendar,
+    pub(crate) events: EventQueue,
     pub(crate) nodes: Vec<Node>,
     /// Of nodes; then, where these have several ranks, of every rank within its node.
     pub(crate) ports: Vec<Port>,
@@ -128,20 +128,20 @@ pub(crate) struct Meters {
 impl Run {
     fn new(scenario: &Scenario) -> Result<Run, SimError> {
         let mut channels = Channels::of(scenario, scenario.ranks())?;
-        let fold = match scenario.representatives {
-            0 => Fold::none(scenario.ranks()),
-            count => Fold::of(channels.plan(0), count)?,
+        let groups = match scenario.representatives {
+            0 => RankGroups::none(scenario.ranks()),
+            count => RankGroups::of(channels.plan(0), count)?,
         };
         // The last rank is one that only serves, where there are any.
         let peers =
             [0, scenario.ranks() - 1].map(|rank| channels.plan(0).peers_sent_to(Rank(rank)));
-        if fold.weights.len() < scenario.ranks() as usize {
-            channels = Channels::of(scenario, fold.weights.len() as u32)?;
+        if groups.weights.len() < scenario.ranks() as usize {
+            channels = Channels::of(scenario, groups.weights.len() as u32)?;
         }
         let mut rng = Rng::new(scenario.seed);
         let positions = scenario.profile.forward_positions();
         let priority = |tensor: &TensorId| Priority(-(positions[tensor.index()] as i32));
-        let spread: Vec<f64> = fold
+        let spread: Vec<f64> = groups
             .weights
             .iter()
             .map(|_| 1.0 + scenario.compute_spread * fraction(&mut rng))
@@ -153,13 +153,13 @@ impl Run {
         let mut nodes: Vec<Node> = nodes.collect();
         let network = &scenario.network;
         let training = channels.topology.workers() as usize;
-        let mut shares = Shares::new(network);
+        let mut window_jitter = WindowJitter::new(network);
         let mut connections = Connections::new(nodes.len(), channels.plan(0).world_size as usize);
         for (rank, node) in nodes.iter_mut().enumerate() {
             let peers = peers[usize::from(rank >= training)];
             node.window_bytes = network.window_bytes(peers) as f64;
             let own = connections.of(rank as u32);
-            own.iter_mut().for_each(|it| shares.begin(it, node.window_bytes));
+            own.iter_mut().for_each(|it| window_jitter.begin(it, node.window_bytes));
             // Nor does it compute: it has finished before it begins.
             node.accelerator.finished = rank >= training;
         }
@@ -178,13 +178,13 @@ impl Run {
         };
         Ok(Run {
             script: Script::new(&scenario.profile).under_schemes(scenario),
-            answered: answered(scenario),
+            root_tensors: root_tensors(scenario),
             charges: Charges::new(scenario),
             ranks: scenario.ranks(),
             ns_per_byte,
             local_ns_per_byte: LocalCharges::new(scenario).ns_per_byte(),
             latency: nanos(network.latency_s),
-            shares,
+            window_jitter,
             queue_bytes: network.queue_bytes,
             low_water_bytes: network.low_water_bytes,
             piece_bytes,
@@ -194,7 +194,7 @@ impl Run {
             stops: scenario.stops.clone(),
             rng,
             now: 0,
-            calendar: Calendar::default(),
+            events: EventQueue::default(),
             ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
             nodes,
             connections,
@@ -209,9 +209,9 @@ impl Run {
             staleness: Staleness::new(ranks),
             trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
-            sums: Sums::of(scenario, &channels),
+            intra_node: IntraNode::of(scenario, &channels),
             channels,
-            fold,
+            groups,
         })
     }
 
@@ -220,27 +220,27 @@ impl Run {
             let slowness = self.draw_slowness(rank);
             self.nodes[rank as usize].accelerator.slowness = slowness;
             if !self.nodes[rank as usize].accelerator.finished {
-                self.calendar.at(0, Kind::Compute, rank);
+                self.events.at(0, EventKind::Compute, rank);
             }
             if self.background.is_some() && self.channels.topology.local(rank) == 0 {
                 self.schedule_background(rank);
             }
             self.schedule_stop(rank);
         }
-        while let Some((time, kind, rank)) = self.calendar.next() {
+        while let Some((time, kind, rank)) = self.events.next() {
             self.now = time;
             match kind {
-                Kind::Depart => self.depart(rank),
-                Kind::Arrive => self.arrive(rank),
-                Kind::Listen => self.listen(rank),
-                Kind::Worked => self.worked(rank),
-                Kind::Compute => self.compute(rank),
-                Kind::Answer => self.answer(rank),
-                Kind::Background => self.burst(rank),
-                Kind::Local => self.act_on_node(rank),
-                Kind::Stop => self.stop(rank),
-                Kind::Pace => self.keep_pace(rank),
-                Kind::Clock => self.look_at_clock(rank),
+                EventKind::Depart => self.depart(rank),
+                EventKind::Arrive => self.arrive(rank),
+                EventKind::Listen => self.listen(rank),
+                EventKind::JobDone => self.job_done(rank),
+                EventKind::Compute => self.compute(rank),
+                EventKind::RootResult => self.root_result(rank),
+                EventKind::Background => self.burst(rank),
+                EventKind::Local => self.act_on_node(rank),
+                EventKind::Stop => self.stop(rank),
+                EventKind::Pace => self.keep_pace(rank),
+                EventKind::Clock => self.look_at_clock(rank),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -269,18 +269,18 @@ impl Run {
     }
 
     pub(crate) fn compute(&mut self, rank: u32) {
-        if self.is_stopped(rank, Kind::Compute) {
+        if self.is_stopped(rank, EventKind::Compute) {
             return;
         }
         loop {
             let index = rank as usize;
             let turn = self.nodes[index].accelerator.turn(&self.script, self.now);
             match turn {
-                Turn::Until(time) => return self.calendar.at(time, Kind::Compute, rank),
+                Turn::Until(time) => return self.events.at(time, EventKind::Compute, rank),
                 Turn::Waits(tensor) => {
                     let step = Step(self.nodes[index].accelerator.step - 1);
-                    if self.sums.is_none() {
-                        self.hear(rank, Input::Needed(tensor, step));
+                    if self.intra_node.is_none() {
+                        self.hear(rank, IoTask::Needed(tensor, step));
                     }
                     return;
                 }
@@ -293,7 +293,7 @@ impl Run {
                     self.span(rank, Lane::Forward, step, Subject::Step, since, now);
                     let subject = Subject::Tensor(tensor);
                     self.span(rank, Lane::Rebuild, step, subject, now, until);
-                    return self.calendar.at(until, Kind::Compute, rank);
+                    return self.events.at(until, EventKind::Compute, rank);
                 }
                 Turn::Finished => {
                     self.finished += 1;
@@ -322,18 +322,20 @@ impl Run {
                 let since = std::mem::replace(&mut node.computes_since, now);
                 self.span(rank, Lane::Forward, step, Subject::Step, since, now);
                 if self.channels.carries(rank) {
-                    self.hear(rank, Input::Begin(step));
+                    self.hear(rank, IoTask::Begin(step));
                 }
             }
-            Act::Ready(tensor) if self.sums.is_some() => self.give_to_node(rank, tensor, step),
-            Act::Ready(tensor) => self.hear(rank, Input::Gradient(tensor, step)),
+            Act::Ready(tensor) if self.intra_node.is_some() => {
+                self.give_to_node(rank, tensor, step);
+            }
+            Act::Ready(tensor) => self.hear(rank, IoTask::Gradient(tensor, step)),
             Act::StepEnd => {
                 let since = node.computes_since;
                 self.span(rank, Lane::Backward, step, Subject::Step, since, now);
-                if self.sums.is_some() {
+                if self.intra_node.is_some() {
                     self.end_on_node(rank, step);
                 } else {
-                    self.hear(rank, Input::End(step));
+                    self.hear(rank, IoTask::End(step));
                 }
                 if self.looks_around(rank) {
                     return false;
@@ -357,7 +359,7 @@ impl Run {
     pub(crate) fn tensor_is_here(&mut self, rank: u32, tensor: TensorId, step: Step, time: u64) {
         let accelerator = &mut self.nodes[rank as usize].accelerator;
         if accelerator.result(tensor, step.0, time) {
-            self.calendar.at(time, Kind::Compute, rank);
+            self.events.at(time, EventKind::Compute, rank);
         }
     }
 
@@ -429,7 +431,7 @@ fn new_node(
     let options = EngineOptions {
         frame_bytes: scenario.frame_bytes,
         credit_bytes,
-        work_depth: scenario.work_depth,
+        job_depth: scenario.work_depth,
         ..EngineOptions::new(Rank(member))
     };
     let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities);
@@ -444,8 +446,8 @@ fn new_node(
         unsent: BTreeMap::new(),
         io: IoThread::default(),
         work_until: vec![0; scenario.work_threads],
-        works: BinaryHeap::new(),
-        answers: VecDeque::new(),
+        jobs: BinaryHeap::new(),
+        root_requests: VecDeque::new(),
         computes_since: 0,
         pace: Pace::default(),
         stopped_until: 0,

@@ -5,9 +5,9 @@
 //! buffer has. Between two steps a rank does what `session.keep_pace` does: it waits until it is
 //! known who was in, and passes what it would be too late for.
 
-use crate::calendar::Kind;
 use crate::error::SimError;
-use crate::node::{Input, Node};
+use crate::event_queue::EventKind;
+use crate::node::{IoTask, Node};
 use crate::profile::nanos;
 use crate::report::StragglerFigures;
 use crate::scenario::Scenario;
@@ -68,7 +68,7 @@ impl Pace {
     /// Notes what the engine says of contributors and of steps.
     pub(crate) fn note(&mut self, rank: u32, event: &Event) {
         match event {
-            Event::Decided { step, contributors } => {
+            Event::ContributorsDecided { step, contributors } => {
                 self.decided = step.0;
                 self.was_in.insert(step.0, contributors.contains(&Rank(rank)));
             }
@@ -81,7 +81,7 @@ impl Pace {
 
 impl Run {
     pub(crate) fn leaves_out(&self) -> bool {
-        self.channels.plan(0).strategy.ready.set().is_some()
+        self.channels.plan(0).strategy.synchrony.stragglers().is_some()
     }
 
     /// A step has ended on a rank; whether it looks where the others are before the next.
@@ -91,14 +91,14 @@ impl Run {
         let more = node.accelerator.step < node.accelerator.steps;
         if looks && more {
             node.pace.between_steps = true;
-            self.calendar.at(self.now, Kind::Pace, rank);
+            self.events.at(self.now, EventKind::Pace, rank);
         }
         looks && more
     }
 
     /// A rank between two steps begins the next or passes it, once it knows enough.
     pub(crate) fn keep_pace(&mut self, rank: u32) {
-        if self.is_stopped(rank, Kind::Pace) {
+        if self.is_stopped(rank, EventKind::Pace) {
             return;
         }
         let node = &mut self.nodes[rank as usize];
@@ -111,21 +111,21 @@ impl Run {
         if was_in || !goes_on || !more {
             node.pace.between_steps = false;
             self.begin_next(rank);
-            return self.calendar.at(self.now, Kind::Compute, rank);
+            return self.events.at(self.now, EventKind::Compute, rank);
         }
         if node.pace.complete >= step {
             node.pace.passed += 1;
             node.accelerator.pass(self.now);
-            self.hear(rank, Input::Pass(Step(step + 1)));
-            self.calendar.at(self.now, Kind::Pace, rank);
+            self.hear(rank, IoTask::Pass(Step(step + 1)));
+            self.events.at(self.now, EventKind::Pace, rank);
         }
     }
 
     /// Whether a rank is stopped now; the event comes again when it runs.
-    pub(crate) fn is_stopped(&mut self, rank: u32, kind: Kind) -> bool {
+    pub(crate) fn is_stopped(&mut self, rank: u32, kind: EventKind) -> bool {
         let until = self.nodes[rank as usize].stopped_until;
         if until > self.now {
-            self.calendar.at(until, kind, rank);
+            self.events.at(until, kind, rank);
         }
         until > self.now
     }
@@ -135,7 +135,7 @@ impl Run {
         let node = &mut self.nodes[rank as usize];
         node.pace.note(rank, event);
         if node.pace.between_steps {
-            self.calendar.at(time + self.charges.wake, Kind::Pace, rank);
+            self.events.at(time + self.charges.wake, EventKind::Pace, rank);
         }
     }
 
@@ -147,7 +147,7 @@ impl Run {
         };
         if node.clock_at != due.0 {
             node.clock_at = due.0;
-            self.calendar.at(due.0.max(self.now), Kind::Clock, rank);
+            self.events.at(due.0.max(self.now), EventKind::Clock, rank);
         }
     }
 
@@ -155,7 +155,7 @@ impl Run {
         let node = &mut self.nodes[rank as usize];
         if node.clock_at <= self.now {
             node.clock_at = 0;
-            self.hear(rank, Input::Clock);
+            self.hear(rank, IoTask::Clock);
         }
     }
 
@@ -166,7 +166,7 @@ impl Run {
         let runs_s = stops.burst_s / stops.share - stops.burst_s;
         let runs_ns = nanos(runs_s * (0.5 + fraction(&mut self.rng)));
         let from = self.nodes[rank as usize].stopped_until.max(self.now);
-        self.calendar.at(from + runs_ns, Kind::Stop, rank);
+        self.events.at(from + runs_ns, EventKind::Stop, rank);
     }
 
     /// A rank stops now.
@@ -212,13 +212,13 @@ impl Run {
 
 /// A rank begins a step without a part in it; all that comes of it lands as after any other.
 pub(crate) fn pass(engine: &mut gradlane_engine::Engine, step: Step) -> Result<(), UsageError> {
-    engine.step_pass(step)?;
+    engine.handle(gradlane_engine::Input::StepPass(step))?;
     let taking_part: Vec<TensorId> = (0..engine.plan().tensors.len() as u32)
         .map(TensorId)
         .filter(|&tensor| engine.plan().takes_part(tensor, step))
         .collect();
     for tensor in taking_part {
-        engine.tensor_absent(tensor, step)?;
+        engine.handle(gradlane_engine::Input::TensorAbsent(tensor, step))?;
     }
-    engine.step_end(step)
+    engine.handle(gradlane_engine::Input::StepEnd(step))
 }

@@ -55,7 +55,7 @@ impl Lane {
             FrameKind::Push | FrameKind::RingReduce | FrameKind::RingScale | FrameKind::Block => {
                 Lane::Push
             }
-            FrameKind::Broadcast | FrameKind::RingGather => Lane::Broadcast,
+            FrameKind::Broadcast | FrameKind::RingBroadcast => Lane::Broadcast,
             _ => Lane::Control,
         }
     }
@@ -82,7 +82,7 @@ pub enum Subject {
     Step,
     /// A tensor.
     Tensor(TensorId),
-    /// A slice in a frame, or in a piece of one, or in a work.
+    /// A slice in a frame, or in a piece of one, or in a job.
     Slice {
         /// What the frame is for; none for work.
         kind: Option<FrameKind>,

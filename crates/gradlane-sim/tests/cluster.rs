@@ -1,7 +1,7 @@
 //! Clusters in virtual time: the papers' examples, cases worked out by hand, and what must hold for
 //! every scenario.
 
-use gradlane_engine::{Granularity, Order, Plan, Scheme, Strategy, Update, RING_BLOCK_ELEMS};
+use gradlane_engine::{Granularity, Order, Plan, Scheme, Strategy, Update, RING_CHUNK_ELEMS};
 use gradlane_sim::{
     simulate, Costs, Lane, Network, Outputs, Profile, ProfiledTensor, Report, Scenario,
     StrategyChoice, Subject,
@@ -484,8 +484,8 @@ fn one_tensor(slices: u64, slice_elems: u64, workers: u32) -> Scenario {
 #[test]
 fn one_slice_goes_round_the_ring_twice() {
     // 16,384 elements are one slice: 2 (N - 1) hops, one after the other.
-    let scenario = one_tensor(1, RING_BLOCK_ELEMS, 4);
-    let hop_s = (RING_BLOCK_ELEMS * 4 + HEADER_BYTES as u64) as f64 * 8.0 / 1e9;
+    let scenario = one_tensor(1, RING_CHUNK_ELEMS, 4);
+    let hop_s = (RING_CHUNK_ELEMS * 4 + HEADER_BYTES as u64) as f64 * 8.0 / 1e9;
     let slowest = run(&scenario).waits[0].wait_s;
     // The last rank to get the mean waits for six hops; the mean over ranks is less.
     assert!(slowest <= 6.0 * hop_s && slowest >= 3.0 * hop_s, "{slowest} and {hop_s}");
@@ -496,9 +496,9 @@ fn one_slice_goes_round_the_ring_twice() {
 fn many_slices_keep_every_port_of_a_ring_busy() {
     for workers in [2, 3, 5] {
         let slices = 40 * u64::from(workers);
-        let report = run(&one_tensor(slices, RING_BLOCK_ELEMS, workers));
+        let report = run(&one_tensor(slices, RING_CHUNK_ELEMS, workers));
         let share = 2.0 * f64::from(workers - 1) / f64::from(workers);
-        let bytes = share * (slices * RING_BLOCK_ELEMS * 4) as f64;
+        let bytes = share * (slices * RING_CHUNK_ELEMS * 4) as f64;
         near(report.tx_bytes_per_step_max / bytes, 1.0, 0.01);
         let wire_s = bytes * 8.0 / 1e9;
         // What comes beside it: the first slice fills the ring, the last one empties it.
@@ -538,7 +538,8 @@ fn a_ring_is_not_folded() {
 fn blocks_go_from_every_rank_to_every_other() {
     let workers = 4;
     let mut scenario = free(layers(&[100_000]), workers, "p3", ideal(1e9));
-    let tensors = scenario.profile.specs().into_iter().map(|spec| (spec, Scheme::Gather)).collect();
+    let tensors =
+        scenario.profile.specs().into_iter().map(|spec| (spec, Scheme::AllGather)).collect();
     let strategy = Strategy::named("p3", None, 0).expect("p3");
     let plan = Plan::build(tensors, strategy, Default::default(), workers).expect("a plan");
     scenario.plan = Some(plan);

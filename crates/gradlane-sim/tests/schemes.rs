@@ -124,7 +124,7 @@ fn schemes_are_those_of_the_engines_plans() {
     let by_schemes = simulate(&scenario(4, &mixed)).expect("it runs");
     let mut given = scenario(4, &[]);
     given.profile.tensors[1].numel = 20_000;
-    let schemes = [Scheme::Ring, Scheme::Gather];
+    let schemes = [Scheme::Ring, Scheme::AllGather];
     let tensors = given.profile.specs().into_iter().zip(schemes).collect();
     let strategy = Strategy::named("p3", None, 0).expect("p3");
     given.plan = Some(Plan::build(tensors, strategy, Default::default(), 4).expect("a plan"));

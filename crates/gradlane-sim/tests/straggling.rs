@@ -1,6 +1,6 @@
 //! Ranks that are stopped for moments, in virtual time: what each rule makes of the others' steps.
 
-use gradlane_engine::{Close, SetRule};
+use gradlane_engine::{Cutoff, StragglerPolicy};
 use gradlane_sim::{
     simulate, CodedTensor, Network, Profile, ProfiledTensor, Scenario, SimError, Stops,
     StragglerFigures,
@@ -20,25 +20,25 @@ fn profile() -> Profile {
 }
 
 /// Four ranks, of which the first three own everything, and the last may be stopped.
-fn scenario(close: Option<Close>, stops: bool) -> Scenario {
+fn scenario(close: Option<Cutoff>, stops: bool) -> Scenario {
     let mut scenario = Scenario::new(profile(), 4, "p3", Network::new(2.7e9));
     scenario.servers = Some(3);
     scenario.steps = 40;
     scenario.slice_elems = Some(208_000);
     scenario.compute_jitter = 0.01;
-    scenario.stragglers = close.map(|close| SetRule { close, ahead_steps: 4 });
+    scenario.stragglers = close.map(|close| StragglerPolicy { cutoff: close, ahead_steps: 4 });
     if stops {
         scenario.stops = vec![Stops { rank: 3, share: 0.1, burst_s: 0.04 }];
     }
     scenario
 }
 
-fn figures(close: Option<Close>, stops: bool) -> StragglerFigures {
+fn figures(close: Option<Cutoff>, stops: bool) -> StragglerFigures {
     let outcome = simulate(&scenario(close, stops)).expect("a run");
     outcome.report.stragglers.expect("figures of stragglers")
 }
 
-const BACKUP: Close = Close::Backup { ranks: 1 };
+const BACKUP: Cutoff = Cutoff::Backup { ranks: 1 };
 
 #[test]
 fn leaving_a_stopped_rank_out_keeps_the_others_within_a_twentieth_of_nobody_stopped() {
@@ -46,7 +46,7 @@ fn leaving_a_stopped_rank_out_keeps_the_others_within_a_twentieth_of_nobody_stop
     let waiting = figures(None, true);
     assert!(waiting.others_step_s_mean > 1.08 * undisturbed, "{waiting:?} after {undisturbed}");
     assert_eq!(waiting.left_out_steps, [0; 4]);
-    for close in [BACKUP, Close::Spread, Close::Deadline { percent: 105 }] {
+    for close in [BACKUP, Cutoff::Adaptive, Cutoff::Deadline { percent: 105 }] {
         let found = figures(Some(close), true);
         assert!(found.others_step_s_mean < 1.05 * undisturbed, "{close:?}: {found:?}");
         assert!(found.left_out_steps[3] > 20, "{close:?}: {found:?}");
@@ -56,7 +56,7 @@ fn leaving_a_stopped_rank_out_keeps_the_others_within_a_twentieth_of_nobody_stop
 
 #[test]
 fn encoded_steps_go_on_without_a_stopped_rank_too() {
-    let run = |close: Option<Close>, stops: bool| {
+    let run = |close: Option<Cutoff>, stops: bool| {
         let mut scenario = scenario(close, stops);
         // Too slow for the values themselves: 20 MB would take four times as long.
         scenario.network = Network::new(0.4e9);
@@ -79,7 +79,7 @@ fn nobody_is_left_out_for_good_where_nobody_is_slow() {
     let found = figures(Some(BACKUP), false);
     assert_eq!(found.left_out_steps.iter().sum::<u64>(), 40);
     assert!(found.left_out_steps.iter().all(|&steps| steps < 30), "{found:?}");
-    let found = figures(Some(Close::Spread), false);
+    let found = figures(Some(Cutoff::Adaptive), false);
     assert_eq!(found.left_out_steps, [0; 4], "nobody is unusually late");
 }
 
@@ -97,7 +97,7 @@ fn a_rank_that_stops_for_steps_takes_what_it_missed_and_comes_to_the_end() {
 #[test]
 fn stops_are_the_same_in_each_run_and_others_for_another_seed() {
     let run = |seed: u64| {
-        let mut scenario = scenario(Some(Close::Spread), true);
+        let mut scenario = scenario(Some(Cutoff::Adaptive), true);
         scenario.seed = seed;
         scenario.steps = 12;
         let report = simulate(&scenario).expect("a run").report;
@@ -123,6 +123,6 @@ fn stops_that_make_no_sense_are_refused() {
     assert!(refused(|it| it.stops.push(it.stops[0])).contains("twice"));
     assert!(refused(|it| it.representatives = 2).contains("representatives"));
     assert!(refused(|it| it.stragglers =
-        it.stragglers.map(|rule| SetRule { close: Close::Backup { ranks: 4 }, ..rule }))
+        it.stragglers.map(|rule| StragglerPolicy { cutoff: Cutoff::Backup { ranks: 4 }, ..rule }))
     .contains("4 of 4"));
 }

@@ -7,13 +7,13 @@
 
 extern crate alloc;
 
-mod coding;
+mod codec_sizes;
 mod dtype;
 mod identity;
 mod quantity;
 mod rng;
 
-pub use coding::{Coding, RingBytes};
+pub use codec_sizes::{CodecSizes, RingBytes};
 pub use dtype::Dtype;
 pub use identity::{Priority, Rank, SliceId, Step, TensorId};
 pub use quantity::{Bytes, Rate, Time};

@@ -5,7 +5,7 @@
 //! | 0 | 4 | magic `GLN1` |
 //! | 4 | 1 | wire version |
 //! | 5 | 1 | kind |
-//! | 6 | 1 | codec |
+//! | 6 | 1 | form of the payload |
 //! | 7 | 1 | flags |
 //! | 8 | 8 | step |
 //! | 16 | 4 | generation (membership) |
@@ -23,7 +23,7 @@
 //!
 //! A header is verified whole before anything in it is believed.
 
-use crate::kind::{Codec, FrameFlags, FrameKind};
+use crate::kind::{FrameFlags, FrameKind, PayloadForm};
 use crate::{checksum, WIRE_VERSION};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 
@@ -40,7 +40,7 @@ pub struct FrameHeader {
     /// What the frame is for.
     pub kind: FrameKind,
     /// How the payload is encoded.
-    pub codec: Codec,
+    pub form: PayloadForm,
     /// Qualifying bits.
     pub flags: FrameFlags,
     /// Training step that the frame belongs to.
@@ -99,9 +99,9 @@ pub enum HeaderError {
         /// The code.
         found: u8,
     },
-    /// An encoding that this version does not know.
-    #[error("unknown codec {found}")]
-    Codec {
+    /// A form that this version does not know.
+    #[error("unknown payload form {found}")]
+    Form {
         /// The code.
         found: u8,
     },
@@ -137,7 +137,7 @@ impl FrameHeader {
         bytes[0..4].copy_from_slice(&MAGIC);
         bytes[4] = WIRE_VERSION;
         bytes[5] = self.kind.code();
-        bytes[6] = self.codec.code();
+        bytes[6] = self.form.code();
         bytes[7] = self.flags.0;
         bytes[8..16].copy_from_slice(&self.step.0.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.generation.to_le_bytes());
@@ -158,7 +158,7 @@ impl FrameHeader {
         bytes
     }
 
-    /// Reads a header, verifying magic, checksum, version, kind, codec, flags, length and hop.
+    /// Reads a header, verifying magic, checksum, version, kind, form, flags, length and hop.
     ///
     /// # Errors
     /// A [`HeaderError`] that says what was wrong. Nothing of a refused header is returned.
@@ -175,7 +175,7 @@ impl FrameHeader {
             return Err(HeaderError::Version { found: bytes[4] });
         }
         let kind = FrameKind::from_code(bytes[5]).ok_or(HeaderError::Kind { found: bytes[5] })?;
-        let codec = Codec::from_code(bytes[6]).ok_or(HeaderError::Codec { found: bytes[6] })?;
+        let form = PayloadForm::from_code(bytes[6]).ok_or(HeaderError::Form { found: bytes[6] })?;
         let flags = FrameFlags(bytes[7]);
         let reserved = u16::from_le_bytes(array(bytes, 54));
         if flags.has_unknown() || reserved != 0 {
@@ -186,7 +186,7 @@ impl FrameHeader {
             return Err(HeaderError::Length { found: length });
         }
         let hop = u16::from_le_bytes(array(bytes, 52));
-        if kind.goes_round() != (hop > 0) {
+        if kind.is_ring() != (hop > 0) {
             return Err(HeaderError::Hop { kind, found: hop });
         }
         let mut offset = u64::from_le_bytes(array(bytes, 40));
@@ -197,7 +197,7 @@ impl FrameHeader {
         }
         Ok(FrameHeader {
             kind,
-            codec,
+            form,
             flags,
             step: Step(u64::from_le_bytes(array(bytes, 8))),
             generation: u32::from_le_bytes(array(bytes, 16)),
@@ -233,7 +233,7 @@ mod tests {
         let rest = (any::<i32>(), any::<u32>(), any::<u64>(), 0..=MAX_FRAME_BYTES, any::<u32>());
         (kinds, 0..8_u8, identity, rest).prop_map(|(kind, flags, a, b)| FrameHeader {
             kind,
-            codec: Codec::Raw,
+            form: PayloadForm::Raw,
             flags: FrameFlags(flags),
             step: Step(a.0),
             generation: a.1,
@@ -245,7 +245,7 @@ mod tests {
             offset: if kind == FrameKind::Block { b.2 >> 32 } else { b.2 },
             block_bytes: if kind == FrameKind::Block { a.3 } else { 0 },
             length: b.3,
-            hop: if kind.goes_round() { (b.4 as u16).max(1) } else { 0 },
+            hop: if kind.is_ring() { (b.4 as u16).max(1) } else { 0 },
             payload_checksum: b.4,
         })
     }
@@ -276,7 +276,7 @@ mod tests {
     fn with_byte(at: usize, value: u8) -> [u8; HEADER_BYTES] {
         let mut bytes = FrameHeader {
             kind: FrameKind::Push,
-            codec: Codec::Raw,
+            form: PayloadForm::Raw,
             flags: FrameFlags::NONE,
             step: Step(1),
             generation: 0,
@@ -303,7 +303,7 @@ mod tests {
         let decode = |at, value| FrameHeader::decode(&with_byte(at, value));
         assert_eq!(decode(4, 9), Err(HeaderError::Version { found: 9 }));
         assert_eq!(decode(5, 0), Err(HeaderError::Kind { found: 0 }));
-        assert_eq!(decode(6, 77), Err(HeaderError::Codec { found: 77 }));
+        assert_eq!(decode(6, 77), Err(HeaderError::Form { found: 77 }));
         assert_eq!(decode(7, 0x80), Err(HeaderError::Reserved { flags: 0x80, reserved: 0 }));
         assert_eq!(decode(54, 1), Err(HeaderError::Reserved { flags: 0, reserved: 1 }));
         assert_eq!(decode(52, 1), Err(HeaderError::Hop { kind: FrameKind::Push, found: 1 }));

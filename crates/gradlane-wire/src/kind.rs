@@ -52,7 +52,7 @@ wire_enum! {
         RingReduce = 16,
         /// Piece of a slice's mean, from a rank to the next one of the ring. `hop` counts the
         /// ranks that it has reached with this one.
-        RingGather = 17,
+        RingBroadcast = 17,
         /// Piece of a rank's block, from that rank to each other one. Its offset counts from the
         /// block's start.
         Block = 18,
@@ -62,7 +62,7 @@ wire_enum! {
         /// The sender has begun the header's step, to rank 0; with `ABSENT` it takes no part in it.
         StepBegun = 32,
         /// All gradients of the sender in the header's step are queued, to rank 0.
-        StepGiven = 33,
+        GradientsQueued = 33,
         /// Whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
         /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
         Contributors = 34,
@@ -85,25 +85,25 @@ impl FrameKind {
             FrameKind::Abort => "abort",
             FrameKind::Suspect => "suspect",
             FrameKind::RingReduce => "ring-reduce",
-            FrameKind::RingGather => "ring-gather",
+            FrameKind::RingBroadcast => "ring-gather",
             FrameKind::Block => "block",
             FrameKind::RingScale => "ring-scale",
             FrameKind::StepBegun => "stepbegun",
-            FrameKind::StepGiven => "stepgiven",
+            FrameKind::GradientsQueued => "gradientsqueued",
             FrameKind::Contributors => "contributors",
         }
     }
 
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
-    pub const fn goes_round(self) -> bool {
-        matches!(self, FrameKind::RingReduce | FrameKind::RingGather | FrameKind::RingScale)
+    pub const fn is_ring(self) -> bool {
+        matches!(self, FrameKind::RingReduce | FrameKind::RingBroadcast | FrameKind::RingScale)
     }
 }
 
 wire_enum! {
     /// How the payload of a slice is encoded.
-    Codec {
+    PayloadForm {
         /// The bytes of the elements themselves, in the tensor's dtype.
         Raw = 0,
         /// In the codec that the plan has for the tensor.
@@ -123,7 +123,7 @@ impl FrameFlags {
     /// The sender has no gradient for this slice in this step; the frame has no payload.
     pub const ABSENT: FrameFlags = FrameFlags(2);
     /// No rank may be left out of the step that the sender has begun.
-    pub const GATHERS: FrameFlags = FrameFlags(4);
+    pub const BARRIER: FrameFlags = FrameFlags(4);
     const KNOWN: u8 = 7;
 
     /// Whether all bits of `other` are set here.

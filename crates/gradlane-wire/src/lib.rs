@@ -19,7 +19,7 @@ pub use handshake::{
     REJECT_SIGNED_BYTES,
 };
 pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
-pub use kind::{Codec, FrameFlags, FrameKind};
+pub use kind::{FrameFlags, FrameKind, PayloadForm};
 pub use untrusted::escaped;
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.

@@ -15,8 +15,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use gradlane_codec::{
-    reduce_adam_with, reduce_mean_with, reduce_sgd_with, AdamMemory, AdamOptions, AdamStep, Dtype,
-    Mean, SgdMemory, SgdOptions, SgdStep, Variant,
+    reduce_adam_with, reduce_mean_with, reduce_sgd_with, AdamMemory, AdamOptions, AdamStep,
+    FloatDtype, Mean, SgdMemory, SgdOptions, SgdStep, Variant,
 };
 use serde_json::json;
 
@@ -94,15 +94,15 @@ struct Places {
 
 impl Places {
     /// As many places as fit into `working_set_bytes`, at least one, filled with ones of a dtype.
-    fn new(place_bytes: usize, working_set_bytes: usize, dtype: Option<Dtype>) -> Places {
+    fn new(place_bytes: usize, working_set_bytes: usize, dtype: Option<FloatDtype>) -> Places {
         let place_bytes = place_bytes.next_multiple_of(64);
         let count = (working_set_bytes / place_bytes).max(1);
         // Ones of the dtype, repeated up to the width of a word.
         let word = match dtype {
-            Some(Dtype::F32) => 0x3f80_0000_3f80_0000,
-            Some(Dtype::F16) => 0x3c00_3c00_3c00_3c00,
-            Some(Dtype::Bf16) => 0x3f80_3f80_3f80_3f80,
-            Some(Dtype::F64) => 1.0_f64.to_bits(),
+            Some(FloatDtype::F32) => 0x3f80_0000_3f80_0000,
+            Some(FloatDtype::F16) => 0x3c00_3c00_3c00_3c00,
+            Some(FloatDtype::Bf16) => 0x3f80_3f80_3f80_3f80,
+            Some(FloatDtype::F64) => 1.0_f64.to_bits(),
             None => 0x0123_4567_89ab_cdef,
         };
         Places { memory: vec![word; place_bytes * count / 8], place_bytes, count }
@@ -250,7 +250,13 @@ fn bench_adam(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
     row("adam", mean.dtype, variant, &places, speed)
 }
 
-fn row(kernel: &'static str, dtype: Dtype, variant: Variant, places: &Places, speed: Speed) -> Row {
+fn row(
+    kernel: &'static str,
+    dtype: FloatDtype,
+    variant: Variant,
+    places: &Places,
+    speed: Speed,
+) -> Row {
     Row {
         kernel,
         codec: dtype.name(),
@@ -294,7 +300,7 @@ fn bench_all() -> Vec<Row> {
     let one_absent = all.saturating_add(1);
     // A working set of one place stays in the caches.
     for working_set_bytes in [COLD_BYTES, 0] {
-        for dtype in Dtype::ALL {
+        for dtype in FloatDtype::ALL {
             let mean = Mean::of_all(dtype, all);
             let absent = Mean { dtype, divisor: one_absent, add_zero: true };
             for variant in Variant::available() {

@@ -6,21 +6,21 @@
 
 use super::cast::{narrow_to, widen_from};
 use crate::element::{Bf16, F16, F32};
-use crate::{Dtype, Variant};
+use crate::{FloatDtype, Variant};
 
 /// Reads elements of a dtype as f32.
 ///
 /// # Panics
 ///
 /// When `elements` has another number of elements than `values`.
-pub fn widen(dtype: Dtype, elements: &[u8], values: &mut [f32]) {
+pub fn widen(dtype: FloatDtype, elements: &[u8], values: &mut [f32]) {
     assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to widen");
     match dtype {
-        Dtype::F32 => widen_from::<F32>(Variant::active(), elements, values),
-        Dtype::F16 => widen_from::<F16>(Variant::active(), elements, values),
-        Dtype::Bf16 => widen_from::<Bf16>(Variant::active(), elements, values),
+        FloatDtype::F32 => widen_from::<F32>(Variant::active(), elements, values),
+        FloatDtype::F16 => widen_from::<F16>(Variant::active(), elements, values),
+        FloatDtype::Bf16 => widen_from::<Bf16>(Variant::active(), elements, values),
         #[allow(clippy::cast_possible_truncation)]
-        Dtype::F64 => {
+        FloatDtype::F64 => {
             for (value, bytes) in values.iter_mut().zip(elements.as_chunks().0) {
                 *value = f64::from_ne_bytes(*bytes) as f32;
             }
@@ -33,13 +33,13 @@ pub fn widen(dtype: Dtype, elements: &[u8], values: &mut [f32]) {
 /// # Panics
 ///
 /// As for [`widen`].
-pub fn narrow(dtype: Dtype, values: &[f32], elements: &mut [u8]) {
+pub fn narrow(dtype: FloatDtype, values: &[f32], elements: &mut [u8]) {
     assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to narrow");
     match dtype {
-        Dtype::F32 => narrow_to::<F32>(Variant::active(), values, elements),
-        Dtype::F16 => narrow_to::<F16>(Variant::active(), values, elements),
-        Dtype::Bf16 => narrow_to::<Bf16>(Variant::active(), values, elements),
-        Dtype::F64 => {
+        FloatDtype::F32 => narrow_to::<F32>(Variant::active(), values, elements),
+        FloatDtype::F16 => narrow_to::<F16>(Variant::active(), values, elements),
+        FloatDtype::Bf16 => narrow_to::<Bf16>(Variant::active(), values, elements),
+        FloatDtype::F64 => {
             for (value, bytes) in values.iter().zip(elements.as_chunks_mut().0) {
                 *bytes = f64::from(*value).to_ne_bytes();
             }

@@ -9,7 +9,7 @@ use std::arch::asm;
 
 use super::kernel::{run, Sum, Update};
 use crate::element::{Bf16, Register, Storage, F16, F32, F64};
-use crate::Dtype;
+use crate::FloatDtype;
 
 /// Runs a reduction with NEON registers.
 ///
@@ -17,14 +17,14 @@ use crate::Dtype;
 ///
 /// The machine has NEON, and the pointers are as [`Sum`] and the update ask for.
 #[target_feature(enable = "neon")]
-pub(crate) unsafe fn run_neon<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run_neon<U: Update>(dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: this function enables the instructions; pointers as promised by the caller.
     unsafe {
         match dtype {
-            Dtype::F32 => run::<F32, float32x4_t, U>(sum, update),
-            Dtype::F16 => run::<F16, float32x4_t, U>(sum, update),
-            Dtype::Bf16 => run::<Bf16, float32x4_t, U>(sum, update),
-            Dtype::F64 => run::<F64, float64x2_t, U>(sum, update),
+            FloatDtype::F32 => run::<F32, float32x4_t, U>(sum, update),
+            FloatDtype::F16 => run::<F16, float32x4_t, U>(sum, update),
+            FloatDtype::Bf16 => run::<Bf16, float32x4_t, U>(sum, update),
+            FloatDtype::F64 => run::<F64, float64x2_t, U>(sum, update),
         }
     }
 }

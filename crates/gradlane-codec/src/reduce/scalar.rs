@@ -5,21 +5,21 @@
 
 use super::kernel::{Sum, Update};
 use crate::element::{Accumulator, Bf16, Element, F16, F32, F64};
-use crate::Dtype;
+use crate::FloatDtype;
 
 /// Runs a reduction one element at a time.
 ///
 /// # Safety
 ///
 /// The pointers are as [`Sum`] and the update ask for.
-pub(crate) unsafe fn run<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run<U: Update>(dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: forwarded, the caller's promise covers it.
     unsafe {
         match dtype {
-            Dtype::F32 => run_element::<F32, U>(sum, update),
-            Dtype::F16 => run_element::<F16, U>(sum, update),
-            Dtype::Bf16 => run_element::<Bf16, U>(sum, update),
-            Dtype::F64 => run_element::<F64, U>(sum, update),
+            FloatDtype::F32 => run_element::<F32, U>(sum, update),
+            FloatDtype::F16 => run_element::<F16, U>(sum, update),
+            FloatDtype::Bf16 => run_element::<Bf16, U>(sum, update),
+            FloatDtype::F64 => run_element::<F64, U>(sum, update),
         }
     }
 }

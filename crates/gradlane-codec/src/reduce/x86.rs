@@ -11,21 +11,21 @@ use std::arch::x86_64::{__m128, __m128d, __m256, __m256d, __m512, __m512d};
 
 use super::kernel::{run, Sum, Update};
 use crate::element::{Bf16, F16, F32, F64};
-use crate::Dtype;
+use crate::FloatDtype;
 
 /// Runs a reduction with 128-bit registers.
 ///
 /// # Safety
 ///
 /// The pointers are as [`Sum`] and the update ask for.
-pub(crate) unsafe fn run_sse2<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run_sse2<U: Update>(dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: every x86-64 machine has SSE2; pointers as promised by the caller.
     unsafe {
         match dtype {
-            Dtype::F32 => run::<F32, __m128, U>(sum, update),
-            Dtype::F16 => run::<F16, __m128, U>(sum, update),
-            Dtype::Bf16 => run::<Bf16, __m128, U>(sum, update),
-            Dtype::F64 => run::<F64, __m128d, U>(sum, update),
+            FloatDtype::F32 => run::<F32, __m128, U>(sum, update),
+            FloatDtype::F16 => run::<F16, __m128, U>(sum, update),
+            FloatDtype::Bf16 => run::<Bf16, __m128, U>(sum, update),
+            FloatDtype::F64 => run::<F64, __m128d, U>(sum, update),
         }
     }
 }
@@ -36,14 +36,14 @@ pub(crate) unsafe fn run_sse2<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) 
 ///
 /// The machine has AVX2 and F16C, and the pointers are as [`Sum`] and the update ask for.
 #[target_feature(enable = "avx2,f16c")]
-pub(crate) unsafe fn run_avx2<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run_avx2<U: Update>(dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: this function enables the instructions; pointers as promised by the caller.
     unsafe {
         match dtype {
-            Dtype::F32 => run::<F32, __m256, U>(sum, update),
-            Dtype::F16 => run::<F16, __m256, U>(sum, update),
-            Dtype::Bf16 => run::<Bf16, __m256, U>(sum, update),
-            Dtype::F64 => run::<F64, __m256d, U>(sum, update),
+            FloatDtype::F32 => run::<F32, __m256, U>(sum, update),
+            FloatDtype::F16 => run::<F16, __m256, U>(sum, update),
+            FloatDtype::Bf16 => run::<Bf16, __m256, U>(sum, update),
+            FloatDtype::F64 => run::<F64, __m256d, U>(sum, update),
         }
     }
 }
@@ -54,14 +54,14 @@ pub(crate) unsafe fn run_avx2<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) 
 ///
 /// The machine has AVX-512F, and the pointers are as [`Sum`] and the update ask for.
 #[target_feature(enable = "avx512f")]
-pub(crate) unsafe fn run_avx512<U: Update>(dtype: Dtype, sum: Sum<'_>, update: U) {
+pub(crate) unsafe fn run_avx512<U: Update>(dtype: FloatDtype, sum: Sum<'_>, update: U) {
     // SAFETY: this function enables the instructions; pointers as promised by the caller.
     unsafe {
         match dtype {
-            Dtype::F32 => run::<F32, __m512, U>(sum, update),
-            Dtype::F16 => run::<F16, __m512, U>(sum, update),
-            Dtype::Bf16 => run::<Bf16, __m512, U>(sum, update),
-            Dtype::F64 => run::<F64, __m512d, U>(sum, update),
+            FloatDtype::F32 => run::<F32, __m512, U>(sum, update),
+            FloatDtype::F16 => run::<F16, __m512, U>(sum, update),
+            FloatDtype::Bf16 => run::<Bf16, __m512, U>(sum, update),
+            FloatDtype::F64 => run::<F64, __m512d, U>(sum, update),
         }
     }
 }

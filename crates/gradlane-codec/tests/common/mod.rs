@@ -4,7 +4,7 @@
 //! its range is caught. Values are drawn from a seed, so that a failure repeats.
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 
-use gradlane_codec::Dtype;
+use gradlane_codec::FloatDtype;
 
 pub mod codecs;
 
@@ -78,7 +78,7 @@ impl Numbers {
 
     /// The bytes of one element: mostly of the size of a gradient, sometimes any bits at all,
     /// sometimes one of the values that arithmetic treats in its own way.
-    pub fn element(&mut self, dtype: Dtype) -> Vec<u8> {
+    pub fn element(&mut self, dtype: FloatDtype) -> Vec<u8> {
         match self.below(8) {
             0 => self.next().to_ne_bytes()[..dtype.element_bytes()].to_vec(),
             1 => {
@@ -92,45 +92,45 @@ impl Numbers {
         }
     }
 
-    pub fn elements(&mut self, dtype: Dtype, count: usize) -> Vec<u8> {
+    pub fn elements(&mut self, dtype: FloatDtype, count: usize) -> Vec<u8> {
         (0..count).flat_map(|_| self.element(dtype)).collect()
     }
 
     /// Elements of moderate size: no infinity, no NaN.
-    pub fn plain_elements(&mut self, dtype: Dtype, count: usize) -> Vec<u8> {
+    pub fn plain_elements(&mut self, dtype: FloatDtype, count: usize) -> Vec<u8> {
         let mut unit = || (self.next() >> 11) as f64 / 2_f64.powi(52) - 1.0;
         (0..count).flat_map(|_| bytes_of(dtype, unit())).collect()
     }
 }
 
 /// The bytes of the element nearest to `value`.
-pub fn bytes_of(dtype: Dtype, value: f64) -> Vec<u8> {
+pub fn bytes_of(dtype: FloatDtype, value: f64) -> Vec<u8> {
     match dtype {
-        Dtype::F32 => (value as f32).to_ne_bytes().to_vec(),
-        Dtype::F16 => half::f16::from_f64(value).to_ne_bytes().to_vec(),
-        Dtype::Bf16 => half::bf16::from_f64(value).to_ne_bytes().to_vec(),
-        Dtype::F64 => value.to_ne_bytes().to_vec(),
+        FloatDtype::F32 => (value as f32).to_ne_bytes().to_vec(),
+        FloatDtype::F16 => half::f16::from_f64(value).to_ne_bytes().to_vec(),
+        FloatDtype::Bf16 => half::bf16::from_f64(value).to_ne_bytes().to_vec(),
+        FloatDtype::F64 => value.to_ne_bytes().to_vec(),
     }
 }
 
 /// The value of one element.
-pub fn value_of(dtype: Dtype, bytes: &[u8]) -> f64 {
+pub fn value_of(dtype: FloatDtype, bytes: &[u8]) -> f64 {
     match dtype {
-        Dtype::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()).into(),
-        Dtype::F16 => half::f16::from_ne_bytes(bytes.try_into().unwrap()).into(),
-        Dtype::Bf16 => half::bf16::from_ne_bytes(bytes.try_into().unwrap()).into(),
-        Dtype::F64 => f64::from_ne_bytes(bytes.try_into().unwrap()),
+        FloatDtype::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()).into(),
+        FloatDtype::F16 => half::f16::from_ne_bytes(bytes.try_into().unwrap()).into(),
+        FloatDtype::Bf16 => half::bf16::from_ne_bytes(bytes.try_into().unwrap()).into(),
+        FloatDtype::F64 => f64::from_ne_bytes(bytes.try_into().unwrap()),
     }
 }
 
 /// Zeros, infinities, quiet and signalling NaN, the ends of the subnormal and the normal range.
-fn special_values(dtype: Dtype) -> Vec<Vec<u8>> {
+fn special_values(dtype: FloatDtype) -> Vec<Vec<u8>> {
     // Bits of the exponent and of the mantissa.
     let (exponent_bits, mantissa_bits) = match dtype {
-        Dtype::F32 => (8, 23),
-        Dtype::F16 => (5, 10),
-        Dtype::Bf16 => (8, 7),
-        Dtype::F64 => (11, 52),
+        FloatDtype::F32 => (8, 23),
+        FloatDtype::F16 => (5, 10),
+        FloatDtype::Bf16 => (8, 7),
+        FloatDtype::F64 => (11, 52),
     };
     let infinity = ((1_u64 << exponent_bits) - 1) << mantissa_bits;
     let sign = 1_u64 << (exponent_bits + mantissa_bits);
@@ -161,7 +161,7 @@ fn special_values(dtype: Dtype) -> Vec<Vec<u8>> {
 }
 
 /// Fails unless both hold the same bits, where any NaN equals any other.
-pub fn assert_same(dtype: Dtype, found: &[u8], expected: &[u8], what: &dyn Fn() -> String) {
+pub fn assert_same(dtype: FloatDtype, found: &[u8], expected: &[u8], what: &dyn Fn() -> String) {
     if found == expected {
         return;
     }

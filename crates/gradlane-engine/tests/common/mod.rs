@@ -9,7 +9,7 @@ pub mod round;
 pub mod toy;
 
 use gradlane_engine::{
-    Failure, Operation, Payload, Plan, Role, Scheme, Strategy, TensorSpec, Update, Work,
+    Failure, Input, Job, Operation, Payload, Plan, Scheme, Strategy, TensorKind, TensorSpec, Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -22,7 +22,7 @@ use toy::Toy;
 pub fn frame(kind: FrameKind, sender: Rank) -> FrameHeader {
     FrameHeader {
         kind,
-        codec: gradlane_wire::Codec::Raw,
+        form: gradlane_wire::PayloadForm::Raw,
         flags: FrameFlags::NONE,
         step: Step(1),
         generation: 0,
@@ -61,7 +61,7 @@ pub fn tensors(sizes: &[u64]) -> Vec<TensorSpec> {
         name: format!("layer{index}.weight"),
         numel,
         dtype: Dtype::F32,
-        role: Role::Parameter,
+        kind: TensorKind::Parameter,
     };
     named.map(spec).collect()
 }
@@ -80,12 +80,12 @@ pub fn releases_nothing_before_the_whole_step(plan: &Arc<Plan>) {
     cluster.begin(Step(1));
     for node in &mut cluster.nodes {
         node.ready.clear();
-        node.engine.gradient_ready(TensorId(1), Step(1)).expect("ok");
+        node.engine.handle(Input::GradientReady(TensorId(1), Step(1))).expect("ok");
     }
     cluster.run();
     assert!(cluster.nodes.iter().all(|node| node.ready.is_empty()));
     for node in &mut cluster.nodes {
-        node.engine.gradient_ready(TensorId(0), Step(1)).expect("ok");
+        node.engine.handle(Input::GradientReady(TensorId(0), Step(1))).expect("ok");
     }
     cluster.run();
     assert!(cluster.nodes.iter().all(|node| node.ready.len() == 2));
@@ -138,9 +138,9 @@ impl Cluster {
     pub fn step_zero(&mut self) {
         for rank in 0..self.workers() as usize {
             let engine = &mut self.nodes[rank].engine;
-            engine.step_begin(Step(0)).expect("step 0 begins");
+            engine.handle(Input::StepBegin(Step(0))).expect("step 0 begins");
             for tensor in 0..engine.plan().tensors.len() as u32 {
-                engine.gradient_ready(TensorId(tensor), Step(0)).expect("values");
+                engine.handle(Input::GradientReady(TensorId(tensor), Step(0))).expect("values");
             }
         }
         self.run();
@@ -203,9 +203,9 @@ impl Cluster {
 
     fn take_work(&mut self, node: usize) -> bool {
         let node = &mut self.nodes[node];
-        let work = if node.dead { None } else { node.engine.poll_work() };
-        let moved = work.is_some();
-        if let Some(Work { operation: Operation::Encode { .. }, slice, step, .. }) = &work {
+        let job = if node.dead { None } else { node.engine.poll_job() };
+        let moved = job.is_some();
+        if let Some(Job { operation: Operation::Encode { .. }, slice, step, .. }) = &job {
             let (plan, own) = (node.engine.plan(), node.engine.rank());
             let slice_of = plan.slice(*slice);
             let to = match plan.tensor(slice_of.tensor).scheme {
@@ -219,20 +219,20 @@ impl Cluster {
                 assert!(ahead.len() <= 5, "{} slices are encoded ahead", ahead.len());
             }
         }
-        node.works.extend(work);
+        node.jobs.extend(job);
         moved
     }
 
     fn do_work(&mut self, index: usize) -> bool {
         let pick = self.rng.next_u64() as usize;
         let node = &mut self.nodes[index];
-        if node.works.is_empty() || node.dead {
+        if node.jobs.is_empty() || node.dead {
             return false;
         }
-        let work = node.works.swap_remove(pick % node.works.len());
-        match node.execute(&work) {
-            Some(bytes) => node.engine.handle_encoded(work.id, bytes),
-            None => node.engine.handle_work_done(work.id),
+        let job = node.jobs.swap_remove(pick % node.jobs.len());
+        match node.execute(&job) {
+            Some(bytes) => node.engine.handle_encoded(job.id, bytes),
+            None => node.engine.handle_job_done(job.id),
         }
         node.take_events();
         true
@@ -314,7 +314,7 @@ impl Cluster {
     pub fn begin(&mut self, step: Step) {
         let workers = self.workers() as usize;
         for node in &mut self.nodes[..workers] {
-            node.engine.step_begin(step).expect("the step begins");
+            node.engine.handle(Input::StepBegin(step)).expect("the step begins");
             node.take_events();
         }
     }
@@ -322,7 +322,7 @@ impl Cluster {
     /// Finishes all nodes and checks that each was closed and nothing leaked.
     pub fn finish(&mut self) {
         for node in &mut self.nodes {
-            node.engine.finish();
+            node.engine.handle(Input::Finish).expect("always taken");
             node.take_events();
         }
         self.run();
@@ -334,6 +334,6 @@ impl Cluster {
 
     pub fn switch(&mut self, priorities: &[i32]) {
         let priorities = priorities.iter().copied().map(Priority).collect();
-        self.nodes[0].engine.switch_priorities(priorities).expect("a switch");
+        self.nodes[0].engine.handle(Input::SwitchPriorities(priorities)).expect("a switch");
     }
 }

@@ -25,7 +25,7 @@ pub fn mean(plan: &Plan, tensor: TensorId, gradient: impl Fn(u32) -> Option<Vec<
     for slice in plan.slices_of(tensor).map(|id| plan.slice(id)) {
         let first = match plan.tensor(tensor).scheme {
             Scheme::Ps => 0,
-            Scheme::Gather | Scheme::Answer => panic!("blocks have no mean"),
+            Scheme::AllGather | Scheme::GatherToRoot => panic!("blocks have no mean"),
             Scheme::Ring => slice.owner.0 + 1,
         };
         let mean = |element: u64| {

@@ -1,8 +1,9 @@
-//! One rank: its engine, its memory, the works that it does and the events that it hears.
+//! One rank: its engine, its memory, the jobs that it does and the events that it hears.
 
 use super::toy::Toy;
 use gradlane_engine::{
-    Engine, EngineOptions, Event, Failure, Landing, Memory, Operation, Plan, Region, Transmit, Work,
+    Engine, EngineOptions, Event, Failure, Input, Job, Memory, Operation, PayloadDest, Plan,
+    Region, Transmit,
 };
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::FrameHeader;
@@ -18,7 +19,7 @@ pub struct Node {
     pub tensors: Vec<Vec<f32>>,
     pub parameters: Vec<Vec<f32>>,
     buffers: BTreeMap<u32, Vec<u8>>,
-    pub(super) works: Vec<Work>,
+    pub(super) jobs: Vec<Job>,
     pub(super) unsent: VecDeque<Transmit>,
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
@@ -72,7 +73,7 @@ impl Node {
             tensors: zeros(plan),
             parameters: zeros(plan),
             buffers: BTreeMap::new(),
-            works: Vec::new(),
+            jobs: Vec::new(),
             unsent: VecDeque::new(),
             ready: Vec::new(),
             completed: Vec::new(),
@@ -103,7 +104,7 @@ impl Node {
                 assert_eq!(self.read(region), bytes, "{tensor} in {step}");
             }
         }
-        self.engine.release_blocks(tensor, step).expect("a release");
+        self.engine.handle(Input::ReleaseBlocks(tensor, step)).expect("a release");
         self.take_events();
     }
 
@@ -153,11 +154,13 @@ impl Node {
             landing => landing.expect("a correct frame"),
         };
         match landing {
-            Landing::Control => {
+            PayloadDest::Control => {
                 self.engine.handle_control(from, header, payload).expect("a correct frame");
             }
-            Landing::Nothing => self.engine.handle_frame(from, header).expect("a correct frame"),
-            Landing::Region(region) => {
+            PayloadDest::Nothing => {
+                self.engine.handle_frame(from, header).expect("a correct frame");
+            }
+            PayloadDest::Region(region) => {
                 self.write(region, payload);
                 self.engine.handle_frame(from, header).expect("a correct frame");
             }
@@ -221,27 +224,27 @@ impl Node {
         (bytes, toy.varies.then_some(used))
     }
 
-    /// Does a piece of work; the bytes of an encoding, where they vary.
-    pub(super) fn execute(&mut self, work: &Work) -> Option<u64> {
-        let slice = work.slice;
+    /// Does a job; the bytes of an encoding, where they vary.
+    pub(super) fn execute(&mut self, job: &Job) -> Option<u64> {
+        let slice = job.slice;
         let sums = self.engine.plan().scale_bytes(slice).is_some();
-        match &work.operation {
+        match &job.operation {
             Operation::RingEncode { .. }
-            | Operation::RingScale { .. }
-            | Operation::RingBegin { .. }
-            | Operation::RingAdd { .. } => {
+            | Operation::RingMaxScales { .. }
+            | Operation::RingBeginCodes { .. }
+            | Operation::RingAddCodes { .. } => {
                 let elements = self.engine.plan().slice(slice).length as usize;
-                return self.execute_round(&work.operation, elements);
+                return self.execute_round(&job.operation, elements);
             }
             Operation::Decode { .. } if sums => {
-                return self.execute_round(&work.operation, 0);
+                return self.execute_round(&job.operation, 0);
             }
             Operation::Encode { input, output } => {
                 let values = self.floats(*input);
                 // Whoever lands there from now on must not change what is sent.
                 return self.write_encoded(*output, &values).1;
             }
-            Operation::Recode { inputs, absent, divisor, output, copy_to } => {
+            Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
                 let mean = self.decoded_mean(slice, inputs, *absent, *divisor);
                 let (bytes, used) = self.write_encoded(*output, &mean);
                 if let Some(region) = copy_to {
@@ -255,7 +258,7 @@ impl Node {
                 let decoded = self.toy.expect("a codec").decode(&self.read(*from), elements);
                 self.write_values(*to, &decoded);
             }
-            Operation::DecodeApply { inputs, absent, divisor, parameters, output } => {
+            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output } => {
                 let mean = self.decoded_mean(slice, inputs, *absent, *divisor);
                 let updated: Vec<f32> =
                     self.floats(*parameters).iter().zip(&mean).map(|(p, g)| p - g).collect();
@@ -298,7 +301,7 @@ impl Node {
                     self.ready.push((tensor, step, absent));
                 }
                 Event::BlocksReady { tensor, step, blocks } => self.keep(tensor, step, &blocks),
-                Event::BlocksCollected { tensor, step, blocks } => {
+                Event::RootRequest { tensor, step, blocks } => {
                     self.keep(tensor, step, &blocks);
                     self.questions.push((tensor, step));
                 }
@@ -306,7 +309,7 @@ impl Node {
                 Event::Applied { slice, rank, step, version, staleness } => {
                     self.applied.push(Applied { slice, rank, step, version, staleness });
                 }
-                Event::Decided { step, contributors } => {
+                Event::ContributorsDecided { step, contributors } => {
                     if !contributors.contains(&self.engine.rank()) {
                         // What was encoded is dropped, but for pushes that have begun.
                         self.ahead.values_mut().for_each(|it| it.retain(|it| it.0 != step));

@@ -1,4 +1,4 @@
-//! What works on encoded sums compute in these tests, and what all ranks must have after them.
+//! What jobs on encoded sums compute in these tests, and what all ranks must have after them.
 
 use super::node::Node;
 use super::toy::Toy;
@@ -91,7 +91,7 @@ impl Node {
         self.sums_of(region).into_iter().map(|sum| value(sum, scale, ranks)).collect()
     }
 
-    /// Does a work on an encoded sum; the bytes of an encoding, where they vary.
+    /// Does a job on an encoded sum; the bytes of an encoding, where they vary.
     pub(super) fn execute_round(&mut self, operation: &Operation, elements: usize) -> Option<u64> {
         let toy = self.toy.expect("a codec");
         match operation {
@@ -101,7 +101,7 @@ impl Node {
                 let absent = came.is_none() || own.is_none();
                 let mut sum = match (came, own) {
                     (Some(came), Some(own)) => came.iter().zip(own).map(|(a, b)| a + b).collect(),
-                    (came, own) => came.or(own).expect("a work on something"),
+                    (came, own) => came.or(own).expect("a job on something"),
                 };
                 if *divisor > 1 {
                     let zero = if absent { 0.0 } else { -0.0 };
@@ -113,17 +113,17 @@ impl Node {
                 }
                 return used;
             }
-            Operation::RingScale { received, own, output } => {
+            Operation::RingMaxScales { received, own, output } => {
                 let came = received.map_or(0.0, |it| self.scale_of(it));
                 let scale = largest(&self.floats(*own)).max(came);
                 self.write(*output, &scale.to_le_bytes());
             }
-            Operation::RingBegin { scales, own, output } => {
+            Operation::RingBeginCodes { scales, own, output } => {
                 let came = scales.map_or(0.0, |it| self.scale_of(it));
                 let scale = own.map_or(0.0, |it| largest(&self.floats(it))).max(came);
                 self.add_codes(*output, scale, vec![0; elements], *own);
             }
-            Operation::RingAdd { sums, own, copy_to } => {
+            Operation::RingAddCodes { sums, own, copy_to } => {
                 self.add_codes(*sums, self.scale_of(*sums), self.sums_of(*sums), *own);
                 if let Some(region) = copy_to {
                     let means = self.means(*sums);

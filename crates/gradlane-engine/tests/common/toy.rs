@@ -1,7 +1,7 @@
 //! A codec whose every byte a test can tell beforehand, and plans with it.
 
 use super::round;
-use gradlane_engine::{Coding, Plan, RingBytes, Strategy, TensorSpec, Update};
+use gradlane_engine::{CodecSizes, Plan, RingBytes, Strategy, TensorSpec, Update};
 use std::sync::Arc;
 
 /// A codec that keeps the upper half of each number. When it varies, zeros are left out. With
@@ -13,7 +13,7 @@ pub struct Toy {
     pub integer: bool,
 }
 
-impl Coding for Toy {
+impl CodecSizes for Toy {
     fn name(&self) -> String {
         "toy".to_string()
     }
@@ -83,7 +83,7 @@ pub fn encoded_plan(
     update: Update,
 ) -> Arc<Plan> {
     let strategy = Strategy::named(strategy, Some(slice_elems), 7).expect("a known strategy");
-    let boxed = |toy: Toy| -> Box<dyn Coding> { Box::new(toy) };
+    let boxed = |toy: Toy| -> Box<dyn CodecSizes> { Box::new(toy) };
     let tensors = tensors.into_iter().map(|(spec, toy)| (spec, toy.map(boxed))).collect();
     let plan = Plan::build(tensors, strategy, update, world_size);
     Arc::new(plan.expect("a plan that can be built"))

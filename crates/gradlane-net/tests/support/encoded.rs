@@ -2,9 +2,9 @@
 //! nothing cut into slices and no owner.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
-use super::support::{each_rank, gradient, never, run_step, specs, tensor, world, PATIENCE};
-use gradlane_codec::{build, narrow, widen, Codec, Place, TensorShape};
-use gradlane_engine::{Coding, Plan, Strategy, TensorSpec, Update};
+use super::support::{each_rank, gradient, never, run_step, specs, tensor, world, TEST_TIMEOUT};
+use gradlane_codec::{build, narrow, widen, Codec, FloatDtype, Place, TensorShape};
+use gradlane_engine::{CodecSizes, Plan, Strategy, TensorSpec, Update};
 use gradlane_net::TensorCodec;
 use gradlane_units::{Dtype, TensorId};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub fn trains_as<A: Aggregation>(
             let found = channel.worker_residual(tensor, &mut never).expect("a residual");
             assert_eq!(found, oracle.worker_residual(channel.rank().index()));
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
     });
@@ -74,7 +74,7 @@ pub fn plan_encoded_by(
 ) -> String {
     let coded = tensors.into_iter().map(|spec| {
         let codec = TensorCodec::parse(codec, spec.dtype, &[spec.numel]).expect("a codec");
-        let boxed = codec.map(|codec| -> Box<dyn Coding> { Box::new(codec) });
+        let boxed = codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) });
         (spec, boxed)
     });
     let plan = Plan::build(coded.collect(), strategy, update, world_size).expect("a plan");
@@ -84,14 +84,6 @@ pub fn plan_encoded_by(
 /// Tensors of the sizes at which codecs have ends, and a large one.
 pub fn odd_sizes(dtype: Dtype) -> Vec<TensorSpec> {
     [1, 63, 64, 65, 100_000].map(|numel| tensor(&format!("of {numel}"), numel, dtype)).to_vec()
-}
-
-fn codec_dtype(dtype: Dtype) -> gradlane_codec::Dtype {
-    match dtype {
-        Dtype::F16 => gradlane_codec::Dtype::F16,
-        Dtype::Bf16 => gradlane_codec::Dtype::Bf16,
-        _ => gradlane_codec::Dtype::F32,
-    }
 }
 
 /// One tensor's aggregation as it is defined.
@@ -161,7 +153,7 @@ impl Oracle {
         let residual = keeps.then_some(self.owner_residual.as_mut_slice());
         let used = self.codec.encode(&place, &sum, residual, &mut encoded);
         self.codec.decode(&encoded[..used], &mut sum).expect("its own encoding");
-        let dtype = codec_dtype(self.spec.dtype);
+        let dtype = FloatDtype::of(self.spec.dtype).expect("a tensor that is encoded");
         let mut bytes = vec![0; elements * dtype.element_bytes()];
         narrow(dtype, &sum, &mut bytes);
         bytes
@@ -174,7 +166,11 @@ impl Aggregation for Oracle {
         self.step(step, |rank| {
             let bytes = gradient(rank, step, index, &spec).bytes;
             let mut values = vec![0.0; spec.numel as usize];
-            widen(codec_dtype(spec.dtype), &bytes, &mut values);
+            widen(
+                FloatDtype::of(spec.dtype).expect("a tensor that is encoded"),
+                &bytes,
+                &mut values,
+            );
             values
         })
     }

@@ -4,7 +4,7 @@
 //! and in rank order, so that no kernel judges itself.
 #![allow(dead_code)]
 
-use gradlane_engine::{Plan, Role, Strategy, TensorSpec, Update};
+use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::{Channel, ChannelError, ChannelOptions, Listener, UserMemory};
 use gradlane_units::{Dtype, Step, TensorId};
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Longer than any test takes, shorter than patience.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Never interrupts.
 pub fn never() -> bool {
@@ -24,7 +24,7 @@ pub fn never() -> bool {
 
 /// A trained tensor.
 pub fn tensor(name: &str, numel: u64, dtype: Dtype) -> TensorSpec {
-    TensorSpec { name: name.to_owned(), numel, dtype, role: Role::Parameter }
+    TensorSpec { name: name.to_owned(), numel, dtype, kind: TensorKind::Parameter }
 }
 
 /// A plan as JSON.
@@ -157,7 +157,7 @@ pub fn ring_mean(plan: &Plan, step: u64, index: usize) -> Vec<u8> {
 /// Checks every tensor of a step against the naive mean of a ring, bit by bit.
 pub fn check_ring_means(plan: &Plan, step: u64, tensors: &[Tensor]) {
     for (index, (tensor, found)) in plan.tensors.iter().zip(tensors).enumerate() {
-        if tensor.spec.role == Role::Parameter || step == 0 {
+        if tensor.spec.kind == TensorKind::Parameter || step == 0 {
             let same = found.bytes == ring_mean(plan, step, index);
             assert!(same, "step {step}, tensor {:?} is not the mean", tensor.spec.name);
         }
@@ -261,7 +261,7 @@ pub fn contribute(channel: &Channel, step: u64) -> Result<Vec<Tensor>, ChannelEr
     let mut tensors: Vec<Tensor> =
         tensors.map(|(index, spec)| gradient(rank, step, index, spec)).collect();
     for index in (0..specs.len()).rev() {
-        if specs[index].role == Role::Parameter || step == 0 {
+        if specs[index].kind == TensorKind::Parameter || step == 0 {
             let memory = tensors[index].memory();
             channel.gradient_ready(TensorId(index as u32), Step(step), memory)?;
         }
@@ -287,14 +287,14 @@ pub fn run_step(channel: &Channel, step: u64) -> Result<Vec<Tensor>, ChannelErro
 
 /// An interrupt function that ends a wait which should have ended long ago.
 pub fn deadline() -> impl FnMut() -> bool {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     move || Instant::now() > end
 }
 
 /// Checks every tensor of a step against the naive mean, bit by bit.
 pub fn check_means(world_size: u32, step: u64, specs: &[TensorSpec], tensors: &[Tensor]) {
     for (index, (spec, tensor)) in specs.iter().zip(tensors).enumerate() {
-        if spec.role == Role::Parameter || step == 0 {
+        if spec.kind == TensorKind::Parameter || step == 0 {
             let expected = mean(world_size, step, index, spec);
             let same = tensor.bytes == expected;
             assert!(same, "step {step}, tensor {:?} is not the mean in rank order", spec.name);

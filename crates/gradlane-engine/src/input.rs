@@ -1,0 +1,52 @@
+//! The application's calls.
+
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Step, TensorId};
+
+/// A call of the application, for [`Engine::handle`](crate::Engine::handle).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
+    StepBegin(Step),
+    /// Begins a step and takes no part in it, to be with the other ranks again in the next: for a
+    /// rank that was late. [`Input::TensorAbsent`] lends the memory for the results.
+    StepPass(Step),
+    /// Begins a step that no rank is left out of: a barrier between two steps of training. All ranks
+    /// have to begin it so. Where no rank is ever left out it is a step like any other.
+    StepBarrier(Step),
+    /// A tensor's gradient is ready in memory that the driver knows as `Memory::Gradient`. The engine
+    /// owns that memory until the tensor is ready. In step 0 the memory is the tensor itself.
+    GradientReady(TensorId, Step),
+    /// This rank has no gradient for a tensor, which counts as zeros. Memory for the result is lent
+    /// all the same.
+    TensorAbsent(TensorId, Step),
+    /// This rank's block of a tensor is ready, and has this many bytes: at most the plan's, and whole
+    /// elements. Memory as for [`Input::GradientReady`].
+    BlockReady(TensorId, Step, u64),
+    /// The root's result for a tensor is ready, and has this many bytes: after
+    /// [`Event::RootRequest`](crate::Event::RootRequest), once. Memory as for [`Input::GradientReady`].
+    RootResultReady(TensorId, Step, u64),
+    /// The blocks of a tensor in a step are no longer read.
+    ReleaseBlocks(TensorId, Step),
+    /// A consumer waits for a tensor. The first wait after all contributions is the start of the next
+    /// iteration, which sends deferred pulls.
+    TensorNeeded(TensorId, Step),
+    /// In this step this rank's contributions travel as they are, whatever the plan says. It precedes
+    /// the step's first contribution, on all ranks.
+    SendRaw(Step),
+    /// The application has ended the step (`optimizer.step()`): with updates on the server,
+    /// parameters may be written from now on.
+    StepEnd(Step),
+    /// Rank 0 announces another priority vector, one entry a tensor. It is in force on all ranks from
+    /// the same step on, two steps after the current one; where ranks may be in different steps, on
+    /// each rank from its next step on.
+    SwitchPriorities(Vec<Priority>),
+    /// The driver knows how tensors are updated. Asynchronous training applies no push before.
+    UpdatesReady,
+    /// Until updates are ready again, the driver replies to pushes with something else than
+    /// parameters, which stay as they are.
+    UpdatesPaused,
+    /// There will be no more steps: the engine sends what it owes, then goodbye. In the middle of a
+    /// step that this rank has not finished contributing to, this is an abort.
+    Finish,
+}

@@ -1,0 +1,43 @@
+//! How unequal connections are: each holds more or less than the middle for a while, then another
+//! amount, so that flows that meet at a port get unequal parts of it and drift apart.
+
+use crate::connections::Connection;
+use crate::costs::SHARE_LASTS_BYTES;
+use crate::scenario::Network;
+use crate::simulation::fraction;
+use gradlane_units::Rng;
+
+#[derive(Debug)]
+pub(crate) struct WindowJitter {
+    spread: f64,
+    rng: Rng,
+}
+
+impl WindowJitter {
+    /// Of all connections.
+    pub(crate) fn new(network: &Network) -> WindowJitter {
+        WindowJitter { spread: network.share_spread, rng: Rng::new(network.share_seed) }
+    }
+
+    /// A connection's first share, which lasts for a part of the usual time; of a rank whose
+    /// connections hold so many bytes on average.
+    pub(crate) fn begin(&mut self, connection: &mut Connection, middle_bytes: f64) {
+        self.draw(connection, middle_bytes);
+        let part = fraction(&mut self.rng);
+        connection.window_lasts_bytes = (part * f64::from(SHARE_LASTS_BYTES)) as u32;
+    }
+
+    /// So many bytes more pass a connection.
+    pub(crate) fn pass(&mut self, connection: &mut Connection, middle_bytes: f64, bytes: u32) {
+        match connection.window_lasts_bytes.checked_sub(bytes) {
+            Some(rest) => connection.window_lasts_bytes = rest,
+            None => self.draw(connection, middle_bytes),
+        }
+    }
+
+    fn draw(&mut self, connection: &mut Connection, middle_bytes: f64) {
+        let off = self.spread * (2.0 * fraction(&mut self.rng) - 1.0);
+        connection.window_bytes = (middle_bytes * (1.0 + off)).max(1.0) as u32;
+        connection.window_lasts_bytes = SHARE_LASTS_BYTES;
+    }
+}
