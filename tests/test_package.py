@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
+
+import pytest
+
+import gradlane
+from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import ClusterFacts, Settings
+from tests.planning.simulation.small import SMALL
 
 
 def test_importing_loads_neither_torch_nor_the_core() -> None:
@@ -23,3 +32,36 @@ def test_importing_loads_neither_torch_nor_the_core() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FACTS = ClusterFacts(workers=4, rate_bps=2e8, latency_s=0.001)
+LINKS = LinkReport(
+    2, 1.0, (PortFigures(0, None, None, 1e9, 1e9),), (RoundTrip(0, 1, round_trip_s=1e-4),)
+)
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (SMALL, ("Profile", repr(SMALL.model), f"{len(SMALL.tensors)} tensors", "step ")),
+        (LINKS, ("LinkReport of 2 ranks", "1.046 Gbit/s", "50 us one way")),
+        (LinkReport(1, 1.0), ("LinkReport of 1 ranks: no links",)),
+        (Plan("m", FACTS, "given", Settings()), ("Plan ", "'m'", "4 workers", "strategy='p3'")),
+        (gradlane.Coordinator(SMALL, FACTS), ("Coordinator of <Profile", "rule 'auto'")),
+        (gradlane.Network(io_threads=2, secret="s3cret"), ("Network(secret=..., io_threads=2)",)),
+        (gradlane.Strategy("p3", scheme="ring"), ("Strategy(name='ring')",)),
+    ],
+)
+def test_things_that_people_hold_say_in_one_line_what_they_are(
+    thing: Any, words: tuple[str, ...]
+) -> None:
+    text = repr(thing)
+    assert all(one in text for one in words), text
+    assert "\n" not in text and len(text) < 200
+
+
+def test_a_session_says_where_it_is_and_that_it_is_closed() -> None:
+    alone = gradlane.Rendezvous(rank=0, world_size=1)
+    with gradlane.init(rendezvous=alone, monitoring=gradlane.Monitoring(summary=False)) as session:
+        assert repr(session) == "<Session rank 0 of 1, strategy='p3', open>"
+    assert repr(session) == "<Session rank 0 of 1, strategy='p3', closed>"

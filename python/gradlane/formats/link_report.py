@@ -6,6 +6,8 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradlane.formats.rates import format_rate
+
 PAYLOAD_SHARE = 1448 / 1514
 """Payload of a full TCP segment over its bytes on an Ethernet."""
 
@@ -53,6 +55,13 @@ class LinkReport:
     window_s: float
     ports: tuple[PortFigures, ...] = field(default=())
     round_trips: tuple[RoundTrip, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        if not self.ports:
+            return f"<LinkReport of {self.workers} ranks: no links>"
+        rate = format_rate(self.rate_bps)
+        delay = f", {self.latency_s * 1e6:.0f} us one way" if self.round_trips else ""
+        return f"<LinkReport of {self.workers} ranks: {rate}{delay}>"
 
     @property
     def rate_bps(self) -> float:

@@ -146,6 +146,12 @@ class Profile:
     modules: tuple[ProfileModule, ...] = ()
     """Modules that forward called, in `named_modules()` order."""
 
+    def __repr__(self) -> str:
+        return (
+            f"<Profile {self.model!r}, batch {self.batch_size}: {len(self.tensors)} tensors of "
+            f"{self.size_bytes / 1e6:.1f} MB, step {self.compute_s * 1e3:.1f} ms>"
+        )
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all gradients."""

@@ -105,6 +105,9 @@ class Coordinator:
             "layers": tuple(layer.name for layer in self._layers),
         }
 
+    def __repr__(self) -> str:
+        return f"<Coordinator of {self._profile!r} on {self._facts.where}, rule {self._rule!r}>"
+
     def query(self, *names: str) -> Any:
         """Read the information book.
 

@@ -77,6 +77,12 @@ class Plan:
     choices: tuple[Mapping[str, Any], ...] = ()
     summary: str = ""
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.digest} for {self.model!r} on {self.facts.where}: "
+            f"strategy={self.settings.strategy!r}, {len(self.tensors)} tensors>"
+        )
+
     @property
     def schemes(self) -> dict[str, str]:
         """How each tensor is aggregated, by name; empty where the plan is for any model."""
