@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 
 from gradlane.training import carrier
-from gradlane.training.model import hooks, step_state, steps, updates
+from gradlane.training.model import deferred_update as updates
+from gradlane.training.model import hooks, step_machine
 from gradlane.training.model import lazy_list as waiting
 from gradlane.training.model import lazy_parameter_dict as guard
 from gradlane.training.modules import gradient_intake as gradients
@@ -49,7 +50,7 @@ def _no_wait_before_forward() -> AbstractContextManager[Any]:
 def _no_wait_in_attributes() -> Iterator[None]:
     with (
         mock.patch.object(guard.LazyParameterDict, "__getitem__", dict.__getitem__),
-        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+        mock.patch.object(step_machine.StepMachine, "before_operation", lambda *_: None),
     ):
         yield
 
@@ -58,13 +59,13 @@ def _no_wait_in_attributes() -> Iterator[None]:
 def _no_wait_in_lists() -> Iterator[None]:
     with (
         mock.patch.object(guard.LazyParameterDict, "_before_list", lambda _: None),
-        mock.patch.object(steps.Steps, "before_operation", lambda *_: None),
+        mock.patch.object(step_machine.StepMachine, "before_operation", lambda *_: None),
     ):
         yield
 
 
 def _no_wait_for_gradients() -> AbstractContextManager[Any]:
-    return mock.patch.object(steps.Steps, "before_grad", lambda *_, **__: None)
+    return mock.patch.object(step_machine.StepMachine, "before_grad", lambda *_, **__: None)
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def _layouts_ignored() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _state_read_early() -> Iterator[None]:
     with (
-        mock.patch.object(steps.Steps, "before_optimizer_state", lambda *_: None),
+        mock.patch.object(step_machine.StepMachine, "before_optimizer_state", lambda *_: None),
         mock.patch.object(waiting.LazyParameterList, "_wait", lambda _: None),
     ):
         yield
@@ -151,7 +152,7 @@ def _absent_as_zeros() -> Iterator[None]:
         self._channel.gradient_ready(index, step, landing.data_ptr(), entry.nbytes)
         return landing
 
-    with mock.patch.object(carrier.DirectCarrier, "give_nothing", zeros):
+    with mock.patch.object(carrier.DirectCarrier, "submit_absent", zeros):
         yield
 
 
@@ -169,17 +170,17 @@ def _last_parameter_never_updated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _later_parts_dropped() -> Iterator[None]:
-    take = steps.Steps.take_gradient
+    take = step_machine.StepMachine.take_gradient
     first: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def drop(self: Any, index: int, parameter: Any) -> None:
         gradient = gradients.raw_grad(parameter)
-        key = (id(self), self.step + (self.phase is not step_state.Phase.BACKWARD), index)
+        key = (id(self), self.step + (self.phase is not step_machine.Phase.BACKWARD), index)
         if gradient is not None:
             gradients.set_raw_grad(parameter, first.setdefault(key, gradient.clone()).clone())
         take(self, index, parameter)
 
-    with mock.patch.object(steps.Steps, "take_gradient", drop):
+    with mock.patch.object(step_machine.StepMachine, "take_gradient", drop):
         yield
 
 

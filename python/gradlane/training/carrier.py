@@ -1,7 +1,7 @@
-"""How gradients get from autograd to the core and back, for tensors in plain memory.
+"""Bring gradients from autograd to the core and back, for tensors in plain memory.
 
-A carrier keeps nothing itself: the caller keeps every tensor alive from `give` until the core says
-that it is ready. `collect` is called once the core is done with the memory.
+A carrier keeps nothing itself: the caller keeps every tensor alive from `submit` until the core
+says that it is ready. `collect` is called once the core is done with the memory.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, without_repea
 
 
 class Carrier(Protocol):
-    """Hands gradients over and takes results back."""
+    """Brings gradients to a channel and results back."""
 
-    def give(self, index: int, step: int, gradient: Tensor) -> None:
-        """Hand over a gradient, laid out like the tensor's table entry."""
+    def submit(self, index: int, step: int, gradient: Tensor) -> None:
+        """Submit a gradient, laid out like the tensor's table entry."""
 
-    def give_nothing(self, index: int, step: int) -> Tensor:
-        """Say that there is no gradient; returns the tensor that a result will be in."""
+    def submit_absent(self, index: int, step: int) -> Tensor:
+        """Submit the absence of a gradient; returns the tensor that a result will be in."""
 
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Make results readable: the tensors hold the averaged gradients when it returns."""
 
-    def spread(
+    def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
     ) -> None:
         """Run step 0: after it every tensor has rank 0's values.
@@ -51,12 +51,12 @@ class DirectCarrier:
         self._channel = channel
         self._trained = trained
 
-    def give(self, index: int, step: int, gradient: Tensor) -> None:
-        """Hand over a gradient's memory."""
+    def submit(self, index: int, step: int, gradient: Tensor) -> None:
+        """Lend the core a gradient's memory."""
         self._channel.gradient_ready(index, step, gradient.data_ptr(), self._trained[index].nbytes)
 
-    def give_nothing(self, index: int, step: int) -> Tensor:
-        """Hand over fresh memory for a result."""
+    def submit_absent(self, index: int, step: int) -> Tensor:
+        """Lend the core fresh memory for a result."""
         entry = self._trained[index]
         with torch.inference_mode(False):
             landing = torch.empty_strided(
@@ -66,22 +66,22 @@ class DirectCarrier:
         return landing
 
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
-        """Nothing to do: results are already in place."""
+        """Do nothing: results are in place."""
 
-    def spread(
+    def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
     ) -> None:
         """Run step 0 in the tensors' own memory where it is dense, else in copies."""
-        spread_from_host(self._channel, entries, first, without)
+        broadcast_from_host(self._channel, entries, first, without)
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: no thread runs."""
 
 
-def spread_from_host(
+def broadcast_from_host(
     channel: Channel, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
 ) -> None:
-    """Spread rank 0's values to all ranks through memory of the host.
+    """Broadcast rank 0's values to all ranks through memory of the host.
 
     Args:
         channel: a channel on which no step has begun.

@@ -6,8 +6,9 @@ Each model is trained twice, by servers and by factors; the loops are those of u
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
+from gradlane.training.factors import block, sending
+from gradlane.training.factors.block import Part
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.training.model.scenarios import digest, open_session
@@ -454,25 +457,23 @@ def hostile(store: Store, rank: int, world_size: int, job: str, scheme: str) -> 
     model = seeded(Wide)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer)
-    if rank == 1:
-        lane = session._models.prepared[0].steps.exchange._lane
-        give = lane.give
 
-        def give_noise(index: int, step: int) -> None:
-            for block in lane._held[index]:
-                block[4:8] = 255
-            give(index, step)
+    def pack_noise(parts: Sequence[Part]) -> Tensor:
+        packed = block.pack(parts)
+        if rank == 1:
+            packed[4:8] = 255
+        return packed
 
-        lane.give = give_noise
     errors = []
-    for _ in range(2):
-        try:
-            backward(model(torch.ones(2, 256)).square().mean())
-            optimizer.step()
-            session.synchronize()
-        except gradlane.GradlaneError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        optimizer.zero_grad()
+    with mock.patch.object(sending, "pack", pack_noise):
+        for _ in range(2):
+            try:
+                backward(model(torch.ones(2, 256)).square().mean())
+                optimizer.step()
+                session.synchronize()
+            except gradlane.GradlaneError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            optimizer.zero_grad()
     session.abort("the test is over")
     return errors
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
+from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.optimizers import WAYS, steps_per_parameter
-from gradlane.training.model.updates import DeferredUpdate
 from tests.paths import ROOT
 from tests.training.model import optimizer_cases
 from tests.training.model.fake_core import FakeCore

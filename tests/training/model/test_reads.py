@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradlane
 from gradlane.training.model import lazy_parameter_dict
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import StepMachine
 from tests.torch_versions import torch_release
 from tests.training.model.fake_core import FakeCore, World
 from tests.training.model.models import Attention, seeded
@@ -296,7 +296,7 @@ def test_reads_take_the_short_way_when_nothing_is_under_way(
         def note(*_: Any, name: str = name) -> None:
             slow.append(name)
 
-        monkeypatch.setattr(Steps, name, note)
+        monkeypatch.setattr(StepMachine, name, note)
 
     def body(probe: Probe) -> None:
         probe.world.held = set()

@@ -194,7 +194,7 @@ def test_what_is_under_way_when_a_session_ends_is_never_handed_over(
     device = HangingDevice()
     carrier = StagedCarrier(channel, carried, errors.append, device)
     for index, entry in carried.items():
-        carrier.give(index, 1, torch.zeros(entry.shape))
+        carrier.submit(index, 1, torch.zeros(entry.shape))
     assert device.waits.wait(20)
     carrier.close()
     device.released.set()

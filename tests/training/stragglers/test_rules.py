@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +18,17 @@ from gradlane.errors import UsageError
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.late_gradients import LateGradientBuffer
-from gradlane.training.model.step_state import Phase
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.step_layout import StepLayout
+from gradlane.training.model.step_machine import Phase, StepMachine
 from gradlane.training.monitoring.metrics import StepTimes, metrics_of
 from gradlane.training.monitoring.summary import summary_line
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.options.stragglers import StragglerRule, check_schemes, parse_stragglers
+from gradlane.training.rendezvous.tensor_table import build_table
 from gradlane.training.session.pace import at_pace
 
 
@@ -85,7 +89,7 @@ def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
 
     def give(index: int, value: float) -> float:
         gradient = torch.full((3,), value)
-        carrying.before_give(index, gradient)
+        carrying.before_submit(index, gradient)
         given = gradient.tolist()
         # From now on it is the core's, and holds something else.
         gradient.fill_(-1.0)
@@ -123,51 +127,53 @@ def test_batches_of_passed_steps_are_left_out() -> None:
     assert passed == [2, 3, 6]
 
 
-class _Exchange:
-    """A rank that was left out of step 3, in time for the next or not."""
-
-    step = 3
-
-    def __init__(self, goes_on: bool) -> None:
-        self._goes_on = goes_on
-
-    def was_left_out(self) -> bool:
-        return True
-
-    def next_goes_on(self) -> bool:
-        return self._goes_on
-
-
 class _WaitedError(Exception):
     pass
 
 
-class _LeftOut:
-    """As much of a model's steps as passing one touches before anything is taken."""
+def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
+    """A model whose step 3 has ended here and goes on without this rank.
 
-    step = 3
-    _phase = Phase.PENDING
-
-    def __init__(self, goes_on: bool, meets: bool = False) -> None:
-        self._exchange = _Exchange(goes_on)
-        self._driver = SimpleNamespace(agreement=SimpleNamespace(is_due=lambda step: meets))
-
-    def raise_failure(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        raise _WaitedError
+    Args:
+        goes_on: whether the others are in step 4 already.
+        meets: whether all ranks begin step 4 together.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    entries = build_table(torch.nn.ParameterList([parameter]))
+    exchange = mock.Mock(spec=GradientExchange)
+    exchange.layout = StepLayout(entries, len(entries))
+    exchange.step = exchange.training_step = 3
+    exchange.statuses.return_value = []
+    exchange.was_left_out.return_value = True
+    exchange.next_goes_on.return_value = goes_on
+    exchange.take.side_effect = _WaitedError
+    consistency = mock.Mock(join=None)
+    consistency.compares_after.return_value = meets
+    steps = StepMachine(
+        exchange,
+        mock.Mock(),
+        consistency,
+        FailureLatch(),
+        Exemption(),
+        mock.Mock(),
+        lambda: None,
+        lambda step: None,
+    )
+    steps.end_step()
+    assert steps.phase is Phase.PENDING
+    return steps
 
 
 def test_who_was_left_out_and_is_in_time_for_the_next_does_not_wait_for_its_whole_result() -> None:
     # Waiting made it begin the next step later than the others, and be left out for good.
-    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=False))) is False
+    assert _left_out(goes_on=False).pass_step() is False
     with pytest.raises(_WaitedError):
-        Steps.pass_step(cast(Any, _LeftOut(goes_on=True)))
+        _left_out(goes_on=True).pass_step()
 
 
 def test_a_step_that_all_begin_together_is_not_passed() -> None:
-    assert Steps.pass_step(cast(Any, _LeftOut(goes_on=True, meets=True))) is False
+    assert _left_out(goes_on=True, meets=True).pass_step() is False
 
 
 def test_who_reads_averages_passes_nothing_and_is_told() -> None:

@@ -24,7 +24,7 @@ from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import shown
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.choice import layers_by_weight
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
 from gradlane.training.options.options import LocalSums, Options
@@ -42,7 +42,7 @@ class LearningModel(Protocol):
     """A connected model as this file sees it."""
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> StepMachine:
         """Its steps."""
 
     @property
@@ -107,7 +107,7 @@ class PlanLearning:
             self._recorder.begin_step()
             self._records = True
         # Inside join() ranks may have run out of data, and inside no_sync() nothing was sent.
-        if steps.step >= LEARNING_STEPS and steps.join is None and not steps.accumulates:
+        if steps.step >= LEARNING_STEPS and not steps.in_join and not steps.accumulates:
             self.stop()
             self._on_plan(self._decide())
 

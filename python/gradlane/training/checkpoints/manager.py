@@ -120,7 +120,7 @@ class Checkpoints:
                 meeting.put(key, json.dumps(found))
                 self._lasting.append((meeting, key))
             self._others = json.loads(meeting.get(key, 0))
-        prepared.hook_manager.keep_step = self.after_step
+        prepared.hook_manager.subscribe(self.after_step)
 
     def after_step(self) -> None:
         """Take a checkpoint if it is time to; a collective call after `optimizer.step()`.
@@ -140,7 +140,7 @@ class Checkpoints:
             )
         assert self._prepared is not None
         step = self._before + self._prepared.steps.step
-        if step // self._every == self._last // self._every or self._prepared.steps.join:
+        if step // self._every == self._last // self._every or self._prepared.steps.in_join:
             return
         self._last = step
         self.take(step)

@@ -69,10 +69,6 @@ class FactorExchange:
 
             self._answering = RootThread(core, channel, self, describe)
 
-    def __contains__(self, index: int) -> bool:
-        """Whether a tensor travels as factors."""
-        return index in self._factored
-
     def begin(self) -> None:
         """Begin a step: whatever was held and not sent is forgotten."""
         self._held.clear()
@@ -98,15 +94,15 @@ class FactorExchange:
         rebuild([[*kept, part]], 1, whole)
         self._held[index] = [pack([Dense(whole)])]
 
-    def give(self, index: int, step: int) -> None:
-        """Send what is held of a tensor."""
+    def submit(self, index: int, step: int) -> None:
+        """Submit the held factors of a tensor as one block."""
         blocks = self._held.pop(index)
         block = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         self._sent[index] = block
         self._channel.block_ready(index, step, block.data_ptr(), block.nbytes)
 
-    def give_nothing(self, index: int, step: int) -> None:
-        """Say that there is no gradient; the mean of other ranks' comes all the same."""
+    def submit_absent(self, index: int, step: int) -> None:
+        """Submit the absence of a gradient; the mean of other ranks' comes all the same."""
         self._held.pop(index, None)
         self._channel.block_absent(index, step)
 

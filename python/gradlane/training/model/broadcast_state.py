@@ -20,11 +20,11 @@ from gradlane.errors import UsageError
 from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
-from gradlane.training.carrier import spread_from_host
+from gradlane.training.carrier import broadcast_from_host
 from gradlane.training.connection import SessionContext, open_channel, ranks_in_errors
 from gradlane.training.core import translate_error
+from gradlane.training.model.deferred_update import differing, own_values
 from gradlane.training.model.lazy_state import plain_state
-from gradlane.training.model.updates import differing, own_values
 from gradlane.training.rendezvous.connecting import in_world_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
@@ -79,7 +79,7 @@ def broadcast_state(
     rows = [entry.bytes_row() for entry in everything]
     channel = open_channel(ctx, meeting, rows, update="worker", first=source)
     try:
-        spread_from_host(channel, everything, is_source)
+        broadcast_from_host(channel, everything, is_source)
     except ctx.core.ChannelError as error:
         text, rank = in_world_ranks(error, ranks_in_errors(ctx, channel, source))
         named = type(error)(text, *error.args[1:2], rank)

@@ -34,7 +34,7 @@ class Connected:
 
     Attributes:
         terms: what the ranks have agreed on.
-        members: what takes part in each step.
+        layout: what takes part in each step.
         extras: entries of what travels beside the table, their numbers following it.
         codecs: how each trained tensor is encoded.
         channel: to all ranks; records, where the session does.
@@ -44,7 +44,7 @@ class Connected:
     """
 
     terms: ModelSpec
-    members: StepLayout
+    layout: StepLayout
     extras: Sequence[TensorEntry]
     codecs: list[CodecChoice]
     channel: Channel
@@ -78,9 +78,9 @@ def connect(
     terms = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
     serves = ctx.options.update == "server"
     # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
-    # votes and buffers of ranks that are left out of a step would be missing.
+    # statuses and buffers of ranks that are left out of a step would be missing.
     alone = serves or ctx.options.stragglers.leaves_out
-    extras, members = build_step_layout(
+    extras, layout = build_step_layout(
         model, terms.entries, terms.factored, ctx.place, buffers, alone=alone
     )
     trained = terms.trained
@@ -88,7 +88,7 @@ def connect(
     codecs = terms.codecs
     check_codecs_served(codecs, ctx.place)
     plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
-    for index, one in members.factored.items():
+    for index, one in layout.factored.items():
         plain[index] = one.plan_row()
     rows = rows_with_codecs(plain, coded, codecs)
     opened = channel = open_channel(
@@ -104,7 +104,7 @@ def connect(
         channel = recording.channel
     connected = Connected(
         terms,
-        members,
+        layout,
         extras,
         codecs,
         channel,
@@ -147,13 +147,13 @@ def _carrier(
 def _spread(ctx: SessionContext, connected: Connected) -> None:
     """Run step 0, or tell all ranks why it failed."""
     try:
-        connected.carrier.spread(
+        connected.carrier.broadcast_initial(
             [*connected.terms.entries, *connected.extras],
             first=ctx.place.rank == 0,
-            without=connected.members.factored.keys(),
+            without=connected.layout.factored.keys(),
         )
-        if connected.members.buffers is not None:
-            connected.members.buffers.start()
+        if connected.layout.buffers is not None:
+            connected.layout.buffers.start()
         if connected.served is not None:
             connected.served.register()
     except BaseException as error:

@@ -1,15 +1,15 @@
 """One small tensor beside the gradients that tells all ranks how each one ended its last step.
 
 Gradients are matched by the number of a step alone. If one rank calls `optimizer.step()` where
-another calls `zero_grad()`, or where its learning rate is another one, the gradients of the next
-step still match, and the ranks would train different models without a word. So every rank's first
+another calls `zero_grad()`, or has another learning rate, the gradients of the next step still
+match, and the ranks would train different models without a word. So every rank's first
 contribution to a step is a lane of this tensor: how it ended the step before, with which
-hyper-parameters, what it has changed of buffers since, and whether it has data for this one. It
-travels while backward runs and is read before the first update of the step, which therefore never
-mixes unlike ranks.
+hyper-parameters, which buffers it has changed since, and whether it has data for this step. The
+tensor travels while backward runs and is read before the first update of the step, which therefore
+never mixes unlike ranks.
 
-Every so many steps a second lane tells a digest of a sample of its parameters: what steps past
-gradlane, or a hand-written change on one rank, ends there instead of in a slow drift.
+Every `SAMPLE_EVERY` steps a second lane holds a digest of a sample of the rank's parameters: an
+update past gradlane, or a hand-written change on one rank, is found there instead of drifting.
 
 A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks gives it back exactly.
@@ -23,6 +23,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from torch.optim import Optimizer
 
 from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, AgreementCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
@@ -76,11 +80,11 @@ class RankStatus:
     sample: int = 0
 
 
-class ConsistencyCheck:
-    """This rank's end of the tensor."""
+class StatusTensor:
+    """Holds one lane for each rank, and one more for its sample."""
 
     def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
-        """Make the tensor; its memory is lent to the core for a whole step at a time.
+        """Make the tensor, whose memory is lent to the core for a whole step at a time.
 
         Args:
             rank: this rank.
@@ -95,24 +99,24 @@ class ConsistencyCheck:
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 
-    def cast(self, vote: RankStatus) -> Tensor:
-        """Write this rank's lanes; returns the tensor to hand over."""
-        lane = vote.ending + (_SHADOW if vote.shadow else 0) + _DIGEST_UNIT * vote.digest
-        if self._buffers is not None and not vote.shadow:
+    def write(self, status: RankStatus) -> Tensor:
+        """Write this rank's lanes; returns the tensor to submit."""
+        lane = status.ending + (_SHADOW if status.shadow else 0) + _DIGEST_UNIT * status.digest
+        if self._buffers is not None and not status.shadow:
             lane += _CHANGES_UNIT * self._buffers.changes()
         with torch.no_grad():
             self.tensor.zero_()
             self.tensor[self._rank] = float(lane)
-            self.tensor[self._world_size + self._rank] = float(vote.sample)
+            self.tensor[self._world_size + self._rank] = float(status.sample)
         return self.tensor
 
-    def count(self) -> list[RankStatus]:
+    def read(self) -> list[RankStatus]:
         """Read all ranks' lanes from the mean that has arrived."""
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
-        votes, samples = lanes[: self._world_size], lanes[self._world_size :]
-        return [self._vote(lane, sample) for lane, sample in zip(votes, samples, strict=True)]
+        own, samples = lanes[: self._world_size], lanes[self._world_size :]
+        return [self._status(lane, sample) for lane, sample in zip(own, samples, strict=True)]
 
-    def _vote(self, lane: int, sample: int) -> RankStatus:
+    def _status(self, lane: int, sample: int) -> RankStatus:
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
@@ -121,24 +125,129 @@ class ConsistencyCheck:
         return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample)
 
 
-def check_votes(votes: Sequence[RankStatus], step: int) -> None:
+class JoinWatch(Protocol):
+    """The part of `session.join()` that watches one model's steps."""
+
+    @property
+    def throws(self) -> bool:
+        """Whether all ranks break off when the first one has run out of data."""
+
+    def note(self, statuses: Sequence[RankStatus]) -> None:
+        """See all ranks' statuses of a step."""
+
+    def stop(self) -> NoReturn:
+        """Bring all ranks out of their loops."""
+
+
+class ConsistencyCheck:
+    """Fails a model's training where the ranks do not train alike."""
+
+    def __init__(
+        self,
+        agreement: AgreementCheck,
+        hyperparameters: Hyperparameters,
+        failure: FailureLatch,
+        exempt: Exemption,
+    ) -> None:
+        """Start before the first step.
+
+        Args:
+            agreement: compares parameters across ranks.
+            hyperparameters: those of the optimizer.
+            failure: the model's.
+            exempt: a thread in it reads parameters without waiting.
+        """
+        self._agreement = agreement
+        self._hyperparameters = hyperparameters
+        self._failure = failure
+        self._exempt = exempt
+        self.ending = StepEnding.NONE
+        """How the last step ended on this rank."""
+        self.digest = 0
+        """Digest of the hyper-parameters at its last `optimizer.step()`."""
+        self.join: JoinWatch | None = None
+        """The `session.join()` that the program is inside of, or None."""
+
+    def enter_join(self, watch: JoinWatch) -> None:
+        """Begin `session.join()`: ranks may run out of data."""
+        self.join = watch
+
+    def leave_join(self) -> None:
+        """End `session.join()`."""
+        self.join = None
+
+    def status_for(self, step: int | None, *, shadow: bool = False) -> RankStatus:
+        """Return this rank's status for the next step.
+
+        Args:
+            step: number of the last one, of which a sample may be due; None: take no sample.
+            shadow: this rank has no data for the next step.
+        """
+        sample = 0 if step is None else self._agreement.sample(step)
+        return RankStatus(self.ending, shadow, self.digest, sample=sample)
+
+    def note_hyperparameters(self) -> None:
+        """Take the digest of the hyper-parameters for this step."""
+        self.digest = self._hyperparameters.digest()
+
+    def compares_after(self, step: int) -> bool:
+        """Return whether all ranks meet after a step to compare their parameters."""
+        return self._agreement.is_due(step)
+
+    def judge(self, statuses: Sequence[RankStatus], step: int) -> None:
+        """Look at all ranks' statuses of a step, once, before its first update.
+
+        Raises:
+            SessionFailedError: the ranks do not train alike; the message names them.
+        """
+        shadows = [rank for rank, status in enumerate(statuses) if status.shadow]
+        if self.join is not None:
+            self.join.note(statuses)
+        elif shadows:
+            self._failure.fail_and_raise(
+                SessionFailedError(
+                    f"rank {shadows[0]} has come to the end of session.join() before step {step}, "
+                    "and this rank trains outside of one: put the loops of all ranks into it",
+                    step - 1,
+                )
+            )
+        try:
+            check_endings(statuses, step - 1)
+        except SessionFailedError as error:
+            self._failure.fail_and_raise(error)
+        differing = differing_samples(statuses)
+        if differing:
+            named = self._exempt.run(lambda: self._agreement.name_difference(step - 1))
+            self._failure.fail_and_raise(
+                SessionFailedError(
+                    f"the parameters of {differing} differ after step {step - 1}{named}: a rank "
+                    "has changed them by itself, or its optimizer or hardware does not give the "
+                    "same bits; restart from the last checkpoint (check_every=K compares all of "
+                    f"them every K steps, this was a sample every {SAMPLE_EVERY}; check_every=0 "
+                    "none)",
+                    step - 1,
+                )
+            )
+
+
+def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
     """Check that all ranks that took part in a step ended it in the same way.
 
     Args:
-        votes: by rank, cast at the beginning of the step after it.
-        step: the number of the step that they speak of.
+        statuses: by rank, written at the beginning of the step after it.
+        step: the number of the step that they tell of.
 
     Raises:
         SessionFailedError: they did not; the message names the ranks.
     """
-    _check_changes(votes, step)
+    _check_changes(statuses, step)
     endings: dict[StepEnding, list[int]] = {}
     digests: dict[int, list[int]] = {}
-    for rank, vote in enumerate(votes):
-        if vote.ending is not StepEnding.SHADOWED:
-            endings.setdefault(vote.ending, []).append(rank)
-        if vote.ending is StepEnding.STEPPED:
-            digests.setdefault(vote.digest, []).append(rank)
+    for rank, status in enumerate(statuses):
+        if status.ending is not StepEnding.SHADOWED:
+            endings.setdefault(status.ending, []).append(rank)
+        if status.ending is StepEnding.STEPPED:
+            digests.setdefault(status.digest, []).append(rank)
     if len(endings) > 1:
         told = "; ".join(f"{_ranks(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items())
         raise SessionFailedError(
@@ -159,23 +268,23 @@ def check_votes(votes: Sequence[RankStatus], step: int) -> None:
         )
 
 
-def differing_samples(votes: Sequence[RankStatus]) -> str:
+def differing_samples(statuses: Sequence[RankStatus]) -> str:
     """Return which ranks' samples of the parameters differ; empty where they agree."""
     ranks: dict[int, list[int]] = {}
-    for rank, vote in enumerate(votes):
-        if vote.sample:
-            ranks.setdefault(vote.sample, []).append(rank)
+    for rank, status in enumerate(statuses):
+        if status.sample:
+            ranks.setdefault(status.sample, []).append(rank)
     return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
 
 
-def _check_changes(votes: Sequence[RankStatus], step: int) -> None:
+def _check_changes(statuses: Sequence[RankStatus], step: int) -> None:
     known: dict[int, list[int]] = {}
-    for rank, vote in enumerate(votes):
-        if not vote.shadow and vote.changes != UNKNOWN:
-            known.setdefault(vote.changes, []).append(rank)
+    for rank, status in enumerate(statuses):
+        if not status.shadow and status.changes != UNKNOWN:
+            known.setdefault(status.changes, []).append(rank)
     if len(known) > 1:
         told = "; ".join(
-            f"{_ranks(ranks)} changed {votes[ranks[0]].changed!r}"
+            f"{_ranks(ranks)} changed {statuses[ranks[0]].changed!r}"
             if changes != UNCHANGED
             else f"{_ranks(ranks)} changed none"
             for changes, ranks in known.items()
@@ -226,13 +335,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def tell_ending(meeting: RendezvousScope, step: int, ending: int, digest: int) -> None:
-    """Leave word of how the last step ended here: no step follows whose votes would tell.
+    """Tell rank 0 how the last step ended here: no step follows whose statuses would.
 
     Args:
         meeting: where the ranks have met.
         step: number of the last step.
         ending: how it ended, a number of `StepEnding`.
-        digest: of the hyper-parameters, as in a vote.
+        digest: of the hyper-parameters, as in a status.
     """
     with contextlib.suppress(RendezvousError):
         meeting.put(f"ending/{meeting.place.rank}", json.dumps([step, ending, digest]))
@@ -254,5 +363,5 @@ def compare_endings(meeting: RendezvousScope) -> None:
     lanes = [json.loads(one) for one in told if one is not None]
     if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
         return
-    votes = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
-    check_votes(votes, lanes[0][0])
+    statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
+    check_endings(statuses, lanes[0][0])

@@ -1,4 +1,4 @@
-"""Everything that is hung onto the user's model and optimizer, and how it is taken off again.
+"""Hooks on the user's model and optimizer: how they are installed and removed.
 
 The objects stay the user's own: hooks run before all others, `step` and `zero_grad` are replaced on
 the instances only, and copies of the model carry none of it.
@@ -7,6 +7,7 @@ the instances only, and copies of the model carry none of it.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -26,7 +27,7 @@ from gradlane.training.model.lazy_parameter_dict import (
 )
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
 from gradlane.training.model.other_optimizers import OtherOptimizers
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.model.validation import refuse_assignment
 from gradlane.training.modules.compiled import (
     StaleFlag,
@@ -41,29 +42,29 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 class ForwardWait:
     """Forward pre-hook: waits for the updates of the parameters that a module uses."""
 
-    __slots__ = ("_below", "_flags_below", "_freshness", "_indices", "_steps", "_wait_for_all")
+    __slots__ = ("_below", "_flags_below", "_indices", "_stale_flag", "_steps", "_wait_for_all")
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepMachine,
         indices: tuple[int, ...],
         below: tuple[int, ...],
-        freshness: StaleFlag,
+        stale_flag: StaleFlag,
         flags_below: list[StaleFlag],
     ) -> None:
         """Wait for the tensors that a module uses by itself.
 
         Args:
-            steps: knows what is under way.
+            steps: those of the model.
             indices: numbers of those tensors.
             below: numbers of the tensors of the module and all modules in it.
-            freshness: the module's flag for compiled code.
+            stale_flag: the module's flag for compiled code.
             flags_below: the flags of the module and all modules in it.
         """
         self._steps = steps
         self._indices = indices
         self._below = below
-        self._freshness = freshness
+        self._stale_flag = stale_flag
         self._flags_below = flags_below
         self._wait_for_all = compile_disabled(self._wait_below)
 
@@ -71,14 +72,14 @@ class ForwardWait:
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         """Wait, unless nothing is under way."""
         if is_tracing() or enters_compiled_code():
-            if self._freshness.stale and (self._steps.reads_wait or not is_tracing()):
+            if self._stale_flag.stale and (self._steps.reads_wait or not is_tracing()):
                 self._wait_for_all(module.training)
         elif self._steps.reads_wait:
             self._steps.before_forward(self._indices, module.training)
 
     @property
     def __name__(self) -> str:
-        """There is none: torch.jit.script asks for it to compile the hook.
+        """Refuse torch.jit.script, which asks for a name to compile the hook.
 
         Raises:
             AttributeError: always.
@@ -90,11 +91,11 @@ class ForwardWait:
 
     def _wait_below(self, training: bool) -> None:
         self._steps.before_forward(self._below, training)
-        for freshness in self._flags_below:
-            freshness.stale = False
+        for stale_flag in self._flags_below:
+            stale_flag.stale = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """A copy of the model has parameters of its own and waits for nothing."""
+        """Return a hook that waits for nothing: a copy has parameters of its own."""
         return wait_for_nothing
 
     def __reduce__(self) -> Any:
@@ -122,8 +123,8 @@ class GradientHooks:
             self._handles.append(handle)
             self._hooks.append((hooks, handle.id))
 
-    def come_last(self, index: int, parameter: Tensor) -> bool:
-        """Put all hooks behind those that were registered since; called as a backward begins.
+    def move_last(self, index: int, parameter: Tensor) -> bool:
+        """Move all hooks behind those that were registered since; called as a backward begins.
 
         Args:
             index: the parameter whose hooks are running: torch goes through those that it had.
@@ -149,7 +150,7 @@ class GradientHooks:
 
 
 def wait_for_nothing(*_: Any) -> None:
-    """Stands where a hook was, in copies of a prepared model."""
+    """Do nothing: replaces a hook in copies of a prepared model."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -168,7 +169,7 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
 
 
 class HookManager:
-    """What was hung onto one model and one optimizer."""
+    """Installs hooks on one model and one optimizer, and removes them."""
 
     def __init__(
         self,
@@ -186,10 +187,8 @@ class HookManager:
             buffer_owners: modules with buffers that are kept alike, by `id`.
         """
         self._buffer_owners = buffer_owners
-        self.after_step: Callable[[], None] = lambda: None
-        """Called after each `optimizer.step()`; may take everything off."""
-        self.keep_step: Callable[[], None] = lambda: None
-        """Called before that; takes checkpoints."""
+        self._step_listeners: list[Callable[[], None]] = []
+        self._gradient_hooks: GradientHooks | None = None
         self.step_whole: Callable[..., Any] = optimizer.step
         self._model = model
         self._optimizer = optimizer
@@ -199,7 +198,7 @@ class HookManager:
         self._modules = list(model.modules())
         self._children = [tuple(module._modules.values()) for module in self._modules]
         self._owned = [tuple(module._parameters.values()) for module in self._modules]
-        self._freshness = {module: StaleFlag() for module in self._modules}
+        self._stale_flag = {module: StaleFlag() for module in self._modules}
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._scripted = [
             (module, module.__dict__.get("_parameters"))
@@ -209,17 +208,23 @@ class HookManager:
         self._handles: list[Any] = []
         self._saves_state = False
         self._ended_steps = 0
-        self._steps: Steps | None = None
+        self._steps: StepMachine | None = None
         self._own_step: Any = None
         self._own_zero_grad: Any = None
         self._had_own_step = "step" in optimizer.__dict__
         self._had_model_zero_grad = "zero_grad" in model.__dict__
 
-    def install(self, steps: Steps) -> None:
-        """Hang everything on."""
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call a function after each training step, behind those that subscribed before.
+
+        Args:
+            listener: may remove all hooks.
+        """
+        self._step_listeners.append(listener)
+
+    def install(self, steps: StepMachine) -> None:
+        """Install all hooks."""
         self._steps = steps
-        take_gradient = compile_disabled(steps.take_gradient)
-        steps.when_stale = self.mark_stale
         self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
         for module in self._modules:
             below = self._indices_below(module)
@@ -230,18 +235,19 @@ class HookManager:
                     # Calls inside scripted code run no hooks.
                     below if scripted else self._used_by[module],
                     below,
-                    self._freshness[module],
-                    [self._freshness[one] for one in module.modules()],
+                    self._stale_flag[module],
+                    [self._stale_flag[one] for one in module.modules()],
                 )
                 # Scripted modules run such hooks, but refuse to have any registered.
                 handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
                 self._handles.append(handle)
-        hooks = GradientHooks([entry.tensor for entry in self._trained], take_gradient)
-        steps.come_last = hooks.come_last
-        self._handles.append(hooks)
+        self._gradient_hooks = GradientHooks(
+            [entry.tensor for entry in self._trained], compile_disabled(steps.take_gradient)
+        )
+        self._handles.append(self._gradient_hooks)
         self._install_on_optimizer(steps)
         for module in self._modules:
-            install_lazy_parameters(module, steps, self._freshness[module])
+            install_lazy_parameters(module, steps, self._stale_flag[module])
             load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
             self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
             if id(module) in self._buffer_owners:
@@ -253,11 +259,11 @@ class HookManager:
             self._model.__dict__["zero_grad"] = types.MethodType(zero_grad, self._model)
 
     def follow(self, handle: Any) -> None:
-        """Take something else off together with the hooks."""
+        """Remove another handle together with the hooks."""
         self._handles.append(handle)
 
-    def _indices_used(self, module: nn.Module, steps: Steps) -> tuple[int, ...]:
-        """Numbers of the tensors that a module owns, or holds past torch's registration."""
+    def _indices_used(self, module: nn.Module, steps: StepMachine) -> tuple[int, ...]:
+        """Return the tensors that a module owns, or holds past torch's registration."""
         own = (one for one in module._parameters.values() if one is not None)
         found = (self._index_of.get(id(one)) for one in (*own, *held_parameters(module)))
         used = [index for index in found if index is not None]
@@ -266,11 +272,11 @@ class HookManager:
         return tuple(dict.fromkeys(used))
 
     def _indices_below(self, module: nn.Module) -> tuple[int, ...]:
-        """Numbers of the tensors that a module and all modules in it use, each once."""
+        """Return the tensors that a module and all modules in it use, each once."""
         below = (index for one in module.modules() for index in self._used_by[one])
         return tuple(dict.fromkeys(below))
 
-    def _install_on_optimizer(self, steps: Steps) -> None:
+    def _install_on_optimizer(self, steps: StepMachine) -> None:
         hook_manager, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
         end_step = compile_disabled(steps.end_step)
@@ -344,17 +350,21 @@ class HookManager:
         )
 
     def step_ended(self) -> None:
-        """Do what follows on each training step."""
-        self.keep_step()
-        self.after_step()
+        """Call the listeners; a training step has ended."""
+        for listener in tuple(self._step_listeners):
+            listener()
+
+    def move_last(self, index: int, parameter: Tensor) -> bool:
+        """Have other hooks on the parameters run first; see `GradientHooks.move_last`."""
+        return self._gradient_hooks is not None and self._gradient_hooks.move_last(index, parameter)
 
     def mark_stale(self) -> None:
         """Have compiled code wait, or raise, before it uses any parameter again."""
-        for freshness in self._freshness.values():
-            freshness.stale = True
+        for stale_flag in self._stale_flag.values():
+            stale_flag.stale = True
 
     def remove(self) -> None:
-        """Take everything off again; the model and the optimizer are plain ones afterwards."""
+        """Remove all hooks; the model and the optimizer are plain ones afterwards."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -373,7 +383,7 @@ class HookManager:
         remove_lazy_groups(self._optimizer)
         remove_lazy_state(self._optimizer)
         own = self._optimizer.__dict__
-        # Someone may have wrapped the replacement since: then it stays, and passes calls on.
+        # The program may have wrapped the replacement since: then it stays, and passes calls on.
         if own.get("step") is self._own_step:
             del own["step"]
             if self._had_own_step:
@@ -382,7 +392,7 @@ class HookManager:
             del own["zero_grad"]
 
     def check_unchanged(self) -> None:
-        """Check that the model still is what was prepared.
+        """Check that the model still is the one that was prepared.
 
         Raises:
             UsageError: modules or parameters were added, removed or replaced, or frozen
@@ -421,15 +431,11 @@ class HookManager:
 def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
     # The children of a scripted module are in no dictionary of Python's.
     values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
-    return len(values) == len(expected) and all(map(_is, values, expected))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+    return len(values) == len(expected) and all(map(operator.is_, values, expected))
 
 
 def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """`named_parameters()` past the guard: nobody reads the values."""
+    """Return `named_parameters()` without waiting: the values are not read."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in dict.items(module._parameters):

@@ -16,8 +16,7 @@ from typing import NoReturn, Protocol
 
 from gradlane.errors import UnevenDataError, UsageError
 from gradlane.training.model.consistency_check import RankStatus
-from gradlane.training.model.step_state import Phase, StepState
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import Phase, StepMachine
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
@@ -27,30 +26,44 @@ class JoinableModel(Protocol):
     """A connected model as this file sees it."""
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> StepMachine:
         """Its steps."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each rank trains at its own pace."""
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank what a rank has; a collective call."""
 
 
 class Attendance:
-    """Who was there in the steps of one model since the join began."""
+    """Notes the ranks with data in the steps of one model since the join began."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Join) -> None:
         """Start with all ranks there."""
+        self._join = join
         self.last_there: list[int] = []
         self.uneven = False
         self.over = False
 
-    def note(self, votes: Sequence[RankStatus]) -> None:
-        """See the votes of the next step."""
-        there = [rank for rank, vote in enumerate(votes) if not vote.shadow]
+    @property
+    def throws(self) -> bool:
+        """Whether all ranks break off when the first one has run out of data."""
+        return self._join.throws
+
+    def note(self, statuses: Sequence[RankStatus]) -> None:
+        """See the statuses of the next step."""
+        there = [rank for rank, status in enumerate(statuses) if not status.shadow]
         if not there:
             self.over = True
             return
         self.last_there = there
-        self.uneven = self.uneven or len(there) < len(votes)
+        self.uneven = self.uneven or len(there) < len(statuses)
+
+    def stop(self) -> NoReturn:
+        """Bring all ranks out of their loops."""
+        self._join.stop()
 
 
 class Join:
@@ -67,7 +80,7 @@ class Join:
         self.throws = throws
         self._models = models
         self._rank = rank
-        self._attendance: dict[int, Attendance] = {}
+        self._attendance: list[Attendance] = []
 
     def __enter__(self) -> Join:
         """Begin.
@@ -76,22 +89,21 @@ class Join:
             UsageError: one is open already, or updates run on the servers.
         """
         for model in self._models:
-            steps = model.steps
-            if steps.join is not None:
+            if model.steps.in_join:
                 raise UsageError("session.join() inside session.join(): one is enough")
-            if steps.is_asynchronous:
+            if model.is_asynchronous:
                 raise UsageError(
                     'session.join() with strategy="asgd": ranks may run different numbers of steps '
                     "there without it; leave it out"
                 )
-            if steps.serves:
+            if model.steps.serves:
                 raise UsageError(
                     'session.join() with update="server": a rank without data could not keep its '
                     'parameters up to date; use update="worker"'
                 )
-        for model in self._models:
-            self._attendance[id(model.steps)] = Attendance()
-            model.steps.join = self
+        self._attendance = [Attendance(self) for _ in self._models]
+        for model, attendance in zip(self._models, self._attendance, strict=True):
+            model.steps.consistency.enter_join(attendance)
         return self
 
     def __exit__(
@@ -109,22 +121,16 @@ class Join:
         try:
             if error is None:
                 self._go_along()
-                uneven = [one for one in self._attendance.values() if one.uneven]
-                if self.throws and uneven:
+                if self.throws and any(one.uneven for one in self._attendance):
                     raise UnevenDataError(self._describe())
-                for model in self._models:
-                    attendance = self._attendance[id(model.steps)]
+                for model, attendance in zip(self._models, self._attendance, strict=True):
                     if attendance.uneven:
                         model.broadcast_state(attendance.last_there[0])
         finally:
             for model in self._models:
-                model.steps.join = None
+                model.steps.consistency.leave_join()
 
-    def note(self, steps: StepState, votes: list[RankStatus]) -> None:
-        """See the votes of a step."""
-        self._attendance[id(steps)].note(votes)
-
-    def stop(self, steps: StepState) -> NoReturn:
+    def stop(self) -> NoReturn:
         """Bring all ranks out of their loops: a rank has run out.
 
         Raises:
@@ -145,21 +151,23 @@ class Join:
 
     def _go_along(self) -> None:
         """Take part in the others' steps with nothing until nobody has any of their own."""
-        open_ones = [model.steps for model in self._models]
-        for steps in open_ones:
+        steps_of = [model.steps for model in self._models]
+        for steps in steps_of:
             steps.begin_shadow()
         pause = _Pause()
-        while open_ones:
-            # One model can be waited for; among several, whichever the others are at.
-            ready = open_ones if len(open_ones) == 1 else _with_votes(open_ones)
+        trained = list(zip(steps_of, self._attendance, strict=True))
+        while trained:
+            # One model can be waited for; among several, the ones that the others are at.
+            ready = trained if len(trained) == 1 else [it for it in trained if it[0].has_statuses()]
             if not ready:
                 pause.take()
                 continue
             pause.reset()
-            for steps in list(ready):
+            for model in list(ready):
+                steps, attendance = model
                 steps.end_shadow()
-                if self._attendance[id(steps)].over:
-                    open_ones.remove(steps)
+                if attendance.over:
+                    trained.remove(model)
                 else:
                     steps.begin_shadow()
 
@@ -177,7 +185,3 @@ class _Pause:
 
     def reset(self) -> None:
         self._length_s = _FIRST_PAUSE_S
-
-
-def _with_votes(models: Sequence[Steps]) -> list[Steps]:
-    return [steps for steps in models if steps.has_votes()]

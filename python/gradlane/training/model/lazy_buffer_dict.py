@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradlane.training.model.lazy_dict import LazyDict
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import StepMachine
 
 Buffer = Tensor | None
 
@@ -23,12 +23,12 @@ class LazyBufferDict(LazyDict[Buffer]):
 
     __slots__ = ("_own", "_steps")
 
-    def __init__(self, buffers: Mapping[str, Buffer], steps: Steps) -> None:
+    def __init__(self, buffers: Mapping[str, Buffer], steps: StepMachine) -> None:
         """Guard a module's buffers.
 
         Args:
             buffers: what the mapping starts with.
-            steps: knows what is under way.
+            steps: those of the model.
         """
         # A scripted module's own mapping is none of Python's.
         super().__init__(buffers.items())
@@ -74,7 +74,7 @@ class LazyBufferDict(LazyDict[Buffer]):
         return dict(dict.items(self)) if isinstance(self._own, dict) else self._own
 
 
-def install_lazy_buffers(module: nn.Module, steps: Steps) -> None:
+def install_lazy_buffers(module: nn.Module, steps: StepMachine) -> None:
     """Replace a module's buffer mapping by a waiting one."""
     module.__dict__["_buffers"] = LazyBufferDict(module._buffers, steps)
 

@@ -20,8 +20,7 @@ class LazyDict(dict[str, Value]):
     __slots__ = ()
 
     def _before_list(self) -> None:
-        """Wait until all values are right."""
-        raise NotImplementedError
+        """Wait until all values are right; there is nothing to wait for by itself."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a tensor once it is right, or the default."""

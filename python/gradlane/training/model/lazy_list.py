@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.training.model.step_state import Phase
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import Phase, StepMachine
 
 
 class LazyParameterList(list[Tensor]):
@@ -24,12 +23,12 @@ class LazyParameterList(list[Tensor]):
 
     __slots__ = ("_steps",)
 
-    def __init__(self, parameters: list[Tensor], steps: Steps) -> None:
+    def __init__(self, parameters: list[Tensor], steps: StepMachine) -> None:
         """Guard a group's parameters.
 
         Args:
             parameters: what the list starts with.
-            steps: knows what is under way.
+            steps: those of the model.
         """
         super().__init__(parameters)
         self._steps = steps
@@ -97,7 +96,7 @@ def plain(parameters: list[Tensor]) -> Iterator[Tensor]:
     return list.__iter__(parameters)
 
 
-def install_lazy_groups(optimizer: Optimizer, steps: Steps) -> None:
+def install_lazy_groups(optimizer: Optimizer, steps: StepMachine) -> None:
     """Replace the lists of parameters in an optimizer's groups by waiting ones."""
     for group in optimizer.param_groups:
         if not isinstance(group["params"], LazyParameterList):

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_dict import LazyDict
-from gradlane.training.model.steps import Steps
+from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.modules.compiled import (
     StaleFlag,
     compile_disabled,
@@ -33,32 +33,37 @@ Parameter = nn.Parameter | None
 class LazyParameterDict(LazyDict[Parameter]):
     """Stands in for `Module._parameters` of one module."""
 
-    __slots__ = ("_before_compiled_read", "_freshness", "_module", "_steps")
+    __slots__ = ("_before_compiled_read", "_module", "_stale_flag", "_steps")
 
-    def __init__(self, module: nn.Module, steps: Steps, freshness: StaleFlag) -> None:
+    def __init__(self, module: nn.Module, steps: StepMachine, stale_flag: StaleFlag) -> None:
         """Guard a module's parameters.
 
         Args:
             module: whose.
-            steps: knows what is under way.
-            freshness: the module's, for compiled code.
+            steps: those of the model.
+            stale_flag: the module's, for compiled code.
         """
         # A scripted module's own mapping is none of Python's.
         super().__init__(module._parameters.items())
         self._module = weakref.ref(module)
         self._steps = steps
-        self._freshness = freshness
+        self._stale_flag = stale_flag
         self._before_compiled_read = compile_disabled(self._wait_for_all)
 
     @only_inlined
     def __getitem__(self, name: str) -> Parameter:
         """Return a parameter once it has its update."""
         parameter = dict.__getitem__(self, name)
-        if is_tracing() or enters_compiled_code():
-            if self._freshness.stale and self._steps.reads_wait:
+        if is_tracing():
+            # The module's flag first: it is all that is in the graph while it is down.
+            if self._stale_flag.stale and self._steps.reads_wait:
                 self._before_compiled_read()
-        elif self._steps.reads_wait and parameter is not None:
-            self._steps.before_read(parameter, self._evaluates())
+        elif self._steps.reads_wait:
+            if enters_compiled_code():
+                if self._stale_flag.stale:
+                    self._before_compiled_read()
+            elif parameter is not None:
+                self._steps.before_read(parameter, self._evaluates())
         return parameter
 
     def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
@@ -81,9 +86,9 @@ class LazyParameterDict(LazyDict[Parameter]):
             self._steps.before_list([*dict.values(self)])
 
 
-def install_lazy_parameters(module: nn.Module, steps: Steps, freshness: StaleFlag) -> None:
+def install_lazy_parameters(module: nn.Module, steps: StepMachine, stale_flag: StaleFlag) -> None:
     """Replace a module's parameter mapping by a waiting one."""
-    module.__dict__["_parameters"] = LazyParameterDict(module, steps, freshness)
+    module.__dict__["_parameters"] = LazyParameterDict(module, steps, stale_flag)
 
 
 def remove_lazy_parameters(module: nn.Module) -> None:
@@ -99,11 +104,11 @@ class SharedParameterTracker:
     Such as those that FX makes, lists of parameters, and layers that weights are tied to later.
     """
 
-    def __init__(self, steps: Steps, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, steps: StepMachine, parameters: Iterable[Tensor]) -> None:
         """Watch the registration of parameters until `remove`.
 
         Args:
-            steps: knows what is under way.
+            steps: those of the model.
             parameters: the model's.
         """
         self._steps = steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,21 @@ from torch import Tensor
 from gradlane.training.modules.compiled import is_read_by_compiler
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
+_Result = TypeVar("_Result")
+
 
 class Exemption(threading.local):
     """How deep a thread is in calls whose reads of parameters wait for nothing."""
 
     depth = 0
+
+    def run(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call whose reads of parameters, in this thread, wait for nothing."""
+        self.depth += 1
+        try:
+            return call()
+        finally:
+            self.depth -= 1
 
 
 class Reads(Protocol):

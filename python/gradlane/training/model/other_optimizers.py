@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_list import plain
+from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -26,9 +27,8 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 class StepView(Protocol):
     """What the watch asks a model's steps."""
 
-    @property
-    def is_exempt(self) -> bool:
-        """Whether this thread is in an update of the model's own."""
+    exempt: Exemption
+    """Threads in it are in an update of the model's own."""
 
     @property
     def failure(self) -> Exception | None:
@@ -91,7 +91,7 @@ class OtherOptimizers:
             self._refuse(other, self._shared(other) or "", "")
 
     def _shared(self, other: Optimizer) -> str | None:
-        if other is self._prepared or self._steps.is_exempt or self._steps.failure is not None:
+        if other is self._prepared or self._steps.exempt.depth or self._steps.failure is not None:
             return None
         for group in other.param_groups:
             for parameter in plain(group["params"]):

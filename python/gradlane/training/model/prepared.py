@@ -1,7 +1,7 @@
-"""One model and one optimizer on one channel: how they are connected and taken apart again.
+"""One model and one optimizer on one channel, from `Session.prepare` to `close`.
 
-When `connect` returns, all ranks have rank 0's parameters and buffers, and the user's own objects
-are hooked. After `close` they are plain objects again.
+All ranks have rank 0's parameters and buffers, and the user's own objects have hooks. After `close`
+they are plain objects again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.errors import CheckpointError, GradlaneError, SessionFailedError, UsageError
+from gradlane.errors import (
+    CheckpointError,
+    GradlaneError,
+    SessionClosedError,
+    SessionFailedError,
+    UsageError,
+)
 from gradlane.training.connection import SessionContext, shutdown_channel
 from gradlane.training.core import translate_error
 from gradlane.training.factors.sending import FactorHooks
@@ -30,16 +36,22 @@ from gradlane.training.model.broadcast_state import (
 )
 from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.connecting import connect, schemes_of
-from gradlane.training.model.consistency_check import Hyperparameters, compare_endings, tell_ending
-from gradlane.training.model.exchange import Exchange
+from gradlane.training.model.consistency_check import (
+    ConsistencyCheck,
+    Hyperparameters,
+    compare_endings,
+    tell_ending,
+)
+from gradlane.training.model.deferred_update import DeferredUpdate
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
 from gradlane.training.model.late_gradients import LateGradientBuffer
-from gradlane.training.model.lazy_parameters import LazyParameters
+from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
-from gradlane.training.model.step_state import Phase, StepCallbacks
-from gradlane.training.model.steps import Steps
-from gradlane.training.model.updates import DeferredUpdate
+from gradlane.training.model.server_updates import ServerUpdates
+from gradlane.training.model.step_machine import Phase, StepMachine
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum
 from gradlane.training.options.options import Options
@@ -47,7 +59,7 @@ from gradlane.training.rendezvous.parameter_check import AgreementCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CLOSE_TIMEOUT_S = 60.0
-"""How long to wait for the other ranks' goodbyes, where nobody says otherwise."""
+"""Seconds to wait for the other ranks' goodbyes by default."""
 
 
 class PreparedModel:
@@ -62,11 +74,11 @@ class PreparedModel:
         defer: bool,
         buffers: str = "local",
     ) -> None:
-        """Agree with all ranks, connect, spread rank 0's values and hook everything.
+        """Agree with all ranks, connect, broadcast rank 0's values and install all hooks.
 
         Args:
-            ctx: what the session gives.
-            meet: opens a place where the ranks agree, another one each time.
+            ctx: the session's.
+            meet: opens a scope where the ranks agree, another one each time.
             model: the user's.
             optimizer: the user's.
             defer: whether updates may happen after `optimizer.step()` and in parts.
@@ -88,46 +100,48 @@ class PreparedModel:
         connected = connect(ctx, meeting, model, optimizer, buffers, self._staging_failed)
         self._connected = connected
         self.channel, self.codecs = connected.channel, connected.codecs
-        self._members, self._served = connected.members, connected.served
+        self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.terms.entries, connected.terms.trained
         self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        self._failure = FailureLatch()
         self._agreement = AgreementCheck(meeting, self._trained, ctx.options.check_every)
-        pack = self._members.buffers
+        pack = self._layout.buffers
         self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
         )
+        self._updates = self._make_server_updates()
         self.steps = self._make_steps()
         self.hook_manager.install(self.steps)
-        self.hook_manager.follow(FactorHooks(self._members.factored, self.steps))
+        self.hook_manager.follow(FactorHooks(self._layout.factored, self.steps))
         if pack is not None:
             self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
         self._watch = ctx.observer.watch(model, self.channel, self.steps)
-        self._gathering: Barrier | None = None
+        self._barrier: Barrier | None = None
         if ctx.options.is_asynchronous:
             limit_s = ctx.options.network.progress_timeout_s
-            self._gathering = Barrier(self.channel, meeting, limit_s)
+            self._barrier = Barrier(self.channel, meeting, limit_s)
         else:
-            # Where nobody waits for other ranks' gradients, there is no circle to be found.
-            ctx.deadlocks.add(meeting.name, self.steps.exchange, self._stand_still)
-        self._server = self._make_server_state(meeting) if self._served is not None else None
+            # With asynchronous training no rank waits for another's gradients: no deadlock.
+            ctx.deadlocks.add(meeting.name, self.steps.exchange, self._on_deadlock)
+        self._server = self._make_server_state(self._updates) if self._updates else None
         self.residuals = ResidualState(
             channel=self.channel,
             meeting=meeting,
-            members=self._members,
+            layout=self._layout,
             choices=self.codecs,
             updates_on_servers=self._served is not None,
             settle=self.steps.settle,
             spend_step=self.steps.spend_step,
             translating=self._translating,
-            settle_carried=self.steps.exchange.settle_carried,
+            settle_late=self.steps.exchange.settle_late,
             leaves_out=ctx.options.stragglers.leaves_out,
         )
-        if self._gathering is not None:
-            # From now on this rank updates what it owns, also before its own first step.
-            self.channel.set_optimizer(0, self._server_rows())
+        if self._barrier is not None and self._updates is not None:
+            # From now on this rank updates its own slices, also before its own first step.
+            self.channel.set_optimizer(0, self._updates.checked_rows())
 
         self.has_parted = False
         """Whether every rank has said goodbye."""
@@ -144,7 +158,7 @@ class PreparedModel:
                 raise
 
     def whole_state(self) -> dict[str, Any]:
-        """Return all that training goes on from, whole on every rank; a collective call."""
+        """Return the whole state of training on every rank; a collective call."""
         self.check_between_steps()
         return {
             "model": self.model.state_dict(),
@@ -153,7 +167,7 @@ class PreparedModel:
         }
 
     def load_whole_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `whole_state` returned; a collective call between steps.
+        """Restore a result of `whole_state`; a collective call between steps.
 
         Raises:
             ValueError: it is another model's.
@@ -163,7 +177,7 @@ class PreparedModel:
         self.residuals.load_state_dict(state["session"])
 
     def close(self, timeout_s: float) -> None:
-        """Settle, unhook and say goodbye.
+        """Settle, remove the hooks and close the channel.
 
         Args:
             timeout_s: how long to wait for the other ranks' goodbyes; it is no error if they
@@ -173,7 +187,7 @@ class PreparedModel:
             GradlaneError: the last step could not be brought to an end.
         """
         try:
-            self.steps.raise_failure()
+            self._failure.raise_failure()
             self.steps.finish()
             self._pull("session.close()")
         except GradlaneError as error:
@@ -185,13 +199,15 @@ class PreparedModel:
             self._connected.recording.unwatch()
         if self._server is not None:
             self._server.release()
-        self.steps.close("the session was closed")
+        self._failure.fail(SessionClosedError("the session was closed"))
         self._connected.carrier.close()
-        votes = self._members.ballot is not None
-        if votes:
-            tell_ending(self._meeting, self.steps.step, *self.steps.own_vote())
+        compares = self._layout.status is not None
+        if compares:
+            consistency = self.steps.consistency
+            ending, digest = consistency.ending, consistency.digest
+            tell_ending(self._meeting, self.steps.step, ending, digest)
         if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
-            if votes:
+            if compares:
                 compare_endings(self._meeting)
             self._meeting.leave()
             self.has_parted = True
@@ -203,9 +219,9 @@ class PreparedModel:
         Raises:
             GradlaneError: the session has failed.
         """
-        self.steps.raise_failure()
+        self._failure.raise_failure()
         self.steps.settle()
-        if self._gathering is not None and self.in_step:
+        if self._barrier is not None and self.in_step:
             raise UsageError(
                 f"session.synchronize() in the middle of step {self.steps.step}: with "
                 'strategy="asgd" it waits for all ranks; call it after optimizer.step()'
@@ -221,14 +237,14 @@ class PreparedModel:
 
     def _pull(self, call: str) -> None:
         """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
-        if self._gathering is None or self._served is None or self._ctx.place.world_size == 1:
+        if self._barrier is None or self._served is None or self._ctx.place.world_size == 1:
             return
         with self._translating(f"waiting for all ranks in {call}"):
             self._served.register()
-            self._gathering.all_here(call)
+            self._barrier.all_here(call)
             self.steps.spend_step(self._served.pull)
             # Who goes on training changes the servers' parameters: not before all have them.
-            self._gathering.all_here(f"{call}, with all parameters")
+            self._barrier.all_here(f"{call}, with all parameters")
 
     def reconnected(
         self, options: Options, timeout_s: float, schemes: Mapping[str, str] | None = None
@@ -245,7 +261,7 @@ class PreparedModel:
         Raises:
             GradlaneError: a rank was lost, or cannot connect.
         """
-        self.steps.raise_failure()
+        self._failure.raise_failure()
         self.steps.settle()
         if self._server is not None:
             self._server.bring_home()
@@ -281,34 +297,35 @@ class PreparedModel:
         except GradlaneError as error:
             self.abort(f"the state of rank {source} could not be handed over: {error}")
             raise
-        if self._members.buffers is not None:
-            self._members.buffers.start()
+        if self._layout.buffers is not None:
+            self._layout.buffers.start()
 
     def abort(self, reason: str) -> None:
         """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
-        self.steps.close(f"the session was given up: {reason}")
+        self._failure.fail(SessionClosedError(f"the session was given up: {reason}"))
         with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
         self._connected.carrier.close()
 
-    def _stand_still(self, reason: str) -> None:
-        """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
-        self.steps.fail(SessionFailedError(reason, self.steps.step - 1))
+    def _on_deadlock(self, reason: str) -> None:
+        """Fail here and tell all ranks; called while this rank waits."""
+        self._failure.fail(SessionFailedError(reason, self.steps.step - 1))
         with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)
 
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
         self.channel.forget_in_child()
-        if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self.steps.failure is None:
+        if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self._failure.error is None:
             self.hook_manager.remove()
             if self._server is not None:
                 self._server.release()
-        self.steps.close("this session belongs to the parent of this forked child")
+        reason = "this session belongs to the parent of this forked child"
+        self._failure.fail(SessionClosedError(reason))
 
     def shares_with(self, model: nn.Module) -> bool:
         """Whether another model has a trained parameter of this one."""
-        if self.steps.failure is not None:
+        if self._failure.error is not None:
             return False
         return any(id(parameter) in self._index_of for parameter in model.parameters())
 
@@ -325,6 +342,11 @@ class PreparedModel:
             )
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether each rank trains at its own pace."""
+        return self._ctx.options.is_asynchronous
+
+    @property
     def optimizer(self) -> Optimizer:
         """The user's optimizer."""
         return self._optimizer
@@ -332,7 +354,7 @@ class PreparedModel:
     @property
     def buffers_apart(self) -> set[str]:
         """Names of the buffers that differ from rank to rank, as in the model's state."""
-        if self._members.buffers is not None:
+        if self._layout.buffers is not None:
             return set()
         return {name for name, _ in self.model.named_buffers()}
 
@@ -372,19 +394,34 @@ class PreparedModel:
     def _staging_failed(self, error: Exception) -> None:
         core = self._ctx.core
         if isinstance(error, core.ChannelError):
-            self.steps.fail(translate_error(core, error, "handing a gradient over"))
+            self._failure.fail(translate_error(core, error, "handing a gradient over"))
         else:
             self.abort(f"staging failed: {error}")
 
-    def _make_steps(self) -> Steps:
-        ctx, optimizer = self._ctx, self._optimizer
-        observes = ctx.place.rank == 0 and ctx.place.ranks > 1
+    def _make_steps(self) -> StepMachine:
+        ctx, optimizer, place = self._ctx, self._optimizer, self._ctx.place
         step_whole = self.hook_manager.step_whole
         step_of_class = optimizers.step_of_class(optimizer)
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
             if step_of_class is not None:
                 step_of_class = self._connected.recording.timed_update(step_of_class)
+        exempt = Exemption()
+        consistency = ConsistencyCheck(
+            self._agreement, Hyperparameters(optimizer), self._failure, exempt
+        )
+        carries_late = ctx.options.stragglers.late == "carry" and place.world_size > 1
+        exchange = GradientExchange(
+            ctx.core,
+            self.channel,
+            self._connected.carrier,
+            self._layout,
+            consistency,
+            self._failure,
+            functools.partial(ctx.deadlocks.waiting, self._meeting.name),
+            place.rank,
+            LateGradientBuffer() if carries_late else None,
+        )
         update = DeferredUpdate(
             optimizer,
             step_whole,
@@ -392,51 +429,33 @@ class PreparedModel:
             [entry.tensor for entry in self._trained],
             self._index_of,
             is_known=optimizers.is_known(optimizer),
+            may_defer=self._defer,
         )
-        driver = StepCallbacks(
-            update=update,
-            defers=lambda: (
-                self._defer
-                and update.in_parts
-                and not optimizers.has_step_hooks(optimizer)
-                and not optimizers.mixes_first_steps(optimizer)
-            ),
-            check_unchanged=self._check_unchanged,
-            server_rows=self._server_rows if self._served is not None else None,
-            note_update=self._note_update,
-            order=ForwardOrder() if observes else None,
-            announce_order=self._announce_order,
-            before_step=self._before_step,
-            agreement=self._agreement,
-            hyperparameters=Hyperparameters(optimizer),
-            abort=self.channel.abort,
-            is_asynchronous=ctx.options.is_asynchronous,
-        )
-        return Steps(
-            lambda reports: Exchange(
-                ctx.core,
-                self.channel,
-                self._connected.carrier,
-                self._members,
-                reports,
-                functools.partial(ctx.deadlocks.waiting, self._meeting.name),
-                ctx.place.rank,
-                LateGradientBuffer()
-                if ctx.options.stragglers.late == "carry" and ctx.place.world_size > 1
-                else None,
-            ),
-            driver,
-            functools.partial(LazyParameters, [entry.tensor for entry in self._trained]),
+        return StepMachine(
+            exchange,
+            update,
+            consistency,
+            self._failure,
+            exempt,
+            self.hook_manager,
+            self._check_unchanged,
+            self._on_step_begin,
+            server=self._updates,
+            order=ForwardOrder() if place.rank == 0 and place.ranks > 1 else None,
         )
 
-    def _announce_order(self, order: ForwardOrder) -> None:
-        first_extra = len(self._entries)
-        priorities = order.priorities(first_extra + len(self._connected.extras))
-        # The ballot is asked for before any update, and buffers by the first module that has some.
-        priorities[first_extra:] = [0] * len(self._connected.extras)
-        self.channel.switch_priorities(priorities)
+    def _make_server_updates(self) -> ServerUpdates | None:
+        if self._served is None:
+            return None
+        return ServerUpdates(
+            self._optimizer,
+            self._trained,
+            self._served,
+            self._check_unchanged,
+            is_asynchronous=self.is_asynchronous,
+        )
 
-    def _before_step(self, step: int) -> None:
+    def _on_step_begin(self, step: int) -> None:
         self._watch.step_begins(step)
         if self._agreement.is_due(step - 1):
             self._agreement.after_step(step - 1)
@@ -457,39 +476,30 @@ class PreparedModel:
         try:
             yield
         except core.ChannelError as error:
-            self.steps.keep_and_raise(translate_error(core, error, doing), error)
+            self._failure.fail_and_raise(translate_error(core, error, doing), error)
 
-    def _make_server_state(self, meeting: RendezvousScope) -> ServerState:
+    def _make_server_state(self, updates: ServerUpdates) -> ServerState:
+        barrier = self._barrier
         return ServerState(
             channel=self.channel,
-            meeting=meeting,
+            meeting=self._meeting,
             optimizer=self._optimizer,
             trained=self._trained,
+            updates=updates,
             spend_step=self.steps.spend_step,
             translating=self._translating,
-            apart=AsyncContext(self._gathering, self.steps.settle, self.steps.exchange.pushes)
-            if self._gathering is not None
+            apart=AsyncContext(barrier, self.steps.settle, self.steps.exchange.pushes)
+            if barrier is not None
             else None,
         )
 
-    def _server_rows(self) -> str:
-        """Hyper-parameters of all tensors, read at the start and at the end of a step.
+    def _check_unchanged(self) -> None:
+        """Check that the model and its optimizer still are those that were prepared.
 
         Raises:
-            UsageError: the core would write into memory that is no parameter's any more.
+            UsageError: they were changed.
         """
-        assert self._served is not None
-        assert self._server is not None
-        self._served.check_unmoved()
-        self._check_unchanged()
-        return self._server.rows()
-
-    def _check_unchanged(self) -> None:
         self.hook_manager.check_unchanged()
         check_momentum(self._optimizer, self._momentum_codecs)
-        if self._members.form is not None:
-            self._members.form.check()
-
-    def _note_update(self, index: int) -> None:
-        if self._server is not None:
-            self._server.updated(index)
+        if self._layout.form is not None:
+            self._layout.form.check()

@@ -47,13 +47,13 @@ class ResidualState:
         *,
         channel: Channel,
         meeting: RendezvousScope,
-        members: StepLayout,
+        layout: StepLayout,
         choices: Sequence[CodecChoice],
         updates_on_servers: bool,
         settle: Callable[[], None],
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
-        settle_carried: Callable[[], LateGradientBuffer | None] = lambda: None,
+        settle_late: Callable[[], LateGradientBuffer | None] = lambda: None,
         leaves_out: bool = False,
     ) -> None:
         """Look at what there is to keep.
@@ -61,24 +61,24 @@ class ResidualState:
         Args:
             channel: the model's.
             meeting: where the ranks agree.
-            members: what takes part in its steps.
+            layout: what takes part in its steps.
             choices: the codecs of the trained tensors.
             updates_on_servers: whether results are parameters, which travel as they are.
             settle: waits for the end of a step that is still under way.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
-            settle_carried: returns what is carried of late gradients, or None where none is.
+            settle_late: returns what is carried of late gradients, or None where none is.
             leaves_out: whether steps may go on without ranks that are late.
         """
         self._channel = channel
         self._meeting = meeting
-        self._members = members
+        self._layout = layout
         self._owners_keep = not updates_on_servers
         self._settle = settle
         self._spend_step = spend_step
         self._translating = translating
-        self._settle_carried = settle_carried
-        self._carries = settle_carried() is not None and meeting.place.world_size > 1
+        self._settle_late = settle_late
+        self._carries = settle_late() is not None and meeting.place.world_size > 1
         self._begin = channel.step_gather if leaves_out else channel.step_begin
         self._kept = [
             index
@@ -111,7 +111,7 @@ class ResidualState:
         if self.is_empty:
             return state
         self._settle()
-        carrying = self._settle_carried()
+        carrying = self._settle_late()
         if carrying is not None and self._carries:
             carried = self._carried(carrying)
             self._note(state, CARRIED, carried)
@@ -149,7 +149,7 @@ class ResidualState:
             json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
         ]
         kind = WORKER if all(said) else MEAN_OF[WORKER]
-        carrying = self._settle_carried()
+        carrying = self._settle_late()
         if carrying is not None and self._carries:
             self._carry(carrying, checked[CARRIED if all(said) else MEAN_OF[CARRIED]])
         with self._translating("loading residuals"):
@@ -166,7 +166,7 @@ class ResidualState:
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is left of a state where the model trains other tensors than before."""
-        shapes = {entry.name: self._shape(entry) for entry in self._members.trained}
+        shapes = {entry.name: self._shape(entry) for entry in self._layout.trained}
         left: dict[str, Any] = dict(state)
         for kind in _KINDS:
             left[kind] = {
@@ -183,7 +183,7 @@ class ResidualState:
                 f"this is no state of residuals: it lacks {', '.join(missing)}; load what "
                 "session.state_dict() returned"
             )
-        shapes = {entry.name: entry for entry in self._members.trained}
+        shapes = {entry.name: entry for entry in self._layout.trained}
         for kind in _KINDS:
             for name, value in state.get(kind, {}).items():
                 if name not in shapes:
@@ -207,7 +207,7 @@ class ResidualState:
         return (widths[0],) if widths and widths[0] > 1 else ()
 
     def _entry(self, index: int) -> TensorEntry:
-        return self._members.trained[index]
+        return self._layout.trained[index]
 
     def _empty(self, index: int, dtype: torch.dtype | None = None, width: int = 1) -> Tensor:
         """Return memory for a tensor, on the host and in its layout; complex numbers are pairs.
@@ -248,7 +248,7 @@ class ResidualState:
     def _carried(self, carrying: LateGradientBuffer) -> dict[int, Tensor]:
         """Return copies of what this rank carries, each tensor in its own dtype."""
         found = {}
-        for index in range(len(self._members.trained)):
+        for index in range(len(self._layout.trained)):
             gradient = carrying.carried(index)
             if gradient is not None:
                 found[index] = self._empty(index)
@@ -257,7 +257,7 @@ class ResidualState:
 
     def _mean_carried(self, carried: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Average carried gradients over all ranks, nothing counting as zeros."""
-        means = {index: self._empty(index).zero_() for index in range(len(self._members.trained))}
+        means = {index: self._empty(index).zero_() for index in range(len(self._layout.trained))}
         for index, value in carried.items():
             means[index].copy_(value)
         self._step(means, read=None, gives=lambda index: index in carried)
@@ -265,7 +265,7 @@ class ResidualState:
 
     def _carry(self, carrying: LateGradientBuffer, values: Mapping[str, Tensor]) -> None:
         """Have these added to this rank's next gradients."""
-        for index, entry in enumerate(self._members.trained):
+        for index, entry in enumerate(self._layout.trained):
             if entry.name in values:
                 with torch.inference_mode(False), torch.no_grad():
                     gradient = torch.empty_like(entry.tensor)
@@ -317,12 +317,12 @@ class ResidualState:
             read: which half of the owners' residuals results are; None: they are means.
             gives: whether this rank gives a tensor.
         """
-        members, channel = self._members, self._channel
-        others = {index: entry.tensor for index, entry in enumerate(members.trained)}
-        if members.ballot is not None:
-            others[members.ballot_index] = members.ballot.tensor
-        if members.buffers is not None:
-            others[members.buffers_index] = members.buffers.tensor
+        layout, channel = self._layout, self._channel
+        others = {index: entry.tensor for index, entry in enumerate(layout.trained)}
+        if layout.status is not None:
+            others[layout.status_index] = layout.status.tensor
+        if layout.buffers is not None:
+            others[layout.buffers_index] = layout.buffers.tensor
         # If this breaks off, the core may still write there.
         self._lent = list(memory.values())
 
@@ -333,7 +333,7 @@ class ResidualState:
             else:
                 channel.read_state(OWNER, read)
             for index, tensor in others.items():
-                if index in members.factored:
+                if index in layout.factored:
                     channel.block_absent(index, step)
                     continue
                 landing = memory.get(index)
@@ -346,7 +346,7 @@ class ResidualState:
             channel.step_end(step)
             channel.wait_step(step)
             channel.take_ready(step)
-            for index in members.factored:
+            for index in layout.factored:
                 channel.take_blocks(index, step)
 
         self._spend_step(run)

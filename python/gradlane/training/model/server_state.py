@@ -24,7 +24,7 @@ from gradlane.errors import PeerLostError, RanksDifferError, RendezvousError, Se
 from gradlane.training.core import Channel
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.lazy_state import plain_state
-from gradlane.training.model.optimizers import server_rows
+from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.state_checks import (
     MEANS,
     MOMENTUM,
@@ -64,6 +64,7 @@ class ServerState:
         meeting: RendezvousScope,
         optimizer: Optimizer,
         trained: Sequence[TensorEntry],
+        updates: ServerUpdates,
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
         apart: AsyncContext | None = None,
@@ -75,6 +76,7 @@ class ServerState:
             meeting: where the ranks agree.
             optimizer: the user's, checked by `check_server_optimizer`.
             trained: table entries of the trained parameters, by tensor number.
+            updates: count the tensors' steps.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
             apart: where ranks train asynchronously; each push is a step of the optimizer then.
@@ -83,14 +85,11 @@ class ServerState:
         self._meeting = meeting
         self._optimizer = optimizer
         self._trained = trained
+        self._updates = updates
         self._spend_step = spend_step
         self._translating = translating
         self._apart = apart
         self._pushes_before = [0] * len(trained)
-        self._index_of = {id(entry.tensor): index for index, entry in enumerate(trained)}
-        self._steps = [0] * len(trained)
-        self._buffered: set[int] = set()
-        self._buffers: frozenset[int] = frozenset()
         self._loaded: dict[int, dict[str, Any]] = {}
         self._unagreed: str | None = None
         self._meetings = 0
@@ -103,24 +102,6 @@ class ServerState:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
-
-    def rows(self) -> str:
-        """Return every tensor's settings for the next step as the JSON that the core reads.
-
-        Raises:
-            ValueError: a setting makes no sense; the message names group and key.
-        """
-        rows, self._buffers = server_rows(self._optimizer, self._index_of, self._steps)
-        return rows
-
-    def updated(self, index: int) -> None:
-        """Note that a tensor has taken a step."""
-        if self._apart is not None:
-            # Steps are the owners' to count: other ranks' gradients make some, too.
-            return
-        self._steps[index] += 1
-        if index in self._buffers:
-            self._buffered.add(index)
 
     def agree(self) -> None:
         """Check that all ranks have loaded the same state since the last step.
@@ -146,19 +127,20 @@ class ServerState:
             RanksDifferError: the ranks have state of different tensors.
         """
         self._before_save(self._optimizer)
-        self._steps = [0] * len(self._trained)
-        self._buffered.clear()
+        self._updates.steps[:] = [0] * len(self._trained)
+        self._updates.buffered.clear()
 
     def release(self) -> None:
         """Let go of the optimizer; if its state stays behind, it refuses to go on without."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        taken = self._steps
+        taken = self._updates.steps
         if self._apart is not None:
             pushes = self._own_pushes()
             taken = [have + more for have, more in zip(taken, pushes, strict=True)]
-            self._buffered |= {index for index in self._buffers if pushes[index] > 0}
+            updates = self._updates
+            updates.buffered |= {index for index in updates.with_momentum if pushes[index] > 0}
         if self._stored(taken):
             mark_incomplete(self._optimizer)
 
@@ -167,7 +149,7 @@ class ServerState:
     def _stored(self, steps: Sequence[int]) -> dict[str, list[int]]:
         """Which tensors have state, by its name, after so many steps; the same on every rank."""
         if isinstance(self._optimizer, SGD):
-            return {MOMENTUM: sorted(self._buffered)} if self._buffered else {}
+            return {MOMENTUM: sorted(self._updates.buffered)} if self._updates.buffered else {}
         indices = [index for index, taken in enumerate(steps) if taken > 0]
         return dict.fromkeys(MEANS, indices) if indices else {}
 
@@ -176,7 +158,7 @@ class ServerState:
             with self._translating("collecting the optimizer's state"):
                 self._save_apart(self._apart)
             return
-        stored = self._stored(self._steps)
+        stored = self._stored(self._updates.steps)
         if not stored:
             return
         self.agree()
@@ -185,7 +167,7 @@ class ServerState:
                 raise RanksDifferError(
                     f"rank {rank} has optimizer state of other tensors than this one"
                 )
-        self._bring(stored, self._steps)
+        self._bring(stored, self._updates.steps)
 
     def _bring(self, stored: dict[str, list[int]], steps: Sequence[int]) -> None:
         for name, indices in stored.items():
@@ -204,19 +186,20 @@ class ServerState:
 
     def _save_apart(self, apart: AsyncContext) -> None:
         """Put all state into the optimizer while every rank stands still."""
-        if isinstance(self._optimizer, SGD) and not (self._buffers or self._buffered):
+        updates = self._updates
+        if isinstance(self._optimizer, SGD) and not (updates.with_momentum or updates.buffered):
             return
         apart.settle()
         told = apart.gathering.all_here("optimizer.state_dict()", json.dumps(self._own_pushes()))
         # Nothing is under way now. What each rank pushed is what every slice was updated with.
-        steps = list(self._steps)
+        steps = list(self._updates.steps)
         for word in told:
             steps = [have + more for have, more in zip(steps, json.loads(word), strict=True)]
         if isinstance(self._optimizer, SGD):
-            fresh = {index for index in self._buffers if steps[index] > 0}
-            self._buffered |= fresh
+            fresh = {index for index in self._updates.with_momentum if steps[index] > 0}
+            self._updates.buffered |= fresh
         self._bring(self._stored(steps), steps)
-        self._channel.set_optimizer(0, self.rows())
+        self._channel.set_optimizer(0, self._updates.rows())
         apart.gathering.all_here("optimizer.state_dict(), with all state")
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -304,7 +287,7 @@ class ServerState:
         apart.gathering.all_here("optimizer.load_state_dict()")
         self._take_over(exact)
         self._pushes_before = list(apart.pushes)
-        self._channel.set_optimizer(0, self.rows())
+        self._channel.set_optimizer(0, self._updates.rows())
         told = apart.gathering.all_here(
             "optimizer.load_state_dict(), with it", self._unagreed or ""
         )
@@ -335,15 +318,15 @@ class ServerState:
 
     def _load(self, states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._channel.clear_state()
-        self._buffered.clear()
+        self._updates.buffered.clear()
         for index, (entry, state) in enumerate(zip(self._trained, states, strict=True)):
-            self._steps[index] = int(state.get("step", 0))
+            self._updates.steps[index] = int(state.get("step", 0))
             for name in names:
                 value = state.get(name)
                 if value is not None:
                     values = in_layout(value.detach().to("cpu", torch.float32), entry.stride)
                     self._channel.load_state(index, name, values.data_ptr(), values.numel())
-                    self._buffered.add(index)
+                    self._updates.buffered.add(index)
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""

@@ -1,7 +1,7 @@
-"""How gradients on an accelerator get to the core and back: through memory of the host.
+"""Bring gradients on an accelerator to the core and back, through memory of the host.
 
 The training thread does not wait for copies to the host: a small thread waits for each of them,
-and then hands the memory over. That memory is kept, one buffer a tensor, and is written again only
+and then lends the memory to the core. There is one buffer a tensor, which is written again only
 after its last copy to the device.
 """
 
@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradlane.training.carrier import Carrier, DirectCarrier, spread_from_host
+from gradlane.training.carrier import Carrier, DirectCarrier, broadcast_from_host
 from gradlane.training.core import Channel
 from gradlane.training.model.cuda_copies import CudaCopies
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -45,7 +45,7 @@ class Copies(Protocol[MarkT]):
         """Return memory of the host with the layout of an entry's gradients."""
 
     def to_host(self, host: Tensor, gradient: Tensor, after: MarkT | None) -> MarkT:
-        """Start a copy of what the device is to have computed by now, and return at once.
+        """Start a copy of the gradient as the device computes it, and return at once.
 
         Args:
             host: is written, but not before `after`.
@@ -54,7 +54,7 @@ class Copies(Protocol[MarkT]):
         """
 
     def to_device(self, gradient: Tensor, host: Tensor) -> MarkT:
-        """Queue a copy before whatever the device is given to do from now on."""
+        """Queue a copy before all work that the device is given from now on."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class StagedCarrier(Generic[MarkT]):
         Args:
             channel: the channel.
             trained: table entries by tensor number.
-            report: told when handing over has failed on the small thread.
+            report: called with an error of the small thread.
             copies: makes the copies.
         """
         self._channel = channel
@@ -95,25 +95,25 @@ class StagedCarrier(Generic[MarkT]):
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(
-            target=self._hand_over, name="gradlane-staging", daemon=True
+            target=self._submit_copies, name="gradlane-staging", daemon=True
         )
         self._thread.start()
 
-    def give(self, index: int, step: int, gradient: Tensor) -> None:
-        """Start the copy to the host; the memory is handed over when it is done."""
+    def submit(self, index: int, step: int, gradient: Tensor) -> None:
+        """Start the copy to the host; its memory is lent to the core when it is done."""
         if not self._copies.are_for(gradient.device):
-            self._direct.give(index, step, gradient)
+            self._direct.submit(index, step, gradient)
             return
         copied = self._copies.to_host(self._host(index), gradient, self._returned.get(index))
         with self._wake:
             self._under_way.append(_Copy(copied, index, step))
             self._wake.notify()
 
-    def give_nothing(self, index: int, step: int) -> Tensor:
-        """Hand over memory of the host; returns a fresh tensor on the tensor's own device."""
+    def submit_absent(self, index: int, step: int) -> Tensor:
+        """Lend the core memory of the host; returns a fresh tensor on the tensor's own device."""
         entry = self._trained[index]
         if not self._copies.are_for(entry.tensor.device):
-            return self._direct.give_nothing(index, step)
+            return self._direct.submit_absent(index, step)
         returned = self._returned.get(index)
         if returned is not None:
             # The copy out of this buffer is a step old; this waits for it alone.
@@ -135,22 +135,22 @@ class StagedCarrier(Generic[MarkT]):
                 if self._copies.are_for(gradient.device):
                     self._returned[index] = self._copies.to_device(gradient, self._host(index))
 
-    def spread(
+    def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
     ) -> None:
         """Run step 0 through copies in the host's memory."""
-        spread_from_host(self._channel, entries, first, without)
+        broadcast_from_host(self._channel, entries, first, without)
 
     def close(self) -> None:
-        """Stop the small thread; copies that are under way are not handed over."""
+        """Stop the small thread; the core does not get copies that are under way."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._thread is not threading.current_thread():
-            # A device that hangs does not keep anybody from leaving.
+            # A device that hangs must not keep the program from leaving.
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _hand_over(self) -> None:
+    def _submit_copies(self) -> None:
         while True:
             with self._wake:
                 while not self._under_way and not self._closing:
@@ -178,12 +178,12 @@ class StagedCarrier(Generic[MarkT]):
 def carrier_for(
     channel: Channel, carried: Mapping[int, TensorEntry], report: Callable[[Exception], None]
 ) -> Carrier:
-    """Return what carries these tensors, wherever they are.
+    """Return a carrier for these tensors, on the host or on devices.
 
     Args:
         channel: the channel.
         carried: table entries by tensor number.
-        report: told when handing over has failed on another thread.
+        report: called with an error of another thread.
     """
     copies = CudaCopies()
     if any(copies.are_for(entry.device) for entry in carried.values()):

@@ -1,4 +1,4 @@
-"""What takes part in the steps of one channel, each in its place: gradients, votes, buffers."""
+"""The tensor numbers of everything that takes part in the steps of one channel."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from torch import nn
 
 from gradlane.training.factors.choice import Factored
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
-from gradlane.training.model.consistency_check import ConsistencyCheck
+from gradlane.training.model.consistency_check import StatusTensor
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """What takes part in the steps of a channel.
+    """The tensors that take part in the steps of a channel.
 
     Attributes:
         trained: table entries of the trained parameters, by tensor number.
-        ballot: how all ranks ended their steps, or None where updates run on the servers.
-        ballot_index: its tensor number.
+        table_size: number of entries of the table, which the extras follow.
+        extras: number of tensors that travel beside the table.
+        status: how all ranks ended their steps, or None where updates run on the servers.
+        status_index: its tensor number.
         buffers: buffers that are kept alike, or None.
         buffers_index: their tensor number.
         form: the form that buffers were prepared in, or None where they are left alone.
@@ -29,8 +31,10 @@ class StepLayout:
     """
 
     trained: Sequence[TensorEntry]
-    ballot: ConsistencyCheck | None = None
-    ballot_index: int = -1
+    table_size: int
+    extras: int = 0
+    status: StatusTensor | None = None
+    status_index: int = -1
     buffers: BufferPack | None = None
     buffers_index: int = -1
     form: BufferForm | None = None
@@ -46,33 +50,35 @@ def build_step_layout(
     *,
     alone: bool,
 ) -> tuple[list[TensorEntry], StepLayout]:
-    """Give everything that takes part in each step its place.
+    """Number everything that takes part in each step.
 
     Args:
         model: the user's.
-        entries: its table; places beside the gradients follow it.
+        entries: its table; tensors that are not in it are numbered after it.
         factored: trained parameters that travel as factors, by tensor number.
-        place: this rank's.
+        place: this rank.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         alone: nothing but gradients may take part.
 
     Returns:
-        The entries that follow the table, and all members.
+        The entries that follow the table, and the layout.
     """
     trained = [entry for entry in entries if entry.trained]
     if alone:
-        return [], StepLayout(trained)
+        return [], StepLayout(trained, len(entries))
     pack = pack_buffers(model, buffers, place.rank, place.world_size)
-    ballot = ConsistencyCheck(place.rank, place.world_size, pack)
+    status = StatusTensor(place.rank, place.world_size, pack)
     index = len(entries)
-    extras = [extra_entry("gradlane's ballot", ballot.tensor)]
+    extras = [extra_entry("gradlane's ballot", status.tensor)]
     if pack is not None:
         extras.append(extra_entry("the packed buffers", pack.tensor))
     # Blocks are of training steps alone: something else carries the weights in step 0.
     extras += [one.first_values() for one in factored.values()]
     return extras, StepLayout(
         trained,
-        ballot,
+        index,
+        len(extras),
+        status,
         index,
         pack,
         index + 1 if pack is not None else -1,

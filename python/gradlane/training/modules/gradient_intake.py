@@ -1,8 +1,8 @@
-"""What a gradient must be like to be averaged in place, checked in the hook that takes it.
+"""Take gradients out of `.grad`, in memory that the core may write the mean into.
 
-The core writes the mean into the memory that it was lent, possibly while backward still runs. So a
-gradient is lent as it is only if nothing else can read its memory, and copied otherwise: autograd
-may give a parameter a view of memory that another branch of the graph has yet to read.
+The core writes possibly while backward still runs. So a gradient is lent as it is only if nothing
+else can read its memory, and copied otherwise: autograd may give a parameter a view of memory that
+another branch of the graph has yet to read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, same_layout
 
 _GRAD: Any = torch._C.TensorBase.grad
 raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-"""Return what is in a parameter's `.grad`, whatever class stands in for the parameter's own."""
+"""Return a parameter's `.grad` without waiting."""
 set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-"""Put something into a parameter's `.grad`, and wait for nothing."""
+"""Set a parameter's `.grad` without waiting."""
 
 _count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _owners(tensor: Tensor) -> int | None:
-    """How many references there are to a tensor's memory, seen from here; None: unknown."""
+    """Return the number of references to a tensor's memory, seen from here; None: unknown."""
     if _count_owners is None:
         return None
     storage = tensor.untyped_storage()
@@ -47,7 +47,11 @@ _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether a tensor certainly has its memory to itself."""
-    return _ALONE is not None and _owners(tensor) == _ALONE
+    if _count_owners is None:
+        return False
+    # As in `_owners`, without a call: this is asked of each gradient.
+    storage = tensor.untyped_storage()
+    return _count_owners(storage._cdata) == _ALONE
 
 
 class GradientIntake:
@@ -76,7 +80,7 @@ class GradientIntake:
         entry = self._trained[index]
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
-        _check(entry, gradient)
+        check_gradient(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
         if (
@@ -88,16 +92,8 @@ class GradientIntake:
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
 
-    def check(self, index: int, gradient: Tensor) -> None:
-        """Check that a gradient is one that can be averaged.
-
-        Raises:
-            UsageError: it is not; the message names the parameter.
-        """
-        _check(self._trained[index], gradient)
-
     def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
-        """Memory to copy into: last step's, unless the user still holds it."""
+        """Return memory to copy into: last step's, unless the user still holds it."""
         copy = self._copies.get(index)
         if copy is None or not is_alone(copy):
             copy = torch.empty_strided(
@@ -122,7 +118,12 @@ def _densified(entry: TensorEntry, gradient: Tensor) -> Tensor:
         ) from error
 
 
-def _check(entry: TensorEntry, gradient: Tensor) -> None:
+def check_gradient(entry: TensorEntry, gradient: Tensor) -> None:
+    """Check that a gradient is one that can be averaged.
+
+    Raises:
+        UsageError: it is not; the message names the parameter.
+    """
     if gradient.dtype is not entry.dtype or gradient.shape != entry.shape:
         raise UsageError(
             f"the gradient of {entry.name!r} is {tuple(gradient.shape)} {gradient.dtype}, but the "

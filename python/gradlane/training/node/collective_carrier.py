@@ -33,17 +33,17 @@ class CollectiveCarrier:
         self._trained = trained
         self._others = others
 
-    def give(self, index: int, step: int, gradient: Tensor) -> None:
-        """Hand over a gradient where it is."""
+    def submit(self, index: int, step: int, gradient: Tensor) -> None:
+        """Submit a gradient where it is."""
         if index < self._channel.lane_tensors:
             self._channel.give_on_device(index, step, gradient, absent=False)
         else:
-            self._others.give(index, step, gradient)
+            self._others.submit(index, step, gradient)
 
-    def give_nothing(self, index: int, step: int) -> Tensor:
-        """Hand over fresh memory for a result, on the tensor's own device."""
+    def submit_absent(self, index: int, step: int) -> Tensor:
+        """Submit fresh memory for a result, on the tensor's own device."""
         if index >= self._channel.lane_tensors:
-            return self._others.give_nothing(index, step)
+            return self._others.submit_absent(index, step)
         entry = self._trained[index]
         with torch.inference_mode(False):
             landing = torch.empty_strided(
@@ -60,11 +60,11 @@ class CollectiveCarrier:
         count = self._channel.lane_tensors
         self._others.collect([one for one in arrived if one[0] >= count])
 
-    def spread(
+    def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
     ) -> None:
         """Run step 0 through memory of the host."""
-        self._others.spread(entries, first, without)
+        self._others.broadcast_initial(entries, first, without)
 
     def close(self) -> None:
         """Stop the other carrier; the lane ends with its channel."""

@@ -49,7 +49,7 @@ class ActivePlan:
             rule,
         )
         self._learnings[id(prepared)] = learning
-        prepared.hook_manager.after_step = learning.after_step
+        prepared.hook_manager.subscribe(learning.after_step)
 
     def forget(self, prepared: PreparedModel) -> None:
         """Record a model no longer."""

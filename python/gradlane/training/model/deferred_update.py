@@ -8,6 +8,7 @@ are never written.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
+
+_POSITION = operator.itemgetter(0)
 
 
 class DeferredUpdate:
@@ -35,6 +39,7 @@ class DeferredUpdate:
         index_of: dict[int, int],
         *,
         is_known: bool,
+        may_defer: bool = True,
     ) -> None:
         """Drive an optimizer.
 
@@ -46,7 +51,9 @@ class DeferredUpdate:
             index_of: their numbers, by `id`.
             is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
                 parts if it has written nothing but parameters and their state.
+            may_defer: whether updates may happen later than the user's call.
         """
+        self._may_defer = may_defer
         self._is_known = is_known
         self.in_parts = is_known
         """Whether a step may be done in parts."""
@@ -97,6 +104,15 @@ class DeferredUpdate:
         self._written.clear()
         self._leaves_zeros = False
         self._leaves_none = False
+
+    def defers(self) -> bool:
+        """Return whether the next update may happen later and in parts."""
+        return (
+            self._may_defer
+            and self.in_parts
+            and not has_step_hooks(self._optimizer)
+            and not mixes_first_steps(self._optimizer)
+        )
 
     def zero_in_place(self) -> None:
         """Do what `zero_grad(set_to_none=False)` means for gradients that are not in `.grad` yet.
@@ -216,7 +232,7 @@ class DeferredUpdate:
         groups = [
             {
                 **self._groups[number],
-                "params": [parameter for _, parameter in sorted(members[number], key=_position)],
+                "params": [parameter for _, parameter in sorted(members[number], key=_POSITION)],
             }
             for number in sorted(members)
         ]
@@ -316,7 +332,3 @@ def _kept(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_kept(one) for one in value)
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _position(member: tuple[int, Tensor]) -> int:
-    return member[0]

@@ -1,7 +1,7 @@
-"""The steps of one channel: what was handed over, what came back, and what the other ranks voted.
+"""The steps of one channel: gradients and buffers out, means and all ranks' statuses back.
 
 `StepLayout` numbers everything that takes part in a step. A step of the channel is complete
-when every one of them has come back; whatever is not a gradient here is handed over as absent.
+when every one of them has come back; a tensor without a gradient here is submitted as absent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,17 +21,19 @@ from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part
 from gradlane.training.factors.sending import FactorExchange
-from gradlane.training.model.consistency_check import RankStatus
+from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
+from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
+from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import PAUSE
 
 
 @dataclass
-class Arrived:
-    """What came back.
+class ArrivedGradients:
+    """The tensors that have come back.
 
     Attributes:
         gradients: tensor numbers and averaged gradients.
@@ -44,71 +46,66 @@ class Arrived:
     averaged: list[int]
 
 
-class Reports(Protocol):
-    """Whom an exchange tells what it finds."""
-
-    def note_votes(self, votes: list[RankStatus]) -> None:
-        """Look at the votes of a step, once; may raise."""
-
-    def keep_and_raise(self, error: SessionFailedError, cause: Exception | None) -> NoReturn:
-        """Keep an error, and the one that it came from, and raise it."""
-
-
 Waiting = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
-class Exchange:
-    """Hands over and takes back, one step after the other."""
+class GradientExchange:
+    """Submits gradients and takes their means back, one step after the other."""
 
     def __init__(
         self,
         core: CoreModule,
         channel: Channel,
         carrier: Carrier,
-        members: StepLayout,
-        reports: Reports,
+        layout: StepLayout,
+        consistency: ConsistencyCheck,
+        failure: FailureLatch,
         waiting: Waiting,
         rank: int = 0,
-        carrying: LateGradientBuffer | None = None,
+        late: LateGradientBuffer | None = None,
     ) -> None:
         """Start after step 0.
 
         Args:
             core: where the channel's errors come from.
             channel: the channel, with step 0 complete.
-            carrier: hands gradients to the channel.
-            members: what takes part.
-            reports: whom to tell of votes and errors.
+            carrier: brings gradients to the channel and back.
+            layout: the tensors that take part.
+            consistency: judges all ranks' statuses.
+            failure: the model's.
             waiting: a context around every wait for a step's tensors, or for the step.
             rank: this rank.
-            carrying: keeps gradients that come too late for their step, or None.
+            late: keeps gradients that come too late for their step, or None.
         """
-        self._carrying = carrying
         self._core = core
         self._channel = channel
         self._carrier = carrier
-        self._members = members
-        self._trained = members.trained
-        self._intake = GradientIntake(members.trained)
+        self._layout = layout
+        self._consistency = consistency
+        self._failure = failure
+        self._waiting = waiting
+        self._late = late
+        self._trained = layout.trained
+        self._factored = layout.factored
+        self._intake = GradientIntake(layout.trained)
+        self._factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
         # Eight bytes for each, and there may be some for every checkpoint.
         self._spent_steps = array("q")
-        self._gradients: list[Tensor | None] = [None] * len(members.trained)
-        self._lane = FactorExchange(core, channel, members.factored, rank, self.training_step_of)
-        self._given = [False] * len(members.trained)
-        self.pushes = [0] * len(members.trained)
-        """How many gradients of each tensor were handed over so far."""
-        self._packed: Tensor | None = None
-        self._gave_buffers = True
-        self._reports = reports
-        self._waiting = waiting
-        self._votes: list[RankStatus] | None = None
-        self._counted = 0
+        self._gradients: list[Tensor | None] = [None] * len(layout.trained)
+        self.is_submitted = [False] * len(layout.trained)
+        """Whether each tensor's gradient was submitted, or its absence, in this step."""
+        self.pushes = [0] * len(layout.trained)
+        """How many gradients of each tensor were submitted so far."""
+        self._packed_buffers: Tensor | None = None
+        self._submitted_buffers = True
+        self._statuses: list[RankStatus] | None = None
+        self._judged_step = 0
         self.step = 0
 
     @property
-    def members(self) -> StepLayout:
-        """What takes part."""
-        return self._members
+    def layout(self) -> StepLayout:
+        """The tensors that take part."""
+        return self._layout
 
     @property
     def training_step(self) -> int:
@@ -121,143 +118,135 @@ class Exchange:
 
     # ---- to the channel
 
-    def begin(self, vote: RankStatus, rows: str | None = None, *, passes: bool = False) -> None:
+    def begin(
+        self, status: RankStatus, optimizer: str | None = None, *, passes: bool = False
+    ) -> None:
         """Begin the next step, once the one before is complete everywhere.
 
         Args:
-            vote: what this rank tells the others.
-            rows: hyper-parameters for updates on the servers.
+            status: this rank's.
+            optimizer: hyper-parameters for updates on the servers, as JSON.
             passes: this rank takes no part in the step.
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
             with PAUSE, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
-            self.votes()
-            self.settle_carried()
+            self.statuses()
+            self.settle_late()
             if passes:
                 self._channel.step_pass(self.step + 1)
             else:
                 self._channel.step_begin(self.step + 1)
-            # Who looks on from another thread must not take the last step's marks for this one's.
-            self._given = [False] * len(self._trained)
-            self._gave_buffers = self._members.buffers is None
+            # Another thread that looks on must not take the last step's marks for this one's.
+            self.is_submitted = [False] * len(self._trained)
+            self._submitted_buffers = self._layout.buffers is None
             self.step += 1
-            if rows is not None:
-                self._channel.set_optimizer(self.step, rows)
-            ballot = self._members.ballot
-            if ballot is not None:
-                lane = ballot.cast(vote)
+            if optimizer is not None:
+                self._channel.set_optimizer(self.step, optimizer)
+            if self._layout.status is not None:
+                lanes = self._layout.status.write(status)
                 self._channel.gradient_ready(
-                    self._members.ballot_index, self.step, lane.data_ptr(), lane.nbytes
+                    self._layout.status_index, self.step, lanes.data_ptr(), lanes.nbytes
                 )
         except self._core.ChannelError as error:
             self._raise_failed(error, "beginning a step")
         self._gradients = [None] * len(self._trained)
-        self._lane.begin()
+        self._factors.begin()
 
-    def sends_factors(self, index: int) -> bool:
-        """Whether a parameter's gradient travels as factors."""
-        return index in self._lane
+    def switch_priorities(self, order: ForwardOrder) -> None:
+        """Have all ranks send first the tensors that a forward uses first."""
+        layout = self._layout
+        priorities = order.priorities(layout.table_size + layout.extras)
+        # Statuses are asked for before any update, and buffers by the first module that has some.
+        priorities[layout.table_size :] = [0] * layout.extras
+        self._channel.switch_priorities(priorities)
 
     def hold_factors(self, index: int, part: Part) -> None:
         """Take factors of a part of a parameter's gradient."""
-        self._lane.hold(index, part)
+        self._factors.hold(index, part)
 
     def hold_dense(self, index: int) -> None:
-        """Take what a parameter that sends factors has in `.grad` as one more part."""
-        self._lane.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
+        """Take the `.grad` of a parameter that sends factors as one more part."""
+        self._factors.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
 
-    def check(self, index: int) -> None:
-        """Check that what a parameter has in `.grad` can be averaged.
-
-        Raises:
-            UsageError: it cannot; the message names the parameter.
-        """
-        gradient = raw_grad(self._trained[index].tensor)
-        if gradient is not None:
-            self._intake.check(index, gradient)
-
-    def give(self, index: int) -> None:
-        """Hand over a parameter's gradient: its factors, or what it has in `.grad`."""
-        if index not in self._lane:
+    def submit(self, index: int) -> None:
+        """Submit a parameter's gradient: its factors, or its `.grad`."""
+        factored = index in self._factored
+        if not factored:
             gradient = self._intake.take(index, self._trained[index].tensor)
             self._gradients[index] = gradient
-        self._given[index] = True
+        self.is_submitted[index] = True
         self.pushes[index] += 1
         try:
-            if index in self._lane:
-                self._lane.give(index, self.step)
+            if factored:
+                self._factors.submit(index, self.step)
                 return
-            if self._carrying is not None:
-                self._carrying.before_give(index, gradient)
-            self._carrier.give(index, self.step, gradient)
+            if self._late is not None:
+                self._late.before_submit(index, gradient)
+            self._carrier.submit(index, self.step, gradient)
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing over", index)
 
-    def is_given(self, index: int) -> bool:
-        """Whether a gradient was handed over, or said to be absent, in this step."""
-        return self._given[index]
-
     def has_taken(self, index: int) -> bool:
         """Whether some of a parameter's gradient has left `.grad` in this step."""
-        return self._given[index] or (index in self._lane and self._lane.holds(index))
+        return self.is_submitted[index] or self._factors.holds(index)
 
     def held_back(self) -> list[int]:
-        """Return the tensors that were not handed over in this step, also to another thread."""
-        held = [index for index, given in enumerate(self._given) if not given]
-        return held if self._gave_buffers else [*held, self._members.buffers_index]
+        """Return the tensors that were not submitted in this step, also to another thread."""
+        held = [index for index, submitted in enumerate(self.is_submitted) if not submitted]
+        return held if self._submitted_buffers else [*held, self._layout.buffers_index]
 
     def present(self) -> list[int]:
-        """Return the parameters whose gradient has left `.grad` in this step, before `complete`."""
+        """Return the parameters whose gradient has left `.grad`, before `submit_rest`."""
         return [index for index in range(len(self._trained)) if self.has_taken(index)]
 
-    def complete(self, *, discards: bool = False) -> None:
-        """Hand over everything else: gradients in `.grad`, factors, and word of no others.
+    def submit_rest(self, *, discards: bool = False) -> None:
+        """Submit everything else: gradients in `.grad`, factors, and the absence of all others.
 
         Args:
-            discards: leave `.grad` alone and hand nothing more over.
+            discards: leave `.grad` alone and submit absence alone.
         """
         absent = []
-        for index, given in enumerate(self._given):
-            if given:
+        for index, submitted in enumerate(self.is_submitted):
+            if submitted:
                 continue
             if not discards:
                 has_dense = raw_grad(self._trained[index].tensor) is not None
-                if index in self._lane and has_dense:
+                if has_dense and index in self._factored:
                     self.hold_dense(index)
                 if has_dense or self.has_taken(index):
-                    self.give(index)
+                    self.submit(index)
                     continue
             absent.append(index)
         try:
             for index in absent:
-                if index in self._lane:
-                    self._lane.give_nothing(index, self.step)
+                if index in self._factored:
+                    self._factors.submit_absent(index, self.step)
                 else:
-                    self._gradients[index] = self._carrier.give_nothing(index, self.step)
-                self._given[index] = True
+                    self._gradients[index] = self._carrier.submit_absent(index, self.step)
+                self.is_submitted[index] = True
         except self._core.ChannelError as error:
             self._raise_failed(error, "ending a step")
 
-    def give_buffers(self, *, shadow: bool) -> None:
-        """Hand over the buffers.
+    def submit_buffers(self, *, shadow: bool) -> None:
+        """Submit the buffers.
 
         Args:
             shadow: this rank has seen no data in this step and has nothing to say about them.
         """
-        pack = self._members.buffers
+        pack = self._layout.buffers
         if pack is None:
             return
         packed = pack.pack(silent=shadow)
-        index = self._members.buffers_index
+        index = self._layout.buffers_index
         try:
             if packed is None:
-                packed = self._carrier.give_nothing(index, self.step)
+                packed = self._carrier.submit_absent(index, self.step)
             else:
-                self._carrier.give(index, self.step, packed)
-            self._packed = packed
-            self._gave_buffers = True
+                self._carrier.submit(index, self.step, packed)
+            self._packed_buffers = packed
+            self._submitted_buffers = True
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing the buffers over")
 
@@ -277,45 +266,49 @@ class Exchange:
         try:
             with PAUSE:
                 self._channel.wait_step(self.step)
-            self.votes()
-            self.settle_carried()
+            self.statuses()
+            self.settle_late()
             self.step += 1
             self._spent_steps.append(self.step)
             run(self.step)
-            # Nobody votes in such a step: the last votes stand.
-            self._counted = self.step
+            # Such a step has no statuses: the last ones stand.
+            self._judged_step = self.step
         except self._core.ChannelError as error:
             self._raise_failed(error, "reading the optimizer's state")
         except BaseException as error:
             broken = f"{type(error).__name__} while reading the optimizer's state: {error}"
             with contextlib.suppress(SessionFailedError):
-                self._reports.keep_and_raise(SessionFailedError(broken), None)
+                self._failure.fail_and_raise(SessionFailedError(broken))
             raise
+
+    def abort(self, reason: str) -> None:
+        """Tell all ranks why this one gives up."""
+        self._channel.abort(reason)
 
     # ---- from the channel
 
-    def take(self, needed: list[int] | None, *, discards: bool = False) -> Arrived:
+    def take(self, needed: list[int] | None, *, discards: bool = False) -> ArrivedGradients:
         """Wait for some tensors, or for the whole step, and take everything that is there.
 
-        The votes of the step are in, and were found alike, before anything is returned.
+        All ranks' statuses of the step are in, and were found alike, before anything is returned.
 
         Args:
             needed: tensor numbers, or None for the step.
             discards: the gradients are not wanted.
         """
-        members = self._members
+        layout = self._layout
         try:
             with PAUSE, self._waiting(self.step, needed):
                 if needed is None:
                     self._channel.wait_step(self.step)
                 else:
                     self._channel.wait(needed, self.step)
-                    self._wait_for_ballot()
-            self.votes()
+                    self._wait_for_status_tensor()
+            self.statuses()
             ready = self._channel.take_ready(self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for averaged gradients")
-        arrived = Arrived([], [], [])
+        arrived = ArrivedGradients([], [], [])
         rebuilt = []
         for index, absent in ready:
             if index < len(self._trained):
@@ -324,27 +317,27 @@ class Exchange:
                 arrived.indices.append(index)
                 if not absent:
                     arrived.averaged.append(index)
-                if index in self._lane:
+                if index in self._factored:
                     mean = self._rebuilt(index, wanted=not (absent or discards))
                     rebuilt += [] if mean is None else [(index, mean)]
                 elif gradient is not None and not absent and not discards:
                     arrived.gradients.append((index, gradient))
-            elif index == members.buffers_index and members.buffers is not None:
+            elif index == layout.buffers_index and layout.buffers is not None:
                 arrived.indices.append(index)
-                packed, self._packed = self._packed, None
+                packed, self._packed_buffers = self._packed_buffers, None
                 if packed is not None and not absent:
                     self._carrier.collect([(index, packed)])
-                members.buffers.land(None if absent else packed)
+                layout.buffers.land(None if absent else packed)
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
         arrived.gradients += rebuilt
-        self._lay_out_anew(arrived)
+        self._match_layouts(arrived)
         return arrived
 
     def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
         """Return the mean that all ranks' factors make, if it is wanted."""
         try:
-            return self._lane.take(index, self.step, wanted=wanted)
+            return self._factors.take(index, self.step, wanted=wanted)
         except self._core.ChannelError as error:
             self._raise_failed(error, "taking factors", index)
         except BlockError as error:
@@ -352,10 +345,9 @@ class Exchange:
             reason = f"{error} (noticed while rebuilding {name!r} in step {self.training_step})"
             with contextlib.suppress(self._core.ChannelError):
                 self._channel.abort(reason)
-            failure = SessionFailedError(reason, self.training_step - 1)
-            self._reports.keep_and_raise(failure, error)
+            self._failure.fail_and_raise(SessionFailedError(reason, self.training_step - 1), error)
 
-    def _lay_out_anew(self, arrived: Arrived) -> None:
+    def _match_layouts(self, arrived: ArrivedGradients) -> None:
         """Give gradients the layout of parameters that were laid out anew after prepare().
 
         Fused optimizers take both for flat memory in the same order.
@@ -369,43 +361,45 @@ class Exchange:
                         laid_out = in_layout(gradient, parameter.stride())
                     arrived.gradients[position] = (index, laid_out)
 
-    def votes(self) -> list[RankStatus]:
-        """Return the votes of the current step, which must have arrived; empty before step 1."""
-        ballot = self._members.ballot
-        if ballot is None or self.step == 0:
+    # ---- statuses of all ranks
+
+    def statuses(self) -> list[RankStatus]:
+        """Return all ranks' statuses of this step, which must be here; empty before step 1."""
+        tensor = self._layout.status
+        if tensor is None or self.step == 0:
             return []
-        if self._counted < self.step or self._votes is None:
-            self._counted = self.step
-            self._votes = ballot.count()
-            self._reports.note_votes(self._votes)
-        return self._votes
+        if self._judged_step < self.step or self._statuses is None:
+            self._judged_step = self.step
+            self._statuses = tensor.read()
+            self._consistency.judge(self._statuses, self.training_step)
+        return self._statuses
 
-    def wait_for_votes(self) -> list[RankStatus]:
-        """Wait for the votes of the current step alone; everything must be handed over."""
+    def wait_for_statuses(self) -> list[RankStatus]:
+        """Wait for the statuses of the current step alone; everything must be submitted."""
         try:
-            with PAUSE, self._waiting(self.step, [self._members.ballot_index]):
-                self._wait_for_ballot()
+            with PAUSE, self._waiting(self.step, [self._layout.status_index]):
+                self._wait_for_status_tensor()
         except self._core.ChannelError as error:
-            self._raise_failed(error, "waiting for the other ranks' votes")
-        return self.votes()
+            self._raise_failed(error, "waiting for the other ranks' statuses")
+        return self.statuses()
 
-    def _wait_for_ballot(self) -> None:
-        """Wait for the votes; they were the first to leave, so they mostly are here already."""
-        index = self._members.ballot_index
-        if index < 0 or self._counted == self.step:
+    def _wait_for_status_tensor(self) -> None:
+        """Wait for the statuses; they were the first to leave, so they mostly are here already."""
+        index = self._layout.status_index
+        if index < 0 or self._judged_step == self.step:
             return
         if not self._channel.is_ready(index, self.step):
             self._channel.wait([index], self.step)
 
-    def has_votes(self) -> bool:
-        """Whether the votes of the current step are here."""
+    def has_statuses(self) -> bool:
+        """Whether the statuses of the current step are here."""
         try:
-            self._channel.needed(self._members.ballot_index, self.step)
-            return self._channel.is_ready(self._members.ballot_index, self.step)
+            self._channel.needed(self._layout.status_index, self.step)
+            return self._channel.is_ready(self._layout.status_index, self.step)
         except self._core.ChannelError as error:
-            self._raise_failed(error, "waiting for the other ranks' votes")
+            self._raise_failed(error, "waiting for the other ranks' statuses")
 
-    # ---- where steps go on without those that are late
+    # ---- where steps go on without late ranks
 
     def was_left_out(self) -> bool:
         """Whether the current step goes on without this rank; waits until that is known."""
@@ -419,14 +413,14 @@ class Exchange:
             was_in, _, _ = self._channel.standing(self.step)
         return was_in is False
 
-    def settle_carried(self) -> LateGradientBuffer | None:
-        """Return what is carried on of late gradients, those of the last step included.
+    def settle_late(self) -> LateGradientBuffer | None:
+        """Return the late gradients that are carried on, those of the last step included.
 
         None where late gradients are lost. The last step must have ended here.
         """
-        if self._carrying is not None and self.step > 0:
-            self._carrying.settle(not self.was_left_out())
-        return self._carrying
+        if self._late is not None and self.step > 0:
+            self._late.settle(not self.was_left_out())
+        return self._late
 
     def next_goes_on(self) -> bool:
         """Whether the others are in the next step already, or have finished it."""
@@ -437,4 +431,4 @@ class Exchange:
         where = f"{doing} in step {self.training_step}"
         if index is not None:
             where = f"{doing} {self._trained[index].name!r} in step {self.training_step}"
-        self._reports.keep_and_raise(translate_error(self._core, error, where), error)
+        self._failure.fail_and_raise(translate_error(self._core, error, where), error)

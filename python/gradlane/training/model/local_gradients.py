@@ -1,0 +1,59 @@
+"""Gradients that only accumulate on this rank, as inside `session.no_sync()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradlane.errors import UsageError
+from gradlane.training.modules.gradient_intake import raw_grad
+from gradlane.training.rendezvous.tensor_table import TensorEntry
+
+
+class LocalGradients:
+    """Finds gradients that the program changed before they were averaged."""
+
+    def __init__(self, trained: Sequence[TensorEntry]) -> None:
+        """Start with nothing accumulated; `trained` are table entries by tensor number."""
+        self._trained = trained
+        self._accumulated: dict[int, tuple[int, int]] = {}
+
+    def note(self, index: int, gradient: Tensor) -> None:
+        """Note a gradient as backward leaves it."""
+        self._accumulated[index] = (id(gradient), gradient._version)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._accumulated.clear()
+
+    def check(self, step: int) -> None:
+        """Check that each gradient is as backward left it: no rule covers changes by one rank.
+
+        Args:
+            step: the step that is about to average them.
+
+        Raises:
+            UsageError: a gradient was replaced or changed in place.
+        """
+        gradients = {
+            index: gradient
+            for index in self._accumulated
+            if (gradient := raw_grad(self._trained[index].tensor)) is not None
+        }
+        newest: dict[int, int] = {}
+        for index, gradient in gradients.items():
+            # Views of one memory, as cat() gives them, count their changes together.
+            memory = gradient.untyped_storage().data_ptr()
+            newest[memory] = max(newest.get(memory, 0), self._accumulated[index][1])
+        for index, gradient in gradients.items():
+            memory = gradient.untyped_storage().data_ptr()
+            known, _ = self._accumulated[index]
+            if id(gradient) != known or gradient._version != newest[memory]:
+                how = "changed in place" if id(gradient) == known else "replaced"
+                raise UsageError(
+                    f"the gradient of {self._trained[index].name!r} was {how} before it was "
+                    f"averaged in step {step}: every backward() of the step was inside "
+                    "session.no_sync(), so clipping and unscaling saw this rank's own gradients; "
+                    "run the last backward() of a step outside of it"
+                )

@@ -1,0 +1,891 @@
+"""The training steps of one prepared model, as a state machine.
+
+In every step each parameter's gradient is the mean over all ranks of their `.grad`, none counting
+as zeros. `take_gradient` is the way in; a touch of a parameter comes through `before_forward`,
+`before_read`, `before_list` or `before_operation` and waits for its update, a touch of a gradient
+comes through `before_grad`. After a failure all of them raise.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradlane.errors import GradlaneError, SessionFailedError, UsageError
+from gradlane.training.factors.block import Part
+from gradlane.training.model.backward_passes import BackwardPassCounter
+from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus, StepEnding
+from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.gradient_exchange import GradientExchange
+from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
+from gradlane.training.model.local_gradients import LocalGradients
+from gradlane.training.model.server_updates import ServerUpdates
+from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
+from gradlane.training.modules.gradient_intake import check_gradient, raw_grad, set_raw_grad
+from gradlane.training.modules.shared_storage import SharedMemoryGroups
+
+_MOVES = nn.Module._apply.__code__
+"""Takes gradients along in `model.to(...)` and its like; no program sees them there."""
+_ON_SERVERS = (
+    'with update="server" the averaged gradients stay on the servers, so nothing can be clipped '
+    'or read; use update="worker" for that'
+)
+
+
+class Phase(enum.Enum):
+    """Where a model is in its step."""
+
+    IDLE = "idle"
+    """All parameters are up to date."""
+    LOCAL = "local"
+    """Gradients add up in `.grad` and nothing was sent, as inside `session.no_sync()`."""
+    BACKWARD = "backward"
+    """A step has begun on the channel; each gradient leaves once its last part is there."""
+    ATTACHED = "attached"
+    """The averaged gradients are in `.grad`, before the user's `optimizer.step()`."""
+    PENDING = "pending"
+    """The step has ended here; parameters are updated as their gradients arrive."""
+
+
+class ModelHooks(Protocol):
+    """The hooks on a model, as its steps see them."""
+
+    def move_last(self, index: int, parameter: Tensor) -> bool:
+        """Have other hooks on the parameters run first; called as a backward begins.
+
+        Returns:
+            Whether the hook of this parameter is called again later in this backward.
+        """
+
+    def mark_stale(self) -> None:
+        """Have compiled code wait before it uses any parameter again."""
+
+
+class StepMachine:
+    """Drives one model through its training steps.
+
+    Everything that changes the state holds the lock: several threads may run forward and backward
+    of one model, and one more may save it meanwhile.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        update: DeferredUpdate,
+        consistency: ConsistencyCheck,
+        failure: FailureLatch,
+        exempt: Exemption,
+        hooks: ModelHooks,
+        check_unchanged: Callable[[], None],
+        on_step_begin: Callable[[int], None],
+        *,
+        server: ServerUpdates | None = None,
+        order: ForwardOrder | None = None,
+    ) -> None:
+        """Start after step 0.
+
+        Args:
+            exchange: submits gradients and takes back their means.
+            update: runs the optimizer: whole, or later and in parts.
+            consistency: compares how the ranks train.
+            failure: the model's.
+            exempt: threads in it read parameters without waiting.
+            hooks: those on the model.
+            check_unchanged: raises `UsageError` if the model is not the one that was prepared.
+            on_step_begin: called with the number of a step before it begins; all is settled then.
+            server: updates of `update="server"`, or None where each rank updates.
+            order: notes the first training forward, for priorities, or None.
+        """
+        self._exchange = exchange
+        self._update = update
+        self._consistency = consistency
+        self._failure = failure
+        self.exempt = exempt
+        self._hooks = hooks
+        self._check_unchanged = check_unchanged
+        self._on_step_begin = on_step_begin
+        self._server = server
+        self._order = order
+        self._trained = exchange.layout.trained
+        self._factored = exchange.layout.factored
+        self._buffers_index = exchange.layout.buffers_index
+        self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
+        parameters = [entry.tensor for entry in self._trained]
+        self._shared_memory = SharedMemoryGroups(parameters)
+        self._passes = BackwardPassCounter(len(parameters))
+        self._local = LocalGradients(self._trained)
+        self._lazy = LazyParameters(parameters, self)
+        self._phase = Phase.IDLE
+        self._pending: set[int] = set()
+        self._lock = threading.RLock()
+        self._running_backwards: set[int] = set()
+        self._factors_of_backward: set[int] = set()
+        """Tensors of which the running backward gave factors."""
+        self._server_settings = ""
+        self._discards = False
+        self._zeroed = True
+        self._adds_up_on_means = False
+        self._steps_whole = False
+        self.accumulates = False
+        """Whether gradients only add up on this rank, as inside `session.no_sync()`."""
+        self.reads_averages = False
+        """Whether the program has read averaged gradients between backward and step."""
+        self.reads_wait = False
+        """Whether a read of a parameter may have to wait; while it is down, nothing is asked."""
+        self.lists_wait = False
+        """The same for parameters that are listed."""
+        failure.subscribe(self._on_failure)
+        self._refresh()
+
+    # ---- what others see
+
+    @property
+    def step(self) -> int:
+        """Number of the current training step; 0 before the first gradient."""
+        return self._exchange.training_step
+
+    def training_step_of(self, step: int) -> int:
+        """Number of the training step that a step of the channel was, or came after."""
+        return self._exchange.training_step_of(step)
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """Submits gradients and takes back their means."""
+        return self._exchange
+
+    @property
+    def consistency(self) -> ConsistencyCheck:
+        """Compares how the ranks train."""
+        return self._consistency
+
+    @property
+    def phase(self) -> Phase:
+        """Where the current step is."""
+        return self._phase
+
+    @property
+    def failure(self) -> GradlaneError | None:
+        """Why every call raises, or None."""
+        return self._failure.error
+
+    @property
+    def serves(self) -> bool:
+        """Whether updates run on the servers."""
+        return self._server is not None
+
+    @property
+    def in_join(self) -> bool:
+        """Whether the program is inside `session.join()`."""
+        return self._consistency.join is not None
+
+    @property
+    def buffers_index(self) -> int:
+        """Tensor number of the packed buffers, or -1."""
+        return self._buffers_index
+
+    # ---- gradients as backward gives them
+
+    def take_gradient(self, index: int, parameter: Tensor) -> None:
+        """Note a parameter's fresh gradient, and submit it if it is whole: the hook.
+
+        Raises:
+            UsageError: the gradient comes at a moment, or in a form, that has no meaning.
+            GradlaneError: the session has failed.
+        """
+        # No variable holds the gradient: it is lent as it is if nobody else has it.
+        if raw_grad(parameter) is None and (index in self._factored or not parameter.requires_grad):
+            # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
+            return
+        if self._steps_whole:
+            # No lock: the thread that steps has it, and may wait for this one.
+            raise UsageError(
+                f"backward() inside optimizer.step(): the gradient of "
+                f"{self._trained[index].name!r} came while step {self.step} was being applied; "
+                "give such an optimizer a closure, or call backward() before step()"
+            )
+        with self._lock:
+            if self._note_backward() and self._hooks.move_last(index, parameter):
+                return
+            self._check_in_time(index)
+            if self.accumulates:
+                gradient = raw_grad(parameter)
+                if gradient is not None:
+                    self._local.note(index, gradient)
+            elif index in self._factored:
+                self._exchange.hold_dense(index)
+                self._factors_of_backward.add(index)
+            elif self._passes.is_last(index):
+                self._exchange.submit(index)
+            else:
+                gradient = raw_grad(parameter)
+                if gradient is not None:
+                    check_gradient(self._trained[index], gradient)
+
+    def wants_factors(self, index: int) -> bool:
+        """Whether factors may take the place of a gradient now: those that add up may not."""
+        return index in self._factored and not self.accumulates and self._failure.error is None
+
+    def take_factors(self, index: int, part: Part) -> None:
+        """Note factors of a part of a parameter's fresh gradient.
+
+        Raises:
+            UsageError: they come after the last ones that were to be expected.
+            GradlaneError: the session has failed.
+        """
+        with self._lock:
+            self._note_backward()
+            self._check_in_time(index)
+            self._exchange.hold_factors(index, part)
+            self._factors_of_backward.add(index)
+
+    def end_parts(self, index: int) -> None:
+        """Submit the factors that a backward gave for a parameter, if they are whole.
+
+        Called once in each backward, after all layers that use the parameter, as the hook of a
+        gradient is: it counts the same whether factors or gradients came.
+        """
+        with self._lock:
+            if index in self._factors_of_backward:
+                self._factors_of_backward.discard(index)
+                if self._passes.is_last(index):
+                    self._exchange.submit(index)
+
+    def _check_in_time(self, index: int) -> None:
+        """Begin a step with its first gradient, and refuse one that comes too late."""
+        if self._phase is not Phase.BACKWARD:
+            self._begin_local()
+            if not self.accumulates:
+                self._begin_step()
+        elif self._exchange.is_submitted[index]:
+            self._refuse_late_gradient(index)
+
+    def _note_backward(self) -> bool:
+        """Note the backward that this thread is in, until it ends; returns whether it is new."""
+        task = torch._C._current_graph_task_id()
+        if task in self._running_backwards or task == -1:
+            return False
+        self._running_backwards.add(task)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(self._running_backwards.discard, task))
+        return True
+
+    def _refuse_late_gradient(self, index: int) -> NoReturn:
+        refusal = UsageError(
+            f"parameter {self._trained[index].name!r} got another gradient in step {self.step} "
+            "after its gradient had been sent: it got more of them than in any step before; run "
+            "every backward() of a step but the last inside `with session.no_sync():`"
+        )
+        # Submitted memory cannot be taken back, so no rank can end this step.
+        self._failure.fail(refusal)
+        self._exchange.abort(str(refusal))
+        raise refusal
+
+    # ---- a step begins
+
+    def _begin_local(self) -> None:
+        """Leave whatever phase there was: gradients add up locally from now on."""
+        self._failure.raise_failure()
+        if self._phase is Phase.LOCAL:
+            return
+        self.settle()
+        if self._phase is Phase.ATTACHED:
+            # As with DDP: the new gradients add up on the averaged ones, and are averaged again.
+            self._exchange.end()
+            self._consistency.ending = StepEnding.CARRIED_ON
+        self._adds_up_on_means = self._server is not None and not self._zeroed
+        self._zeroed = True
+        self._local.clear()
+        self._phase = Phase.LOCAL
+        self._refresh()
+
+    def _begin_step(self, *, shadow: bool = False) -> None:
+        if not any(status.shadow for status in self._exchange.statuses()):
+            # Ranks that went along without data get the others' parameters at the end of join().
+            self._on_step_begin(self.step + 1)
+        if self._server is not None:
+            self._server_settings = self.exempt.run(self._server.checked_rows)
+        status = self._consistency.status_for(None if shadow else self.step, shadow=shadow)
+        self._exchange.begin(status, self._server_settings if self.serves else None)
+        if self._order is not None and not self._order.is_empty:
+            order, self._order = self._order, None
+            self._exchange.switch_priorities(order)
+        self._passes.begin()
+        self._factors_of_backward.clear()
+        self._phase = Phase.BACKWARD
+        if not shadow:
+            if self._server is None:
+                self._lazy.expect_gradients()
+            else:
+                self._lazy.expect_updates()
+        self._refresh()
+
+    def average_local(self) -> None:
+        """Begin to average what was only accumulated here, if that may be done now.
+
+        Raises:
+            UsageError: it was changed since backward.
+            GradlaneError: the session has failed.
+        """
+        with self._lock:
+            if not (self.accumulates or self.exempt.depth or inside_backward() or self.serves):
+                self._failure.raise_failure()
+                self._local.check(self.step + 1)
+                self._begin_step()
+
+    # ---- optimizer.step()
+
+    def end_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do what `optimizer.step()` means: now, or as gradients arrive.
+
+        Args:
+            closure: evaluated first, with gradients enabled.
+
+        Returns:
+            The closure's result, or None.
+
+        Raises:
+            UsageError: there is no gradient, or the model or the optimizer was changed.
+            GradlaneError: the session has failed.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if inside_backward():
+            raise UsageError(
+                "optimizer.step() inside backward(): gradients of this step are still to come; "
+                "call it after backward()"
+            )
+        with self._lock:
+            self._before_update()
+            if self._phase is not Phase.ATTACHED:
+                self._submit_rest()
+                self._zeroed = False
+                self._end(StepEnding.STEPPED, updates=True)
+                self._refresh()
+                return result
+        self._update_now()
+        return result
+
+    def _before_update(self) -> None:
+        """Bring a step to where it can be applied: all submitted, or the mean in `.grad`."""
+        self._failure.raise_failure()
+        self._running_backwards.clear()
+        if self._phase in (Phase.IDLE, Phase.PENDING):
+            self.settle()
+            if all(raw_grad(entry.tensor) is None for entry in self._trained):
+                raise UsageError(
+                    f"optimizer.step() without any gradient since step {self.step}: every rank "
+                    "must run backward() on at least one trained parameter in each step, or put "
+                    "gradients into .grad"
+                )
+            self._local.clear()
+            self._adds_up_on_means = False
+            self._phase = Phase.LOCAL
+        self._check_unchanged()
+        if self._adds_up_on_means:
+            warnings.warn(
+                "zero_grad() was not called since the last optimizer.step(); with "
+                'update="server" gradients stay on the servers, so they do not add up over steps',
+                UserWarning,
+                stacklevel=4,
+            )
+        if self._phase is Phase.LOCAL:
+            self._local.check(self.step + 1)
+            self._begin_step()
+        self.exempt.run(self._update.record)
+        if self._server is not None:
+            self._check_server_settings(self.exempt.run(self._server.checked_rows))
+        elif self._phase is Phase.BACKWARD and not self._update.defers():
+            self.attach()
+        self._passes.learn()
+        self._consistency.note_hyperparameters()
+
+    def _check_server_settings(self, settings: str) -> None:
+        if settings != self._server_settings:
+            self._failure.fail_and_raise(
+                SessionFailedError(
+                    f"hyper-parameters were changed between the first gradient and "
+                    f'optimizer.step() of step {self.step}: with update="server" the update has '
+                    "already begun; step schedulers after optimizer.step()",
+                    self.step - 1,
+                )
+            )
+
+    def _update_now(self) -> None:
+        def update() -> None:
+            with undisturbed():
+                self._update.step_whole()
+
+        self._steps_whole = True
+        try:
+            self._guarded(update)
+        finally:
+            self._steps_whole = False
+        with self._lock:
+            self._zeroed = False
+            self._end(StepEnding.STEPPED)
+            self._refresh()
+        notice, self._update.notice = self._update.notice, ""
+        if notice:
+            # Not before: where warnings are errors, the step has ended all the same.
+            warnings.warn(notice, UserWarning, stacklevel=4)
+
+    def _submit_rest(self) -> None:
+        # Whoever lists parameters in inference mode must not leave such tensors in `.grad`.
+        with torch.inference_mode(False), torch.no_grad():
+            self._exchange.submit_rest()
+            self._exchange.submit_buffers(shadow=False)
+        join = self._consistency.join
+        if join is not None and join.throws:
+            statuses = self._exchange.wait_for_statuses()
+            if any(status.shadow for status in statuses):
+                self._discards = True
+                self._end(StepEnding.DISCARDED)
+                join.stop()
+
+    def _end(self, ending: StepEnding, *, updates: bool = False) -> None:
+        """End the step on the channel: whatever is still to come is pending from now on.
+
+        Args:
+            ending: how this rank ends it.
+            updates: the parameters are updated as their gradients arrive.
+        """
+        self._exchange.end()
+        attached = self._phase is Phase.ATTACHED
+        self._consistency.ending = ending
+        self._phase = Phase.IDLE if attached else Phase.PENDING
+        self._hooks.mark_stale()
+        if not attached:
+            if self._buffers_index >= 0:
+                self._pending.add(self._buffers_index)
+            if updates:
+                self._pending.update(range(len(self._trained)))
+                self._lazy.expect_updates()
+            else:
+                self._lazy.settle()
+
+    # ---- zero_grad()
+
+    def discard(self, set_to_none: bool = True) -> None:
+        """Do what `zero_grad()` means: forget the gradients of a step that was not taken.
+
+        Args:
+            set_to_none: as the user gave it.
+
+        Raises:
+            UsageError: updates run on the servers and have begun.
+        """
+        with self._lock:
+            if self._failure.error is not None:
+                return
+            if inside_backward():
+                self._check_nothing_submitted()
+                return
+            self._zeroed = True
+            self._running_backwards.clear()
+            if self._phase in (Phase.PENDING, Phase.IDLE):
+                if set_to_none:
+                    self._update.leave_none()
+                else:
+                    self._update.zero_in_place()
+            elif self._phase is Phase.LOCAL:
+                self._phase = Phase.IDLE
+            elif self._phase is Phase.ATTACHED:
+                self._end(StepEnding.DISCARDED)
+            elif self._phase is Phase.BACKWARD:
+                self._discard_backward(set_to_none)
+            self._refresh()
+
+    def _check_nothing_submitted(self) -> None:
+        given = self._exchange.present() if self._phase is Phase.BACKWARD else []
+        if given:
+            raise UsageError(
+                f"zero_grad() inside backward() in step {self.step}: the gradient of "
+                f"{self._trained[given[0]].name!r} is under way to the other ranks already; call "
+                "it before or after backward()"
+            )
+
+    def _discard_backward(self, set_to_none: bool) -> None:
+        if self._server is not None:
+            self._refuse_begun_update("zero_grad() after backward()")
+        if not set_to_none:
+            for index in self._exchange.present():
+                parameter = self._trained[index].tensor
+                set_raw_grad(parameter, torch.zeros_like(parameter))
+        self._end_with_nothing()
+
+    def _end_with_nothing(self) -> None:
+        """Submit nothing more in this step, and end it."""
+        self._submit_nothing_more(shadow=False)
+        self._end(StepEnding.DISCARDED)
+        self._refresh()
+
+    def _submit_nothing_more(self, *, shadow: bool) -> None:
+        self._discards = True
+        self._exchange.submit_rest(discards=True)
+        self._exchange.submit_buffers(shadow=shadow)
+
+    # ---- steps that this rank takes no part in, or that are none of training
+
+    def begin_shadow(self) -> None:
+        """Go along in the next step of the others with nothing to contribute.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self.settle()
+        if self._phase in (Phase.BACKWARD, Phase.ATTACHED):
+            raise UsageError(
+                f"the end of session.join() inside step {self.step}: call optimizer.step() or "
+                "zero_grad() after the last backward()"
+            )
+        phase = self._phase
+        self._begin_step(shadow=True)
+        self._submit_nothing_more(shadow=True)
+        self._exchange.end()
+        self._consistency.ending = StepEnding.SHADOWED
+        self._phase = phase
+        self._refresh()
+
+    def has_statuses(self) -> bool:
+        """Whether all ranks have begun the step that this one goes along in."""
+        return self._exchange.has_statuses()
+
+    def end_shadow(self) -> list[RankStatus]:
+        """Wait for the end of the step that was gone along in; returns all ranks' statuses."""
+        self._exchange.take(None, discards=True)
+        self._discards = False
+        return self._exchange.statuses()
+
+    def pass_step(self) -> bool:
+        """Take the result of the next step without a part in it, if the others are there already.
+
+        Returns:
+            Whether it was done: only a rank that was left out of the last step ever does it.
+
+        Raises:
+            UsageError: this rank's own step has not ended.
+        """
+        self._failure.raise_failure()
+        if self._phase not in (Phase.IDLE, Phase.PENDING):
+            raise UsageError(
+                f"the next batch of session.keep_pace() inside step {self.step}: call "
+                "optimizer.step() or zero_grad() first"
+            )
+        exchange = self._exchange
+        if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
+            # What is still to come of the last step comes during the next forward, as ever.
+            return False
+        if self._consistency.compares_after(self.step):
+            # The others wait for this rank there, and begin the step together with it.
+            return False
+        self.settle()
+        with self._lock:
+            self._on_step_begin(self.step + 1)
+            exchange.begin(self._consistency.status_for(None), passes=True)
+            exchange.submit_rest(discards=True)
+            self.exempt.run(self._update.record)
+            self._update.leave_none()
+            if self._update.defers():
+                self._end(self._consistency.ending, updates=True)
+            else:
+                exchange.end()
+                for index, gradient in exchange.take(None).gradients:
+                    set_raw_grad(self._trained[index].tensor, gradient)
+                self._guarded(self._update.step_whole)
+                for entry in self._trained:
+                    set_raw_grad(entry.tensor, None)
+                self._hooks.mark_stale()
+            self._refresh()
+        return True
+
+    def spend_step(self, run: Callable[[int], None]) -> None:
+        """Give a step of the channel to something else than training; a collective call.
+
+        Args:
+            run: called with the step's number; it begins the step and waits for its end.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        self._failure.raise_failure()
+        self.settle()
+        with self._lock:
+            self._exchange.spend(run)
+
+    def finish(self) -> None:
+        """Bring the current step to an end, so that the channel can be closed in order."""
+        if self._failure.error is not None:
+            return
+        if self._phase is Phase.BACKWARD:
+            self._end_with_nothing()
+        elif self._phase is Phase.ATTACHED:
+            self._end(StepEnding.DISCARDED)
+        self.settle()
+
+    def release(self) -> None:
+        """Give the parameters their own classes again."""
+        self._lazy.settle()
+
+    # ---- results as they arrive
+
+    def attach(self) -> None:
+        """Wait for all averaged gradients of a step and put them into `.grad`."""
+        with self._lock:
+            if self._phase is not Phase.BACKWARD:
+                return
+            self._submit_rest()
+            for index, gradient in self._exchange.take(None).gradients:
+                set_raw_grad(self._trained[index].tensor, gradient)
+            self._phase = Phase.ATTACHED
+            self._lazy.settle()
+            self._refresh()
+
+    def settle(self) -> None:
+        """Wait until every parameter has its update."""
+        if self._phase is not Phase.PENDING:
+            return
+        with self._lock:
+            if self._phase is Phase.PENDING:
+                self._failure.raise_failure()
+                self._take_and_apply(None)
+                self._pending.clear()
+                self._settle_classes(range(len(self._trained)))
+                self._phase = Phase.IDLE
+                self._discards = False
+                self._refresh()
+
+    def _settle_some(self, indices: Iterable[int]) -> None:
+        with self._lock:
+            needed = [index for index in indices if index in self._pending]
+            if not needed:
+                return
+            self._take_and_apply(self._shared_memory.whole(needed))
+            if not self._pending and not self._discards:
+                self._phase = Phase.IDLE
+            self._refresh()
+
+    def _take_and_apply(self, needed: list[int] | None) -> None:
+        arrived = self._exchange.take(needed, discards=self._discards or self.serves)
+        if self._server is not None:
+            for index in arrived.averaged:
+                self._server.note_update(index)
+                self._update.stepped_elsewhere(index)
+        due = self._pending.difference(arrived.indices, self._shared_memory.held)
+        ready = self._shared_memory.hold_back(arrived.gradients, due)
+        done = self._pending - due - self._shared_memory.held
+        if ready:
+            self._lazy.settle(index for index, _ in ready)
+            self._guarded(lambda: self._update.apply(ready))
+        # Not before: another thread that finds nothing pending goes on without the lock.
+        self._pending -= done
+        self._settle_classes(done)
+
+    def _settle_classes(self, indices: Iterable[int]) -> None:
+        trained = [index for index in indices if index < len(self._trained)]
+        if self._server is None or self._zeroed:
+            self._lazy.settle(trained)
+        else:
+            # The mean is on the servers: a look at it before zero_grad() is refused.
+            self._lazy.expect_gradients(trained)
+
+    def _guarded(self, update: Callable[[], None]) -> None:
+        """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
+        try:
+            self.exempt.run(update)
+        except BaseException as error:
+            failure = SessionFailedError(
+                f"the optimizer broke off in step {self.step} with {type(error).__name__}: "
+                f"{error}; some parameters may be updated and others not: restart from the last "
+                "checkpoint",
+                self.step - 1,
+            )
+            self._failure.fail(failure)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+
+    # ---- before something is read
+
+    def bypass(self, call: Callable[[], None]) -> None:
+        """Run a call whose reads of parameters need no update, such as the model's `zero_grad`."""
+        # Neither pending updates nor its class matter; without this each read is a detour.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.exempt.run(call)
+
+    def before_read(self, parameter: Tensor, evaluates: bool = False) -> None:
+        """Wait until a parameter that is about to be read has its update.
+
+        Args:
+            parameter: the parameter.
+            evaluates: whether its module is in evaluation mode.
+        """
+        if self.exempt.depth:
+            return
+        index = self._index_of.get(id(parameter))
+        if index is not None:
+            self.before_forward((index,), training=False if evaluates else None)
+        else:
+            self._failure.raise_failure()
+
+    def before_forward(self, indices: Sequence[int], training: bool | None) -> None:
+        """Wait until parameters that a module is about to use have their updates.
+
+        Args:
+            indices: their numbers.
+            training: whether the module is in training mode; None: the read is none of a module's.
+        """
+        self._failure.raise_failure()
+        if self._order is not None:
+            self._order.note(indices, training=training is not False)
+        if training and self._servers_update and torch.is_grad_enabled() and not inside_backward():
+            self._refuse_begun_update("a forward after backward() and before optimizer.step()")
+        if self._pending:
+            self._settle_some(indices)
+
+    def before_list(self, parameters: Iterable[Tensor | None]) -> None:
+        """Make parameters that are about to be listed, copied or saved right.
+
+        Between backward and `optimizer.step()` there is nothing to wait for, so that one rank may
+        do it alone: `.grad` of each of them waits by itself.
+        """
+        if self.exempt.depth:
+            return
+        self._failure.raise_failure()
+        if self._pending:
+            found = (self._index_of.get(id(parameter)) for parameter in parameters)
+            indices = [index for index in found if index is not None]
+            self._settle_some([*indices, self._buffers_index])
+
+    def before_operation(self, parameter: Tensor) -> None:
+        """Wait until a parameter that is about to be used has its update.
+
+        Raises:
+            UsageError: the servers are in the middle of an update.
+        """
+        if self.exempt.depth:
+            return
+        self._failure.raise_failure()
+        index = self._index_of[id(parameter)]
+        if self._servers_update:
+            if inside_backward():
+                return
+            name = self._trained[index].name
+            self._refuse_begun_update(
+                f"parameter {name!r} is used between backward() and optimizer.step()", "its"
+            )
+        if self._pending:
+            self._settle_some((index,))
+
+    def before_buffers(self) -> None:
+        """Wait until buffers that are about to be read are those that all ranks agreed on."""
+        if self.exempt.depth:
+            return
+        self._failure.raise_failure()
+        if self._pending:
+            self._settle_some((self._buffers_index,))
+
+    def before_optimizer_state(self) -> None:
+        """Make the optimizer's state right before it is read or replaced.
+
+        Raises:
+            UsageError: the servers are in the middle of an update.
+        """
+        if self.exempt.depth:
+            return
+        self._failure.raise_failure()
+        if self._servers_update:
+            self._refuse_begun_update(
+                "the optimizer's state between backward() and optimizer.step()"
+            )
+        self.settle()
+
+    @property
+    def _servers_update(self) -> bool:
+        """Whether the servers may be in the middle of an update."""
+        return self._server is not None and self._phase is Phase.BACKWARD
+
+    def _refuse_begun_update(self, what: str, whose: str = "the") -> NoReturn:
+        raise UsageError(
+            f'{what} in step {self.step}: with update="server" {whose} update has already begun; '
+            "call optimizer.step() first"
+        )
+
+    def before_grad(self, parameter: Tensor, *, write: bool) -> None:
+        """Make `.grad` of a parameter right before it is read or written.
+
+        After backward it is the mean over all ranks, and stays so until it is reset.
+
+        Raises:
+            UsageError: the mean cannot be had here or now.
+        """
+        if self.exempt.depth:
+            return
+        self._failure.raise_failure()
+        index = self._index_of[id(parameter)]
+        if self._phase is Phase.BACKWARD:
+            self._attach_for(index)
+        elif write:
+            with self._lock:
+                self._update.note_written(index)
+        else:
+            self._settle_some((index,))
+            moves = sys._getframe(2).f_code is _MOVES
+            if self._server is not None and not self._zeroed and not moves:
+                self._refuse_grad(index, "after optimizer.step()", _ON_SERVERS)
+
+    def _attach_for(self, index: int) -> None:
+        """Put all averaged gradients into `.grad`, since one of them is about to be touched."""
+        if inside_backward():
+            if self._exchange.has_taken(index):
+                self._refuse_grad(
+                    index,
+                    "inside backward()",
+                    "this rank's own gradient is under way already; touch it in a hook that is "
+                    "registered on the parameter itself, or after backward()",
+                )
+            return
+        if self._server is not None:
+            self._refuse_grad(index, "between backward() and optimizer.step()", _ON_SERVERS)
+        if self.accumulates:
+            self._refuse_grad(
+                index,
+                "inside session.no_sync()",
+                "gradients of this step are being averaged already; leave the context first, or "
+                "run every backward() of the step but the last inside it",
+            )
+        if self._running_backwards:
+            self._refuse_grad(
+                index,
+                "while another thread runs backward()",
+                "it has no mean before that ends; wait for the thread first",
+            )
+        self.reads_averages = True
+        self.attach()
+
+    def _refuse_grad(self, index: int, when: str, why: str) -> NoReturn:
+        raise UsageError(
+            f".grad of {self._trained[index].name!r} is touched {when} in step {self.step}: {why}"
+        )
+
+    # ---- flags
+
+    def _on_failure(self) -> None:
+        self._hooks.mark_stale()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring the two flags up to date that keep reads fast while nothing is under way."""
+        failed = self._failure.error is not None
+        self.lists_wait = failed or bool(self._pending) or self._order is not None
+        self.reads_wait = self.lists_wait or self._servers_update
