@@ -83,7 +83,7 @@ impl TensorShape {
 
 /// An encoding of f32 values.
 ///
-/// A codec holds no state: whoever calls it keeps the residual and knows the place. Values of other
+/// A codec holds no state: its caller keeps the residual and knows the place. Values of other
 /// dtypes go through [`widen`] and [`narrow`], in blocks of whole granules that stay in cache:
 /// where [`Codec::is_fixed_size`], the encoding of a range is that of its parts one after another.
 pub trait Codec: Send + Sync + Debug {

@@ -3,7 +3,7 @@
 //! installation, a job. Its number is used again only after the driver has heard that it
 //! is free: the driver would otherwise free the bytes of the next buffer of that number.
 
-use crate::io::{BufferRef, Event};
+use crate::api::{BufferRef, Event};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 

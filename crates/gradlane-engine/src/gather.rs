@@ -1,31 +1,34 @@
-//! Gather: in each step every rank gives a block to every other, and each has all blocks, in rank
-//! order, until it says that it is done with them. Nothing is added: what blocks mean is up to who
-//! asked for them (factors of gradients, rows of sparse ones).
+//! Blocks: in each step every rank gives a block to every other (all-gather), and each has all blocks, in
+//! rank order, until it releases them. Nothing is added: the application gives blocks their meaning
+//! (factors of gradients, rows of sparse ones).
 //!
 //! A block's size is known when it is given; the plan bounds it. It travels in the plan's slices, by
 //! priority, and lands in one buffer, which is as large as the block: each frame says how large that
 //! is. The blocks of the step after this one may come before this one is complete, and blocks
 //! that are not released may be read while later steps go on.
 //!
-//! Where one rank answers for all (scheme `answer`), blocks go to that rank alone: see `answer`.
+//! Where a tensor has a root, blocks go to that rank alone: see `root`.
 
-use crate::answer::Answer;
-use crate::engine::Engine;
-use crate::error::UsageError;
-use crate::io::{BufferRef, Event, Memory, PayloadDest, Region};
+mod root;
+
+use crate::api::{BufferRef, Event, Memory, PayloadDest, Region, UsageError};
+use crate::cx::Cx;
+use crate::plan::Plan;
 use crate::rank_set::RankSet;
-use crate::receive::{range, Validated};
-use crate::scheduler::{Body, Message};
+use crate::schemes::Aggregator;
+use crate::transmit::{Body, Message, OrderKey, PendingEncode};
+use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
+use root::RootResult;
 
 /// The block of another rank.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Block {
+enum Block {
     Arriving {
         buffer: BufferRef,
         received_bytes: u64,
@@ -37,160 +40,99 @@ pub(crate) enum Block {
 }
 
 impl Block {
-    pub(crate) fn is_here(&self) -> bool {
+    fn is_here(&self) -> bool {
         !matches!(self, Block::Arriving { .. })
     }
 }
 
 /// The blocks of one tensor in one step.
 #[derive(Debug, Default)]
-pub(crate) struct Gathering {
-    pub(crate) blocks: BTreeMap<Rank, Block>,
+struct Blocks {
+    of: BTreeMap<Rank, Block>,
     /// Bytes of this rank's own block; none where it has none, or not yet.
     own_bytes: Option<u64>,
-    /// Whether this rank's own block, or that there is none, is on its way.
-    pub(crate) is_queued: bool,
-    /// Slices of what this rank sends, for each rank, that are not yet with the kernel.
-    pub(crate) unsent: u32,
-    /// The owner's, where it answers for all.
-    pub(crate) answer: Answer,
+    /// Whether this rank's own block, or word that there is none, is on its way.
+    is_queued: bool,
+    /// Messages of this rank, one a slice and receiver, that are not yet with the kernel.
+    unsent: u32,
+    /// On the root.
+    result: RootResult,
 }
 
-impl Gathering {
+impl Blocks {
+    /// Number of blocks of other ranks that are here.
+    fn here(&self) -> usize {
+        self.of.values().filter(|block| block.is_here()).count()
+    }
+
+    fn is_here(&self, rank: Rank) -> bool {
+        self.of.get(&rank).is_some_and(Block::is_here)
+    }
+
     /// All blocks by rank, as `rank` has them.
-    pub(crate) fn regions(
-        &self,
-        tensor: TensorId,
-        rank: Rank,
-        world_size: u32,
-    ) -> Vec<Option<Region>> {
+    fn regions(&self, tensor: TensorId, rank: Rank, ranks: u32) -> Vec<Option<Region>> {
         let of_this_rank =
             |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
-        let block = |from: Rank| match self.blocks.get(&from) {
+        let block = |from: Rank| match self.of.get(&from) {
             Some(Block::Whole(buffer)) => Some(buffer.whole()),
             Some(Block::Empty) => Some(of_this_rank(0)),
             Some(_) => None,
             None => self.own_bytes.filter(|_| from == rank).map(of_this_rank),
         };
-        (0..world_size).map(Rank).map(block).collect()
+        (0..ranks).map(Rank).map(block).collect()
     }
 
     /// Where whole blocks lie.
-    pub(crate) fn buffers(&self) -> Vec<BufferRef> {
+    fn buffers(&self) -> Vec<BufferRef> {
         let whole = |block: &Block| match block {
             Block::Whole(buffer) => Some(*buffer),
             _ => None,
         };
-        self.blocks.values().filter_map(whole).collect()
+        self.of.values().filter_map(whole).collect()
     }
 }
 
 /// All blocks on this rank.
 #[derive(Debug, Default)]
 pub(crate) struct Gather {
-    under_way: BTreeMap<(TensorId, Step), Gathering>,
-    /// Blocks of others that are complete and not released.
+    under_way: BTreeMap<(TensorId, Step), Blocks>,
+    /// Blocks of other ranks that are complete and not released.
     held: BTreeMap<(TensorId, Step), Vec<BufferRef>>,
 }
 
 impl Gather {
-    pub(crate) fn of(&self, tensor: TensorId, step: Step) -> Option<&Gathering> {
+    fn of(&self, tensor: TensorId, step: Step) -> Option<&Blocks> {
         self.under_way.get(&(tensor, step))
     }
 
-    pub(crate) fn entry(&mut self, tensor: TensorId, step: Step) -> &mut Gathering {
+    fn entry(&mut self, tensor: TensorId, step: Step) -> &mut Blocks {
         self.under_way.entry((tensor, step)).or_default()
     }
 
-    pub(crate) fn forget(&mut self, tensor: TensorId, step: Step) -> Option<Gathering> {
-        self.under_way.remove(&(tensor, step))
+    /// This rank's block of a tensor has this many bytes; it is sent when the tensor is contributed.
+    pub(crate) fn set_own(&mut self, tensor: TensorId, step: Step, bytes: u64) {
+        self.entry(tensor, step).own_bytes = Some(bytes);
     }
 
-    /// Keeps buffers until the application releases them.
-    pub(crate) fn hold(&mut self, tensor: TensorId, step: Step, buffers: Vec<BufferRef>) {
-        self.held.insert((tensor, step), buffers);
-    }
-}
-
-impl Engine {
-    /// This rank's block of a tensor is ready in memory that the driver knows as
-    /// `Memory::Gradient`, and is so many bytes. The engine owns that memory until the tensor is ready.
-    ///
-    /// # Errors
-    /// As [`Engine::gradient_ready`], for a tensor of another scheme, and for a size that is over the
-    /// plan's or no whole number of elements.
-    pub(crate) fn block_ready(
+    /// The blocks of a tensor in a step are no longer read.
+    pub(crate) fn release(
         &mut self,
-        tensor: TensorId,
-        step: Step,
-        bytes: u64,
-    ) -> Result<(), UsageError> {
-        self.check_call(tensor, step, "block_ready")?;
-        self.check_block_bytes(tensor, bytes)?;
-        if self.worker.tensor(tensor).submission == Submission::Missing {
-            self.gather.entry(tensor, step).own_bytes = Some(bytes);
-        }
-        self.contribute(tensor, step, Submission::Gradient, "block_ready")
-    }
-
-    /// Whether a tensor may have a block of so many bytes.
-    pub(crate) fn check_block_bytes(&self, tensor: TensorId, bytes: u64) -> Result<(), UsageError> {
-        let planned = self.plan.tensor(tensor);
-        let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
-        let most = planned.spec.numel * element;
-        if !planned.scheme.has_blocks() {
-            let message = format!("tensor {name:?} has no blocks: use gradient_ready");
-            return Err(UsageError::Argument(message));
-        }
-        if bytes > most || !bytes.is_multiple_of(element) {
-            return Err(UsageError::Argument(format!(
-                "a block of {bytes} bytes for tensor {name:?}, whose blocks are at most {most} bytes \
-                 in elements of {element}"
-            )));
-        }
-        Ok(())
-    }
-
-    /// The consumer is done with the blocks of a tensor in a step.
-    ///
-    /// # Errors
-    /// When there are none, or they were released before.
-    pub(crate) fn release_blocks(
-        &mut self,
+        cx: &mut Cx,
         tensor: TensorId,
         step: Step,
     ) -> Result<(), UsageError> {
-        let Some(buffers) = self.gather.held.remove(&(tensor, step)) else {
+        let Some(buffers) = self.held.remove(&(tensor, step)) else {
             let what = format!("there are no blocks of {tensor} in {step} to be released");
             return Err(UsageError::Argument(what));
         };
-        for buffer in buffers {
-            self.buffers.release(buffer, &mut self.events);
-        }
+        buffers.into_iter().for_each(|buffer| cx.release(buffer));
         Ok(())
     }
 
-    /// This rank's block is there, or it has none: the others get it, or who answers for it.
-    pub(crate) fn contribute_block(&mut self, tensor: TensorId) {
-        let step = self.worker.step;
-        let absent = self.worker.tensor(tensor).submission == Submission::Absent;
-        let gathering = self.gather.entry(tensor, step);
-        gathering.is_queued = true;
-        let bytes = gathering.own_bytes.filter(|_| !absent);
-        let mut receivers = self.plan.workers_but(self.rank());
-        if let Some(owner) = self.plan.root(tensor) {
-            receivers = RankSet::empty(self.plan.workers());
-            if owner != self.rank() {
-                receivers.insert(owner);
-            }
-        }
-        self.send_block(tensor, step, &receivers, bytes);
-        self.complete_blocks(tensor, step);
-    }
-
-    /// Queues a block of so many bytes, or that there is none, for some ranks.
-    pub(crate) fn send_block(
+    /// Queues a block of this many bytes, or word that there is none, for some ranks.
+    fn send(
         &mut self,
+        cx: &mut Cx,
         tensor: TensorId,
         step: Step,
         receivers: &RankSet,
@@ -200,14 +142,14 @@ impl Engine {
             return;
         }
         let bytes = block.unwrap_or(0);
-        let priority = self.priorities.priority(step, tensor);
-        for (part, slice) in self.plan.slices_of(tensor).enumerate() {
-            let start = self.plan.slice_start_bytes(slice);
-            let end = bytes.min(start + self.plan.slice_bytes(slice));
+        let priority = cx.priorities.priority(step, tensor);
+        for (part, slice) in cx.plan.slices_of(tensor).enumerate() {
+            let start = cx.plan.slice_start_bytes(slice);
+            let end = bytes.min(start + cx.plan.slice_bytes(slice));
             if start >= end && part > 0 {
                 break;
             }
-            let mut header = self.slice_header(FrameKind::Block, step, slice, priority);
+            let mut header = cx.slice_header(FrameKind::Block, step, slice, priority);
             header.offset = start;
             // The plan's bound is below 2^32.
             header.block_bytes = bytes as u32;
@@ -219,58 +161,134 @@ impl Engine {
                 0 => Body::Empty,
                 length => Body::Region(Region { memory, offset: start, length }),
             };
-            let key = self.slice_key(step, priority, slice);
-            self.scheduler.push_shared(receivers.clone(), key, Message { header, body });
-            self.gather.entry(tensor, step).unsent += receivers.len();
+            let key = cx.slice_key(step, priority, slice);
+            cx.tx.push_shared(receivers.clone(), key, Message { header, body });
+            self.entry(tensor, step).unsent += receivers.len();
         }
     }
 
-    /// The last frame of a slice of this rank's block is with the kernel.
-    pub(crate) fn sent_block(&mut self, tensor: TensorId, step: Step) {
-        if let Some(gathering) = self.gather.under_way.get_mut(&(tensor, step)) {
-            gathering.unsent -= 1;
-            self.complete_blocks(tensor, step);
+    /// Once all blocks are here and this rank's own has left, tells of them.
+    fn complete(&mut self, cx: &mut Cx, tensor: TensorId, step: Step) {
+        if let Some(root) = cx.plan.root(tensor) {
+            return self.complete_root(cx, tensor, step, root);
+        }
+        let (ranks, others) = (cx.plan.workers(), cx.plan.workers() as usize - 1);
+        let complete = |it: &Blocks| it.is_queued && it.unsent == 0 && it.here() == others;
+        if !self.of(tensor, step).is_some_and(complete) {
+            return;
+        }
+        if let Some(all) = self.under_way.remove(&(tensor, step)) {
+            let blocks = all.regions(tensor, cx.rank, ranks);
+            self.ready(cx, tensor, step, blocks, all.buffers());
         }
     }
 
-    /// What a frame of a block must satisfy.
-    pub(crate) fn check_block(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
-        let what = || self.describe(header);
-        let current = self.worker.step;
+    /// A tensor of blocks is ready; the application releases their buffers.
+    fn ready(
+        &mut self,
+        cx: &mut Cx,
+        tensor: TensorId,
+        step: Step,
+        blocks: Vec<Option<Region>>,
+        buffers: Vec<BufferRef>,
+    ) {
+        self.held.insert((tensor, step), buffers);
+        let has_value = blocks.iter().any(Option::is_some);
+        cx.events.push_back(Event::BlocksReady { tensor, step, blocks });
+        all_done(cx, tensor, has_value);
+    }
+}
+
+/// All slices of a tensor are done.
+fn all_done(cx: &mut Cx, tensor: TensorId, has_value: bool) {
+    for slice in cx.plan.slices_of(tensor) {
+        cx.slice_done(slice, has_value);
+    }
+}
+
+/// Checks that a tensor may have a block of this many bytes.
+pub(crate) fn check_bytes(plan: &Plan, tensor: TensorId, bytes: u64) -> Result<(), UsageError> {
+    let planned = plan.tensor(tensor);
+    let (name, element) = (&planned.spec.name, planned.spec.dtype.bytes());
+    let most = planned.spec.numel * element;
+    if !planned.scheme.has_blocks() {
+        let message = format!("tensor {name:?} has no blocks: use gradient_ready");
+        return Err(UsageError::Argument(message));
+    }
+    if bytes > most || !bytes.is_multiple_of(element) {
+        return Err(UsageError::Argument(format!(
+            "a block of {bytes} bytes for tensor {name:?}, whose blocks are at most {most} bytes \
+             in elements of {element}"
+        )));
+    }
+    Ok(())
+}
+
+impl Aggregator for Gather {
+    fn takes(&self, kind: FrameKind) -> bool {
+        kind == FrameKind::Block
+    }
+
+    /// This rank's block is there, or it has none: the others get it, or the root.
+    fn contribute(&mut self, cx: &mut Cx, tensor: TensorId) {
+        let step = cx.worker.step();
+        let absent = cx.worker.submission(tensor) == Submission::Absent;
+        let blocks = self.entry(tensor, step);
+        blocks.is_queued = true;
+        let bytes = blocks.own_bytes.filter(|_| !absent);
+        let mut receivers = cx.plan.workers_but(cx.rank);
+        if let Some(root) = cx.plan.root(tensor) {
+            receivers = RankSet::empty(cx.plan.workers());
+            if root != cx.rank {
+                receivers.insert(root);
+            }
+        }
+        self.send(cx, tensor, step, &receivers, bytes);
+        self.complete(cx, tensor, step);
+    }
+
+    fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
+        let what = || cx.describe(header);
+        if from == cx.rank {
+            return violation(format!("{} from this rank itself", what()));
+        }
+        let root = cx.plan.root(header.tensor);
+        if let Some(root) = root.filter(|&root| root != cx.rank && root != from) {
+            return violation(format!("{}, but {root} answers for it", what()));
+        }
+        let current = cx.worker.step();
         if header.step != current && header.step != current.next() {
-            return Err(format!("{}, but this rank is in {current}", what()));
+            return violation(format!("{}, but this rank is in {current}", what()));
         }
         if header.form != PayloadForm::Raw {
-            return Err(format!("{} as encoded bytes", what()));
+            return violation(format!("{} as encoded bytes", what()));
         }
-        let answers = self.plan.root(header.tensor).is_some_and(|owner| owner == from);
-        let state = self.worker.tensor(header.tensor);
-        if answers && (header.step != current || state.submission == Submission::Missing) {
-            return Err(format!("{} as an answer without a block of this rank", what()));
+        let is_current = header.step == current;
+        let submitted = cx.worker.submission(header.tensor) != Submission::Missing;
+        if root == Some(from) && !(is_current && submitted) {
+            return violation(format!("{} as an answer without a block of this rank", what()));
         }
-        let key = (header.tensor, header.step);
-        let complete = header.step == current && self.worker.tensor(header.tensor).pending == 0;
-        let known = self.gather.under_way.get(&key).and_then(|it| it.blocks.get(&from));
+        let known = self.of(header.tensor, header.step).and_then(|it| it.of.get(&from));
         let (arrived, size) = match known {
             None => (0, u64::from(header.block_bytes)),
             Some(Block::Arriving { buffer, received_bytes }) => (*received_bytes, buffer.bytes),
-            Some(_) => return Err(format!("{} after the whole block", what())),
+            Some(_) => return violation(format!("{} after the whole block", what())),
         };
-        if complete {
-            return Err(format!("{} after all blocks", what()));
+        if is_current && !cx.worker.is_pending(header.tensor) {
+            return violation(format!("{} after all blocks", what()));
         }
-        let spec = &self.plan.tensor(header.tensor).spec;
+        let spec = &cx.plan.tensor(header.tensor).spec;
         let (element, total) = (spec.dtype.bytes(), u64::from(header.block_bytes));
         if total != size || total > spec.numel * element || !total.is_multiple_of(element) {
             let most = spec.numel * element;
-            return Err(format!(
+            return violation(format!(
                 "{} as part of a block of {total} bytes, after {arrived} of {size}; blocks are at \
                  most {most}",
                 what()
             ));
         }
-        let start = self.plan.slice_start_bytes(header.slice);
-        let slice_end = total.min(start + self.plan.slice_bytes(header.slice));
+        let start = cx.plan.slice_start_bytes(header.slice);
+        let slice_end = total.min(start + cx.plan.slice_bytes(header.slice));
         let end = header.offset.saturating_add(u64::from(header.length));
         let is_empty = total == 0 && start == 0 && header.length == 0;
         let inside = header.offset >= start && end <= slice_end && header.length > 0;
@@ -283,7 +301,7 @@ impl Engine {
         if fits {
             return Ok(());
         }
-        Err(format!(
+        violation(format!(
             "{} with {} bytes at offset {} after {arrived} of {total}, last: {last}",
             what(),
             header.length,
@@ -291,25 +309,25 @@ impl Engine {
         ))
     }
 
-    pub(crate) fn land_block(&mut self, from: Rank, header: &FrameHeader) -> PayloadDest {
+    fn land(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) -> Validated<PayloadDest> {
         if header.length == 0 {
-            return PayloadDest::Nothing;
+            return Ok(PayloadDest::Nothing);
         }
-        let gathering = self.gather.under_way.entry((header.tensor, header.step)).or_default();
-        let buffer = match gathering.blocks.get(&from) {
+        let blocks = self.entry(header.tensor, header.step);
+        let buffer = match blocks.of.get(&from) {
             Some(Block::Arriving { buffer, .. }) => *buffer,
             _ => {
-                let buffer = self.buffers.acquire(u64::from(header.block_bytes));
-                gathering.blocks.insert(from, Block::Arriving { buffer, received_bytes: 0 });
+                let buffer = cx.buffers.acquire(u64::from(header.block_bytes));
+                blocks.of.insert(from, Block::Arriving { buffer, received_bytes: 0 });
                 buffer
             }
         };
-        PayloadDest::Region(range(Memory::Buffer(buffer), header.offset, header.length))
+        Ok(PayloadDest::Region(buffer.whole().part(header.offset, header.length)))
     }
 
-    pub(crate) fn take_block(&mut self, from: Rank, header: &FrameHeader) {
-        let gathering = self.gather.under_way.entry((header.tensor, header.step)).or_default();
-        let block = match gathering.blocks.get(&from) {
+    fn take(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
+        let blocks = self.entry(header.tensor, header.step);
+        let block = match blocks.of.get(&from) {
             Some(&Block::Arriving { buffer, received_bytes }) => {
                 let received_bytes = received_bytes + u64::from(header.length);
                 if received_bytes < buffer.bytes {
@@ -321,67 +339,45 @@ impl Engine {
             _ if header.flags.contains(FrameFlags::ABSENT) => Block::Absent,
             _ => Block::Empty,
         };
-        gathering.blocks.insert(from, block);
-        self.complete_blocks(header.tensor, header.step);
+        blocks.of.insert(from, block);
+        self.complete(cx, header.tensor, header.step);
     }
 
-    /// Once all blocks are here and this rank's own has left, tells of them.
-    fn complete_blocks(&mut self, tensor: TensorId, step: Step) {
-        if self.plan.root(tensor).is_some() {
-            return self.complete_answer(tensor, step);
+    fn sent(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
+        let FrameHeader { tensor, step, .. } = *header;
+        if let Some(blocks) = self.under_way.get_mut(&(tensor, step)) {
+            blocks.unsent -= 1;
+            self.complete(cx, tensor, step);
         }
-        let others = self.plan.workers() as usize - 1;
-        let complete = self.gather.of(tensor, step).is_some_and(|it| {
-            let here = it.blocks.values().filter(|block| block.is_here()).count();
-            it.is_queued && it.unsent == 0 && here == others
-        });
-        if !complete {
-            return;
-        }
-        let Some(gathering) = self.gather.forget(tensor, step) else {
-            return;
-        };
-        let blocks = gathering.regions(tensor, self.rank(), self.plan.workers());
-        self.gather.hold(tensor, step, gathering.buffers());
-        let has_value = blocks.iter().any(Option::is_some);
-        self.events.push_back(Event::BlocksReady { tensor, step, blocks });
-        self.blocks_done(tensor, has_value);
     }
 
-    /// A tensor of blocks is ready.
-    pub(crate) fn blocks_done(&mut self, tensor: TensorId, has_value: bool) {
-        for slice in self.plan.slices_of(tensor) {
-            self.slice_done(slice, has_value);
-        }
+    fn encoded(&mut self, _: &mut Cx, pending: PendingEncode, _: OrderKey, _: BufferRef) {
+        unreachable!("{}: blocks are never encoded", pending.slice)
     }
 
     /// Ranks whose blocks of the current step are not here.
-    pub(crate) fn suspects_blocks(&self) -> Vec<Rank> {
-        let step = self.worker.step;
-        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
-        let open = tensors.filter(|&tensor| {
-            self.plan.tensor(tensor).scheme.has_blocks()
-                && self.plan.takes_part(tensor, step)
-                && self.worker.tensor(tensor).pending > 0
-        });
-        let mut missing = RankSet::empty(self.plan.workers());
-        for tensor in open {
-            if let Some(owner) = self.plan.root(tensor) {
-                let ranks = self.suspects_answer(tensor, owner);
-                ranks.into_iter().filter(|&rank| rank != self.rank()).for_each(|rank| {
-                    missing.insert(rank);
-                });
+    fn missing(&self, cx: &Cx) -> RankSet {
+        let (step, ranks) = (cx.worker.step(), cx.plan.workers());
+        let mut missing = RankSet::empty(ranks);
+        for tensor in cx.plan.tensor_ids() {
+            let has_blocks = cx.plan.tensor(tensor).scheme.has_blocks();
+            let open = cx.plan.takes_part(tensor, step) && cx.worker.is_pending(tensor);
+            if !has_blocks || !open {
                 continue;
             }
-            let gathering = self.gather.under_way.get(&(tensor, step));
-            let is_here = |rank: &Rank| {
-                gathering.and_then(|it| it.blocks.get(rank)).is_some_and(Block::is_here)
-            };
-            let ranks = (0..self.plan.workers()).map(Rank);
-            for rank in ranks.filter(|rank| *rank != self.rank() && !is_here(rank)) {
-                missing.insert(rank);
+            let blocks = self.of(tensor, step);
+            match cx.plan.root(tensor) {
+                Some(root) if root != cx.rank => {
+                    missing.insert(root);
+                }
+                _ => (0..ranks).map(Rank).for_each(|rank| {
+                    if !blocks.is_some_and(|it| it.is_here(rank)) {
+                        missing.insert(rank);
+                    }
+                }),
             }
         }
-        missing.iter().collect()
+        missing.remove(cx.rank);
+        missing
     }
 }

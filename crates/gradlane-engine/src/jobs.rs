@@ -1,100 +1,87 @@
-//! Jobs waiting for the driver's threads, most urgent first. What exactly is to be done is decided
-//! as late as possible: when the driver asks.
+//! Jobs from when they are queued until the driver has done them, most urgent first. An operation is
+//! chosen as late as possible: when the driver asks.
 
-use crate::async_owner::Push;
-use crate::encoding::PendingEncode;
-use crate::io::{BufferRef, JobId};
-use crate::scheduler::OrderKey;
-use crate::server::Contribution;
+use crate::api::{BufferRef, JobId};
+use crate::transmit::OrderKey;
+use crate::{ps, ring};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
-use gradlane_units::{Rank, SliceId, Step};
+use gradlane_units::{SliceId, Step};
 
-/// A job that nobody has asked for yet.
+/// The task of a job.
 #[derive(Debug)]
-pub(crate) enum Pending {
-    /// Reduce the contributions of an owned slice.
-    Reduce { slice: SliceId, step: Step, parts: Vec<(Rank, Contribution)> },
-    /// Add this rank's contribution to what came round the ring.
-    AddRound { slice: SliceId, step: Step, received: Contribution },
-    /// Enlarge the scales that came round the ring by this rank's.
-    ScaleRound { slice: SliceId, step: Step, received: Contribution },
-    /// Begin a sum of codes with the scales of all ranks.
-    BeginRound { slice: SliceId, step: Step, received: Contribution },
-    /// Apply one rank's push to an owned slice (synchrony `Async`).
-    Apply { slice: SliceId, push: Push },
-    /// Copy a result from scratch into the tensor's memory.
-    Install { slice: SliceId, step: Step, buffer: BufferRef },
+pub(crate) enum Task {
+    /// Copy or decode a result from scratch into the tensor's memory.
+    Install(BufferRef),
+    Ps(ps::Task),
+    Ring(ring::Task),
+}
+
+/// A job that the driver has not asked for yet.
+#[derive(Debug)]
+pub(crate) struct Queued {
+    pub(crate) slice: SliceId,
+    pub(crate) step: Step,
+    pub(crate) task: Task,
+}
+
+/// The consequence of a job.
+#[derive(Debug)]
+pub(crate) enum Then {
+    /// The result is in the tensor's memory.
+    Installed,
+    /// The buffer is written.
+    Wrote(BufferRef, Written),
+}
+
+/// The purpose of a written buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Written {
+    /// This rank's contribution, encoded; the key is that of its turn.
+    Contribution(OrderKey),
+    Ps(ps::Written),
+    Ring(ring::Written),
 }
 
 /// A job that the driver has.
 #[derive(Debug)]
-pub(crate) enum Running {
-    Reduce {
-        slice: SliceId,
-        step: Step,
-        /// Buffer with the result.
-        output: BufferRef,
-        /// Contributions that are done with.
-        spent: Vec<BufferRef>,
-        /// Whether the result went into the tensor's memory in the same pass.
-        in_place: bool,
-        /// Whether the result is encoded.
-        encoded: bool,
-    },
-    Encode {
-        waiting: PendingEncode,
-        key: OrderKey,
-        output: BufferRef,
-    },
-    AddRound {
-        slice: SliceId,
-        step: Step,
-        /// Buffer with the sum.
-        output: BufferRef,
-        /// What it was made from, where that is another buffer.
-        spent: Option<BufferRef>,
-        /// Whether the sum is encoded.
-        encoded: bool,
-    },
-    ScaleRound {
-        slice: SliceId,
-        step: Step,
-        /// Buffer with the scales.
-        output: BufferRef,
-    },
-    Apply {
-        slice: SliceId,
-        push: Push,
-        /// Buffer with the new state.
-        output: BufferRef,
-    },
-    Install {
-        slice: SliceId,
-        buffer: BufferRef,
-    },
+pub(crate) struct Running {
+    pub(crate) slice: SliceId,
+    pub(crate) step: Step,
+    /// Buffers that are read for the last time.
+    pub(crate) spent: Vec<BufferRef>,
+    pub(crate) then: Then,
+}
+
+/// A job that has written a buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Done {
+    pub(crate) slice: SliceId,
+    pub(crate) step: Step,
+    /// As long as the bytes written.
+    pub(crate) output: BufferRef,
 }
 
 #[derive(Debug)]
 pub(crate) struct JobQueue {
     depth: usize,
     next_id: u64,
-    pending: BTreeMap<OrderKey, Pending>,
+    queued: BTreeMap<OrderKey, Queued>,
     running: BTreeMap<JobId, Running>,
 }
 
 impl JobQueue {
     pub(crate) fn new(depth: usize) -> JobQueue {
-        JobQueue { depth, next_id: 0, pending: BTreeMap::new(), running: BTreeMap::new() }
+        JobQueue { depth, next_id: 0, queued: BTreeMap::new(), running: BTreeMap::new() }
     }
 
     /// Numbers jobs on from a later number.
-    pub(crate) fn skip(&mut self, id: u64) {
+    pub(crate) fn fast_forward(&mut self, id: u64) {
         self.next_id = self.next_id.max(id);
     }
 
-    pub(crate) fn push(&mut self, key: OrderKey, job: Pending) {
-        self.pending.insert(key, job);
+    pub(crate) fn push(&mut self, key: OrderKey, slice: SliceId, step: Step, task: Task) {
+        self.queued.insert(key, Queued { slice, step, task });
     }
 
     /// Whether the driver has enough.
@@ -104,12 +91,12 @@ impl JobQueue {
 
     /// The key of the most urgent job.
     pub(crate) fn first(&self) -> Option<OrderKey> {
-        self.pending.first_key_value().map(|(&key, _)| key)
+        self.queued.first_key_value().map(|(&key, _)| key)
     }
 
-    /// The most urgent job.
-    pub(crate) fn pop(&mut self) -> Option<Pending> {
-        self.pending.pop_first().map(|(_, job)| job)
+    /// Takes the most urgent job.
+    pub(crate) fn pop(&mut self) -> Option<Queued> {
+        self.queued.pop_first().map(|(_, job)| job)
     }
 
     pub(crate) fn start(&mut self, running: Running) -> JobId {
@@ -124,15 +111,15 @@ impl JobQueue {
     }
 
     pub(crate) fn clear(&mut self) {
-        self.pending.clear();
+        self.queued.clear();
     }
 
-    /// Works that nobody has asked for yet.
-    pub(crate) fn waiting(&self) -> usize {
-        self.pending.len()
+    /// Number of jobs that the driver has not asked for yet.
+    pub(crate) fn queued(&self) -> usize {
+        self.queued.len()
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.pending.is_empty() && self.running.is_empty()
+        self.queued.is_empty() && self.running.is_empty()
     }
 }

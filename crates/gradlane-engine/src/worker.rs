@@ -1,14 +1,23 @@
-//! The worker's side of every tensor: what this rank contributed, what has come back, what may be
-//! written where. A slice's result lands in the tensor's own memory only when that memory is open;
-//! otherwise it waits in a scratch buffer and is installed when the memory opens.
+//! The worker's side of every tensor: the step that this rank is in, the gradients that it submitted,
+//! and the results that came back. A result lands in the tensor's own memory only when that memory is
+//! open; otherwise it waits in a scratch buffer until it is installed.
 
-use crate::io::BufferRef;
-use crate::plan::Plan;
+mod slot;
+
+pub(crate) use slot::{Arrived, EarlyResult, Install};
+
+use crate::api::{BufferRef, Event, Memory, Region};
+use crate::plan::{Plan, Release};
+use crate::violation::{violation, Validated};
+use alloc::collections::VecDeque;
+use alloc::format;
+use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{SliceId, Step, TensorId};
-use gradlane_wire::PayloadForm;
+use gradlane_wire::{FrameHeader, FrameKind, PayloadForm};
+use slot::Slot;
 
-/// What this rank has put into the current step for a tensor.
+/// This rank's gradient of a tensor in the current step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Submission {
     /// Nothing yet.
@@ -20,71 +29,38 @@ pub(crate) enum Submission {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct TensorState {
-    pub(crate) submission: Submission,
-    /// Slices without a result; one more until contributors are known, where they are chosen.
-    pub(crate) pending: u32,
+struct TensorState {
+    submission: Submission,
+    /// Slices without a result; one more until contributors are known, where stragglers are dropped.
+    pending: u32,
     /// Whether some slice got a value.
-    pub(crate) has_value: bool,
+    has_value: bool,
     /// Slices announced by their owners (pull rules).
-    pub(crate) announced: u32,
+    announced: u32,
     /// Whether the pulls were sent (pull rules).
-    pub(crate) pulled: bool,
-}
-
-/// Where a slice's result stands on this rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// Nothing has arrived.
-    Waiting,
-    /// Arriving in the tensor's memory.
-    Receiving,
-    /// Arriving in scratch.
-    Buffering(BufferRef),
-    /// Whole in scratch; the tensor's memory is not open.
-    Buffered(BufferRef),
-    /// Being copied from scratch into the tensor's memory.
-    Installing,
-    /// Whole, without bytes, before this rank's own push was sent (synchrony `BackupWorkers`).
-    Empty {
-        /// Whether some rank had a gradient.
-        has_value: bool,
-    },
-    /// In place.
-    Done,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SliceState {
-    pub(crate) phase: Phase,
-    /// Bytes of the result that have arrived.
-    pub(crate) received_bytes: u64,
-    /// Whether this rank's own push, if it owes one, is with the kernel or encoded.
-    pub(crate) push_sent: bool,
-    /// The form of the result.
-    pub(crate) form: PayloadForm,
+    pulled: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Worker {
     /// The step that the states below describe.
-    pub(crate) step: Step,
-    /// Whether the application has begun that step.
-    pub(crate) begun: bool,
-    /// Whether the application has ended that step (`step_end`).
-    pub(crate) ended: bool,
+    step: Step,
+    begun: bool,
+    /// Whether the application has ended the step (`step_end`).
+    ended: bool,
     /// Whether contributions to this step travel as they are, whatever the plan says.
-    pub(crate) raw: bool,
-    pub(crate) tensors: Vec<TensorState>,
-    pub(crate) slices: Vec<SliceState>,
-    /// Tensors of the step without a contribution of this rank.
-    pub(crate) uncontributed: usize,
+    raw: bool,
+    tensors: Vec<TensorState>,
+    slots: Vec<Slot>,
+    /// Tensors of the step without a submission of this rank.
+    unsubmitted: usize,
     /// Tensors of the step without a whole result.
-    pub(crate) incomplete: usize,
+    incomplete: usize,
     /// Complete tensors that wait for the rest of the step (release rule `Step`).
-    pub(crate) unreleased: Vec<TensorId>,
+    unreleased: Vec<TensorId>,
 }
 
+/// Steps.
 impl Worker {
     pub(crate) fn new(plan: &Plan) -> Worker {
         let mut worker = Worker {
@@ -93,8 +69,8 @@ impl Worker {
             ended: false,
             raw: false,
             tensors: Vec::new(),
-            slices: Vec::new(),
-            uncontributed: 0,
+            slots: Vec::new(),
+            unsubmitted: 0,
             incomplete: 0,
             unreleased: Vec::new(),
         };
@@ -102,8 +78,34 @@ impl Worker {
         worker
     }
 
-    /// Forgets the last step and expects this one.
-    pub(crate) fn enter(&mut self, plan: &Plan, step: Step) {
+    /// Goes on as if step 0 were complete.
+    pub(crate) fn skip_initial(&mut self) {
+        self.begun = true;
+        self.incomplete = 0;
+        self.unsubmitted = 0;
+    }
+
+    /// Goes on as if this step were the one that has just been completed.
+    pub(crate) fn fast_forward(&mut self, step: Step) {
+        assert!(self.is_complete() && step > self.step, "between steps, and later");
+        self.step = step;
+    }
+
+    /// Begins the next step. Where stragglers may be dropped, no tensor is released before this rank
+    /// knows the contributors, and has submitted the tensor itself.
+    pub(crate) fn begin(&mut self, plan: &Plan) {
+        if self.begun {
+            self.enter(plan, self.step.next());
+        }
+        if plan.drops_stragglers(self.step) {
+            for tensor in plan.tensor_ids().filter(|&it| plan.takes_part(it, self.step)) {
+                self.tensors[tensor.index()].pending += 1;
+            }
+        }
+        self.begun = true;
+    }
+
+    fn enter(&mut self, plan: &Plan, step: Step) {
         self.step = step;
         self.begun = false;
         self.ended = false;
@@ -117,55 +119,56 @@ impl Worker {
         });
         self.tensors.clear();
         self.tensors.extend(tensors);
-        let fresh = SliceState {
-            phase: Phase::Waiting,
-            received_bytes: 0,
-            push_sent: false,
-            form: PayloadForm::Raw,
-        };
-        self.slices.clear();
-        self.slices.resize(plan.slices.len(), fresh);
-        let all = (0..plan.tensors.len() as u32).map(TensorId);
-        self.incomplete = all.filter(|&tensor| plan.takes_part(tensor, step)).count();
-        self.uncontributed = self.incomplete;
+        self.slots.clear();
+        self.slots.resize(plan.slices.len(), Slot::default());
+        self.incomplete = plan.tensor_ids().filter(|&it| plan.takes_part(it, step)).count();
+        self.unsubmitted = self.incomplete;
     }
 
-    /// Contributors are chosen in this step: no tensor is released before this rank knows them, and
-    /// has handed over the tensor itself.
-    pub(crate) fn add_parts(&mut self, plan: &Plan) {
-        for (index, tensor) in self.tensors.iter_mut().enumerate() {
-            let takes_part = plan.takes_part(TensorId(index as u32), self.step);
-            tensor.pending += u32::from(takes_part);
+    /// Ends the step; whether it was not ended before.
+    pub(crate) fn end(&mut self) -> bool {
+        !core::mem::replace(&mut self.ended, true)
+    }
+
+    /// The current step, begun or to be begun.
+    pub(crate) fn step(&self) -> Step {
+        self.step
+    }
+
+    /// The step that may begin next.
+    pub(crate) fn next_step(&self) -> Step {
+        if self.begun {
+            self.step.next()
+        } else {
+            self.step
         }
     }
 
-    pub(crate) fn tensor(&self, tensor: TensorId) -> &TensorState {
-        &self.tensors[tensor.index()]
+    /// Whether this step is the current one, and has begun.
+    pub(crate) fn is_in(&self, step: Step) -> bool {
+        self.begun && self.step == step
     }
 
-    pub(crate) fn tensor_mut(&mut self, tensor: TensorId) -> &mut TensorState {
-        &mut self.tensors[tensor.index()]
+    pub(crate) fn has_begun(&self) -> bool {
+        self.begun
     }
 
-    pub(crate) fn slice(&self, slice: SliceId) -> &SliceState {
-        &self.slices[slice.index()]
+    /// Tensors of the step without a whole result.
+    pub(crate) fn incomplete(&self) -> usize {
+        self.incomplete
     }
 
-    pub(crate) fn slice_mut(&mut self, slice: SliceId) -> &mut SliceState {
-        &mut self.slices[slice.index()]
+    /// Whether this rank has submitted all tensors of the step.
+    pub(crate) fn has_submitted_all(&self) -> bool {
+        self.unsubmitted == 0
     }
 
-    /// Whether some tensor has a contribution in this step.
-    pub(crate) fn has_contributed(&self) -> bool {
-        self.tensors.iter().any(|tensor| tensor.submission != Submission::Missing)
-    }
-
-    /// Whether every tensor of the step has its result.
+    /// Whether every tensor of a begun step has its result.
     pub(crate) fn is_complete(&self) -> bool {
         self.begun && self.incomplete == 0
     }
 
-    /// Last step that is complete on this rank.
+    /// The last step that is complete on this rank.
     pub(crate) fn last_complete(&self) -> Option<Step> {
         if self.is_complete() {
             return Some(self.step);
@@ -175,6 +178,218 @@ impl Worker {
 
     /// Whether this rank has done its part of a begun step and waits for others.
     pub(crate) fn waits_for_others(&self) -> bool {
-        self.begun && self.uncontributed == 0 && self.incomplete > 0
+        self.begun && self.unsubmitted == 0 && self.incomplete > 0
+    }
+}
+
+/// Submissions.
+impl Worker {
+    pub(crate) fn submission(&self, tensor: TensorId) -> Submission {
+        self.tensors[tensor.index()].submission
+    }
+
+    /// Notes the submission of a tensor, which had none.
+    pub(crate) fn submit(&mut self, tensor: TensorId, submission: Submission) {
+        self.tensors[tensor.index()].submission = submission;
+        self.unsubmitted -= 1;
+    }
+
+    /// Whether some tensor was submitted in this step.
+    pub(crate) fn has_submitted(&self) -> bool {
+        self.tensors.iter().any(|tensor| tensor.submission != Submission::Missing)
+    }
+
+    /// Whether this rank has no gradient for a slice in the current step, or the slice no elements.
+    pub(crate) fn has_nothing(&self, plan: &Plan, slice: SliceId) -> bool {
+        let absent = self.submission(plan.slice(slice).tensor) == Submission::Absent;
+        absent || plan.slice_bytes(slice) == 0
+    }
+
+    /// Contributions to this step travel as they are.
+    pub(crate) fn send_raw(&mut self) {
+        self.raw = true;
+    }
+
+    pub(crate) fn sends_raw(&self) -> bool {
+        self.raw
+    }
+}
+
+/// Pulls.
+impl Worker {
+    /// The owner of one more slice of a tensor has announced its result; whether all have now.
+    pub(crate) fn announce(&mut self, plan: &Plan, tensor: TensorId) -> bool {
+        let state = &mut self.tensors[tensor.index()];
+        state.announced += 1;
+        state.announced == plan.tensor(tensor).slices.len() as u32
+    }
+
+    /// Whether an owner of the tensor may still announce a slice.
+    pub(crate) fn awaits_announcement(&self, plan: &Plan, tensor: TensorId) -> bool {
+        self.tensors[tensor.index()].announced < plan.tensor(tensor).slices.len() as u32
+    }
+
+    /// Notes that the pulls of a tensor are sent; whether they were before.
+    pub(crate) fn pull(&mut self, tensor: TensorId) -> bool {
+        core::mem::replace(&mut self.tensors[tensor.index()].pulled, true)
+    }
+
+    pub(crate) fn has_pulled(&self, tensor: TensorId) -> bool {
+        self.tensors[tensor.index()].pulled
+    }
+}
+
+/// Results.
+impl Worker {
+    /// Whether a tensor lacks something in the current step.
+    pub(crate) fn is_pending(&self, tensor: TensorId) -> bool {
+        self.tensors[tensor.index()].pending > 0
+    }
+
+    pub(crate) fn is_done(&self, slice: SliceId) -> bool {
+        self.slots[slice.index()].is_done()
+    }
+
+    /// Whether a whole result is here, installed or not.
+    pub(crate) fn has_result(&self, slice: SliceId) -> bool {
+        self.slots[slice.index()].is_whole()
+    }
+
+    /// Bytes of a slice's result that are still to come.
+    pub(crate) fn missing_bytes(&self, plan: &Plan, slice: SliceId) -> u64 {
+        let slot = &self.slots[slice.index()];
+        let may = plan.may_be_encoded(FrameKind::Broadcast, slice, self.step);
+        let form = match slot.form() {
+            Some(form) => form,
+            None if may && !self.raw => PayloadForm::Encoded,
+            None => PayloadForm::Raw,
+        };
+        plan.bytes_as(slice, form).saturating_sub(slot.received_bytes())
+    }
+
+    /// Checks that a frame of a result continues the bytes that have arrived.
+    pub(crate) fn check_result(
+        &self,
+        header: &FrameHeader,
+        what: impl Fn() -> String,
+    ) -> Validated<()> {
+        let slot = &self.slots[header.slice.index()];
+        if !slot.accepts(header.offset) {
+            let (offset, arrived) = (header.offset, slot.received_bytes());
+            return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
+        }
+        match slot.form() {
+            Some(form) if form != header.form => {
+                violation(format!("{} as {:?} after {form:?}", what(), header.form))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Where a slice's result may be written in the tensor's own memory, if it may be now.
+    pub(crate) fn open_region(&self, plan: &Plan, slice: SliceId) -> Option<Region> {
+        let tensor = plan.slice(slice).tensor;
+        if plan.updates_on_server(self.step) {
+            return self.ended.then(|| plan.region(Memory::Parameter(tensor), slice));
+        }
+        let open =
+            self.submission(tensor) != Submission::Missing && self.slots[slice.index()].push_sent();
+        open.then(|| plan.region(Memory::Gradient(tensor), slice))
+    }
+
+    /// Where the bytes of a result's frame go; the first frame chooses, and may acquire a buffer.
+    pub(crate) fn place(
+        &mut self,
+        plan: &Plan,
+        header: &FrameHeader,
+        buffered: bool,
+        acquire: impl FnOnce(u64) -> BufferRef,
+    ) -> Region {
+        let (slice, form) = (header.slice, header.form);
+        let open = self.open_region(plan, slice);
+        let in_place = open.is_some() && form == PayloadForm::Raw && !buffered;
+        let buffer =
+            self.slots[slice.index()].place(form, in_place, || acquire(plan.bytes_as(slice, form)));
+        match (buffer, open) {
+            (Some(buffer), _) => buffer.whole().part(header.offset, header.length),
+            (None, Some(open)) => open.part(header.offset, header.length),
+            (None, None) => unreachable!("a slice lands in memory that is open"),
+        }
+    }
+
+    /// Notes a frame of a result that has arrived.
+    pub(crate) fn receive(&mut self, header: &FrameHeader) -> Arrived {
+        self.slots[header.slice.index()].receive(header)
+    }
+
+    /// A whole result lies in a buffer.
+    pub(crate) fn hold_result(&mut self, slice: SliceId, buffer: BufferRef, form: PayloadForm) {
+        self.slots[slice.index()].hold(buffer, form);
+    }
+
+    /// A result without bytes waits until this rank's own push is sent.
+    pub(crate) fn hold_empty_result(&mut self, slice: SliceId, has_value: bool) {
+        self.slots[slice.index()].hold_empty(has_value);
+    }
+
+    /// A result of this step, whole or in part, came before the step began; false where it has no
+    /// bytes.
+    pub(crate) fn take_early(&mut self, slice: SliceId, early: &EarlyResult) -> bool {
+        self.slots[slice.index()].take_early(early)
+    }
+
+    pub(crate) fn mark_push_sent(&mut self, slice: SliceId) {
+        self.slots[slice.index()].mark_push_sent();
+    }
+
+    /// Starts to install a result that waits, if memory is open by now.
+    pub(crate) fn install(&mut self, plan: &Plan, slice: SliceId) -> Install {
+        let is_open = self.open_region(plan, slice).is_some();
+        self.slots[slice.index()].install(is_open)
+    }
+
+    /// The form of the result that is being installed.
+    pub(crate) fn installed_form(&self, slice: SliceId) -> PayloadForm {
+        self.slots[slice.index()].form().unwrap_or(PayloadForm::Raw)
+    }
+
+    /// A slice's result is in place, or there is none.
+    pub(crate) fn finish(
+        &mut self,
+        plan: &Plan,
+        slice: SliceId,
+        has_value: bool,
+        events: &mut VecDeque<Event>,
+    ) {
+        let tensor = plan.slice(slice).tensor;
+        self.slots[slice.index()].finish();
+        self.tensors[tensor.index()].has_value |= has_value;
+        self.part_done(plan, tensor, events);
+    }
+
+    /// A tensor waits for one thing less: with the last one it is released, as the strategy says.
+    pub(crate) fn part_done(
+        &mut self,
+        plan: &Plan,
+        tensor: TensorId,
+        events: &mut VecDeque<Event>,
+    ) {
+        let state = &mut self.tensors[tensor.index()];
+        state.pending -= 1;
+        if state.pending > 0 {
+            return;
+        }
+        self.incomplete -= 1;
+        self.unreleased.push(tensor);
+        if plan.strategy.release == Release::Step && self.incomplete > 0 {
+            return;
+        }
+        for tensor in self.unreleased.drain(..) {
+            let absent = !self.tensors[tensor.index()].has_value;
+            events.push_back(Event::TensorReady { tensor, step: self.step, absent });
+        }
+        if self.incomplete == 0 && self.begun {
+            events.push_back(Event::StepComplete { step: self.step });
+        }
     }
 }

@@ -4,16 +4,16 @@
 use crate::profile::{Act, Script};
 use gradlane_units::TensorId;
 
-/// What an accelerator does at a moment.
+/// An accelerator's next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     /// Nothing before this time.
     Until(u64),
     /// It waits for a tensor that is not there.
     Waits(TensorId),
-    /// It has waited for a tensor for so many nanoseconds, and makes its gradient until this time.
+    /// It has waited for a tensor for this many nanoseconds, and makes its gradient until this time.
     Rebuilds(TensorId, u64, u64),
-    /// It has done this act, after waiting for so many nanoseconds.
+    /// It has done this act, after waiting for this many nanoseconds.
     Did(Act, u64),
     /// All steps are over.
     Finished,

@@ -1,4 +1,4 @@
-//! Codecs in scenarios: what a plan needs to know of them. No value is ever encoded here.
+//! Codecs in scenarios: their sizes, for plans. No value is ever encoded here.
 
 use crate::error::SimError;
 use gradlane_codec::TensorCodec;

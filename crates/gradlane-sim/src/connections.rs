@@ -39,7 +39,7 @@ pub(crate) struct Connections {
 }
 
 impl Connections {
-    /// Of so many ranks to so many members of their channels each.
+    /// Connections of all ranks to all members of their channels.
     pub(crate) fn new(ranks: usize, members: usize) -> Connections {
         Connections { members, all: vec![Connection::default(); ranks * members] }
     }

@@ -1,4 +1,4 @@
-//! Constants: what ports and connections carry, and what the host's processor does to a frame, a
+//! Constants: the capacities of ports and connections, and the time that the host's processor takes for a frame, a
 //! reduction and a wake-up.
 //!
 //! Measured on 2026-11-21 by `gradlane lab calibrate --json costs.json` (four emulated nodes, ports of
@@ -31,7 +31,7 @@ pub(crate) const SHARE_LASTS_BYTES: u32 = 4_000_000;
 /// The largest packet with segmentation offload: 45 segments of 1,448 bytes.
 pub(crate) const PACKET_BYTES: u32 = 65_160;
 
-/// What a packet takes of the send buffer beside its bytes.
+/// Bytes of the send buffer that a packet takes beside its own.
 pub(crate) const PACKET_OVERHEAD_BYTES: u32 = 1_280;
 
 /// What is not acknowledged by itself: no more than one segment.

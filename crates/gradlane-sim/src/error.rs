@@ -1,4 +1,4 @@
-//! What can go wrong with a simulation.
+//! Errors of a simulation.
 
 /// Why there is no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -13,7 +13,7 @@ pub enum SimError {
         time_s: String,
         /// The rank whose engine it was.
         rank: u32,
-        /// What it said.
+        /// Its reason.
         reason: String,
     },
     /// Nothing moves any more and a rank has not finished.
@@ -23,7 +23,7 @@ pub enum SimError {
         rank: u32,
         /// Its step.
         step: u64,
-        /// What it waits for.
+        /// The tensor that it waits for.
         waits_for: String,
     },
 }

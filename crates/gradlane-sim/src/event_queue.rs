@@ -1,4 +1,4 @@
-//! What happens next: events in the order of time, then of their making. Nothing here depends on
+//! Events in the order of time, then of their making. Nothing here depends on
 //! addresses or hashes, so the same scenario unfolds the same way every time.
 //!
 //! A radix heap: nothing is ever planned before what happened last, so an event waits in the bucket of
@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 
-/// What happens to which rank, or to which port.
+/// The kind of an event of a rank, or of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     /// The port may send the next piece.
@@ -44,7 +44,7 @@ const BUCKETS: usize = u64::BITS as usize;
 pub(crate) struct EventQueue {
     /// When the last event was.
     last: u64,
-    /// What happens at that time, too.
+    /// Other events at that time.
     present: VecDeque<Entry>,
     /// Later events, by the highest bit in which their time differs from it.
     later: [Vec<Entry>; BUCKETS],

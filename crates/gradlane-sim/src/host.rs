@@ -11,7 +11,7 @@ use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
 
 impl Run {
-    /// Something for the I/O thread: heard at once, or when it has done what it is doing.
+    /// A task for the I/O thread: done at once, or after the task that it is doing.
     pub(crate) fn hear(&mut self, rank: u32, input: IoTask) {
         let now = self.now;
         let io = &mut self.nodes[rank as usize].io;
@@ -104,7 +104,7 @@ impl Run {
                 given.map_err(|it| it.to_string())
             }
             IoTask::Needed(tensor, step) => {
-                // Need is a wish: what became ready in the meantime needs nothing.
+                // Need is a wish: a tensor that became ready in the meantime needs nothing.
                 let _ = engine.handle(gradlane_engine::Input::TensorNeeded(tensor, step));
                 Ok(())
             }
@@ -210,7 +210,7 @@ impl Run {
         }
     }
 
-    /// The owner of a tensor has made what it owes the others.
+    /// The root of a tensor has made its result.
     pub(crate) fn root_result(&mut self, rank: u32) {
         if let Some((_, tensor, step)) = self.nodes[rank as usize].root_requests.pop_front() {
             self.hear(rank, IoTask::Answer(tensor, step));
@@ -236,7 +236,7 @@ impl Run {
         self.span(rank, Lane::Reduce, job.step, subject, begin, end);
     }
 
-    /// How long a job takes, where so many ranks stand for one.
+    /// The time of a job, where `copies` ranks stand for one.
     fn job_ns(&self, rank: u32, job: &Job, copies: f64) -> f64 {
         let charges = &self.charges;
         // Codecs cost by the values' bytes, whatever the encoding's length.

@@ -1,10 +1,10 @@
-//! What happens within nodes whose ranks add up before anything goes to the network: `NodeChannel` of
+//! Sums within nodes whose ranks add up before anything goes to the network: `NodeChannel` of
 //! `python/gradlane/training/node/`, in virtual time.
 //!
 //! A rank copies each part of a gradient that another one carries to where that one reads it, one
 //! after another. When all of the node's ranks have spoken, the carrier adds up, one part after
-//! another, and gives the mean to the channel between nodes. What comes back is copied out by every
-//! rank for itself. A gradient is there when all of its parts are.
+//! another, and gives the mean to the channel between nodes. Every rank copies the result out for
+//! itself. A gradient is there when all of its parts are.
 //!
 //! Over a collective of a given rate (`Nodes::rate_bps`) a part is at its carrier after its bytes at
 //! this rate, added up on the way, and back after as long.
@@ -19,7 +19,7 @@ use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// What a byte and a word take within a node, in nanoseconds.
+/// Times of a byte and a word within a node, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LocalCharges {
     copy_byte: f64,

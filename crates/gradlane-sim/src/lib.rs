@@ -4,7 +4,7 @@
 //! A [`Scenario`] says everything; [`simulate`] gives a [`Report`] and, where asked for, a
 //! [`Trace`]. Same scenario, same bytes.
 //!
-//! [`ring_fused`] is a separate, small model of what Horovod does, as one of the papers has it.
+//! [`ring_fused`] is a separate, small model of Horovod, as one of the papers has it.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The network: what kernels take of a connection, and what ports carry.
+//! The network: bytes that kernels take from connections, and pieces that ports carry.
 //!
 //! A kernel cuts a frame into packets as large as segmentation offload allows, and begins a packet
 //! while its send buffer has room. A packet leaves the buffer when its acknowledgement is back, which

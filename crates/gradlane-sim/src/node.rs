@@ -11,7 +11,7 @@ use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-/// What the I/O thread hears.
+/// A task of the I/O thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum IoTask {
     /// The header of a frame is here.
@@ -43,7 +43,7 @@ pub(crate) enum IoTask {
 #[repr(align(64))]
 pub(crate) struct IoThread {
     pub(crate) inbox: VecDeque<IoTask>,
-    /// When it has done what it heard last.
+    /// When it has done its last task.
     pub(crate) busy_until: u64,
     /// Whether it will look into its inbox then.
     pub(crate) will_listen: bool,
@@ -68,7 +68,7 @@ pub(crate) struct Node {
     pub(crate) root_requests: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.
     pub(crate) computes_since: u64,
-    /// What it knows of who was in.
+    /// Its pace between steps.
     pub(crate) pace: Pace,
     /// When it runs again.
     pub(crate) stopped_until: u64,

@@ -1,9 +1,9 @@
-//! Nodes of several ranks: who shares a port, and who speaks to whom over it.
+//! Nodes of several ranks: the ranks that share a port, and their connections over it.
 //!
 //! Without sums on nodes every rank has connections to all others; what goes between two ranks of a
 //! node stays inside. With them (`gradlane.init(local=...)`) the ranks of a node that carry each have
 //! a channel to the ranks of the same number on the other nodes, and an engine that knows nodes alone.
-//! `sums` has what happens within a node.
+//! `intra_node` has the sums within a node.
 
 use crate::error::SimError;
 use crate::scenario::Scenario;

@@ -1,4 +1,4 @@
-//! What a finished run comes to.
+//! The report of a finished run.
 
 use crate::node::Node;
 use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
@@ -46,7 +46,7 @@ impl Run {
         bytes.sum()
     }
 
-    /// Of those, what goes to the owners of whole tensors and back; other traffic is even.
+    /// Of those, the bytes to the roots of whole tensors and back; other traffic is even.
     fn result_bytes(&self) -> f64 {
         let topology = self.channels.topology;
         let others = f64::from(topology.workers() - topology.per_node);

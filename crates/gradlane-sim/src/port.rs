@@ -1,6 +1,6 @@
 //! Ports: each rank has one, full duplex, with a first-come first-served queue in each direction.
 //!
-//! A piece is what travels at once: a packet as segmentation offload makes it, or an
+//! A piece travels at once: a packet as segmentation offload makes it, or an
 //! acknowledgement. On a wire it begins to arrive when it begins to leave, and is whole when both
 //! ports have carried it. A port that is shaped by a token bucket lets a piece through at once as
 //! soon as it owes nothing, and then owes the piece's time. A port that several senders meet at
@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 
-/// What a piece is.
+/// The contents of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     /// A part of the frame with this number; whether the frame begins and ends with it.
@@ -50,14 +50,14 @@ impl Line {
     }
 }
 
-/// One rank's port. What one event needs of it lies in a line of the cache.
+/// One rank's port. The fields that one event needs lie in a line of the cache.
 #[derive(Debug, Default)]
 pub(crate) struct Port {
     pub(crate) out: Outgoing,
     pub(crate) into: Incoming,
 }
 
-/// What leaves a port.
+/// Pieces that leave a port.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Outgoing {
@@ -68,7 +68,7 @@ pub(crate) struct Outgoing {
     pub(crate) line: Line,
 }
 
-/// What comes to a port.
+/// Pieces that come to a port.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Incoming {

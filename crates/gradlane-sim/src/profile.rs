@@ -1,4 +1,4 @@
-//! A profile: what one step computes, and when each gradient appears and each parameter is read.
+//! A profile: the computation of one step, and when each gradient appears and each parameter is read.
 //!
 //! Times are seconds from the start of the step's forward. A [`Script`] is the same in integers,
 //! in the order in which an accelerator goes through it.
@@ -29,7 +29,7 @@ fn f32_elements() -> Dtype {
     Dtype::F32
 }
 
-/// What one step computes.
+/// The computation of one step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {

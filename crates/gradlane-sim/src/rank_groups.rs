@@ -2,7 +2,7 @@
 //! for all.
 //!
 //! Exact are the bytes of every port, the work of every owner and the order of frames. Not exact is
-//! the order among the ranks of a group: what goes to a group occupies the sender's port for all
+//! the order among the ranks of a group: a frame to a group occupies the sender's port for all
 //! of them and arrives when the last has it. With more representatives the difference gets smaller;
 //! it is nothing where each stands for itself.
 

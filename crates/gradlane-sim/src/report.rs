@@ -1,4 +1,4 @@
-//! What a simulation comes to.
+//! The report of a simulation.
 
 use serde::Serialize;
 
@@ -67,7 +67,7 @@ fn is_zero(count: &u32) -> bool {
     *count == 0
 }
 
-/// How many updates lay between what gradients were computed from and what they were applied to.
+/// Updates between the parameters that gradients were computed from and those that they were applied to.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct StalenessFigures {
     /// Pushes of slices.
@@ -78,7 +78,7 @@ pub struct StalenessFigures {
     pub max: u64,
 }
 
-/// What came of stops, and of the rule for ranks that are late.
+/// Figures of stops, and of the policy for stragglers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StragglerFigures {
     /// Mean step of the ranks that are never stopped, without the first steps.
@@ -138,7 +138,7 @@ impl Histogram {
         }
     }
 
-    /// Used shares of the capacity of so many ports.
+    /// Used shares of the capacity of `ports` ports.
     pub(crate) fn shares(&self, ports: f64) -> Vec<f64> {
         let capacity = self.interval_ns as f64 * ports;
         self.busy_ns.iter().map(|busy| busy / capacity).collect()

@@ -35,7 +35,7 @@ pub enum Rings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RingScenario {
-    /// What one step computes.
+    /// The computation of one step.
     pub profile: Profile,
     /// The rings.
     pub rings: Rings,
@@ -79,16 +79,16 @@ pub struct Fusion {
     pub bytes: u64,
 }
 
-/// What the model says.
+/// The figures of the model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RingReport {
-    /// Computing plus what reduction takes beyond backward.
+    /// Time of computing, plus that of reduction beyond backward.
     pub step_s: f64,
     /// `compute_s / step_s`.
     pub scaling_factor: f64,
     /// Forward and backward alone.
     pub compute_s: f64,
-    /// What reduction takes beyond backward.
+    /// Time of reduction beyond backward.
     pub overhead_s: f64,
     /// The buffers.
     pub fusions: Vec<Fusion>,

@@ -38,14 +38,14 @@ pub struct Network {
     /// One-way time between any two ports, without queues.
     #[serde(default)]
     pub latency_s: f64,
-    /// What a port queues before bytes wait in their connection.
+    /// Bytes that a port queues before others wait in their connection.
     #[serde(default = "default_queue_bytes")]
     pub queue_bytes: u64,
     /// Bytes of a connection in the kernel, sent or not, that are not yet acknowledged; 0 is what the
     /// transport fits to the path.
     #[serde(default)]
     pub send_buffer_bytes: u64,
-    /// What it fits to a path that is short.
+    /// The size that it fits to a short path.
     #[serde(default = "default_send_buffer_floor_bytes")]
     pub send_buffer_floor_bytes: u64,
     /// Connections hold unequally much, by up to this share more or less, drawn evenly for each, and so
@@ -168,7 +168,7 @@ impl Network {
     }
 }
 
-/// What the report contains beside the figures.
+/// Contents of the report beside the figures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Outputs {
@@ -197,11 +197,11 @@ impl Default for Outputs {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// What one step computes.
+    /// The computation of one step.
     pub profile: Profile,
     /// Number of ranks, each a worker.
     pub workers: u32,
-    /// The first so many ranks are servers, too; none: all.
+    /// The first `servers` ranks are servers, too; none: all.
     #[serde(default)]
     pub servers: Option<u32>,
     /// So many ranks beside the workers own all slices, and only serve.
@@ -266,7 +266,7 @@ pub struct Scenario {
     /// rank.
     #[serde(default)]
     pub representatives: u32,
-    /// What to keep.
+    /// Contents of the outcome.
     #[serde(default)]
     pub outputs: Outputs,
 }

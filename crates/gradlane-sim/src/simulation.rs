@@ -25,7 +25,7 @@ use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 
-/// A report and what else was asked for.
+/// A report, the plan, and the trace if requested.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// The figures.
@@ -67,7 +67,7 @@ pub(crate) struct Charges {
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) channels: Channels,
-    /// What happens on nodes whose ranks add up.
+    /// Sums within nodes whose ranks add up.
     pub(crate) intra_node: Option<IntraNode>,
     pub(crate) script: Script,
     /// By tensor number, of those that have a root.
@@ -84,7 +84,7 @@ pub(crate) struct Run {
     pub(crate) queue_bytes: u64,
     pub(crate) low_water_bytes: u64,
     pub(crate) piece_bytes: u32,
-    /// Time of what a shaped port lets through at once; 0 is a wire.
+    /// Time of the bytes that a shaped port lets through at once; 0 is a wire.
     pub(crate) burst_ns: u64,
     pub(crate) jitter: f64,
     pub(crate) background: Option<Background>,
@@ -115,7 +115,7 @@ pub(crate) struct Background {
 #[derive(Debug, Default)]
 pub(crate) struct Meters {
     pub(crate) frames: u64,
-    /// Bytes that left each port: what goes to a rank that stands for several counts for each.
+    /// Bytes that left each port: those to a rank that stands for several count for each.
     pub(crate) port_bytes: Vec<u64>,
     pub(crate) sent_bytes: u64,
     pub(crate) received_bytes: u64,

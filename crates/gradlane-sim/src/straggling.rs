@@ -49,7 +49,7 @@ impl Stops {
     }
 }
 
-/// What a rank knows of who was in, and where it stands between two steps.
+/// A rank's knowledge of contributors, and its state between two steps.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
     /// Whether this rank was in, by step.
@@ -65,7 +65,7 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// Notes what the engine says of contributors and of steps.
+    /// Notes the engine's events about contributors and steps.
     pub(crate) fn note(&mut self, rank: u32, event: &Event) {
         match event {
             Event::ContributorsDecided { step, contributors } => {
@@ -139,7 +139,7 @@ impl Run {
         }
     }
 
-    /// Rank 0 looks again at who is complete when a deadline is over.
+    /// Rank 0 looks again at the complete ranks when a deadline is over.
     pub(crate) fn schedule_clock(&mut self, rank: u32) {
         let node = &mut self.nodes[rank as usize];
         let Some(due) = node.engine.decision_timeout() else {
@@ -184,7 +184,7 @@ impl Run {
         self.schedule_stop(rank);
     }
 
-    /// What leaving ranks out, and stopping them, came to; none where neither was asked for.
+    /// Figures of ranks left out and stopped, or `None` where the scenario has neither.
     pub(crate) fn straggler_figures(&self, scenario: &Scenario) -> Option<StragglerFigures> {
         if self.stops.is_empty() && !self.leaves_out() {
             return None;

@@ -1,6 +1,6 @@
-//! What happened when, in lanes: the exact order of all transmissions, computations and waits.
+//! A trace, in lanes: the exact order of all transmissions, computations and waits.
 //!
-//! What is kept is bounded: spans of ranks that nobody asked for are not kept, and those beyond the
+//! Its size is bounded: spans of ranks that were not requested are not kept, and those beyond the
 //! limit are counted.
 
 use crate::profile::Profile;
@@ -75,7 +75,7 @@ impl Lane {
     }
 }
 
-/// What a span is about.
+/// The subject of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// The whole step.
@@ -84,7 +84,7 @@ pub enum Subject {
     Tensor(TensorId),
     /// A slice in a frame, or in a piece of one, or in a job.
     Slice {
-        /// What the frame is for; none for work.
+        /// The kind of the frame; none for a job.
         kind: Option<FrameKind>,
         /// The profile's tensor that it is of.
         tensor: TensorId,
@@ -94,7 +94,7 @@ pub enum Subject {
         peer: u32,
         /// Bytes, headers included.
         bytes: u32,
-        /// Its urgency; 0 for work.
+        /// Its urgency; 0 for a job.
         priority: Priority,
     },
 }
@@ -108,7 +108,7 @@ pub struct Span {
     pub lane: Lane,
     /// In which step.
     pub step: Step,
-    /// About what.
+    /// The subject.
     pub subject: Subject,
     /// Begin, in nanoseconds.
     pub begin_ns: u64,
@@ -128,7 +128,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// A trace that keeps what is asked for.
+    /// A trace that keeps the requested ranks and steps.
     pub(crate) fn new(outputs: &Outputs) -> Trace {
         let ranks = if outputs.trace_ranks == 0 { u32::MAX } else { outputs.trace_ranks };
         Trace { spans: Vec::new(), dropped: 0, ranks, spans_max: outputs.trace_spans_max }

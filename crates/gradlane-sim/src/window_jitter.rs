@@ -1,5 +1,5 @@
-//! How unequal connections are: each holds more or less than the middle for a while, then another
-//! amount, so that flows that meet at a port get unequal parts of it and drift apart.
+//! Jitter of send windows: each connection holds more or less than the mean for a while, then another
+//! amount, so that flows that meet at a port get unequal shares of it and drift apart.
 
 use crate::connections::Connection;
 use crate::costs::SHARE_LASTS_BYTES;
@@ -19,15 +19,14 @@ impl WindowJitter {
         WindowJitter { spread: network.share_spread, rng: Rng::new(network.share_seed) }
     }
 
-    /// A connection's first share, which lasts for a part of the usual time; of a rank whose
-    /// connections hold so many bytes on average.
+    /// Draws a connection's first window, which lasts for a part of the usual time.
     pub(crate) fn begin(&mut self, connection: &mut Connection, middle_bytes: f64) {
         self.draw(connection, middle_bytes);
         let part = fraction(&mut self.rng);
         connection.window_lasts_bytes = (part * f64::from(SHARE_LASTS_BYTES)) as u32;
     }
 
-    /// So many bytes more pass a connection.
+    /// Bytes pass a connection: draws another window when the current one is over.
     pub(crate) fn pass(&mut self, connection: &mut Connection, middle_bytes: f64, bytes: u32) {
         match connection.window_lasts_bytes.checked_sub(bytes) {
             Some(rest) => connection.window_lasts_bytes = rest,

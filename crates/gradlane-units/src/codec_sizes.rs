@@ -1,5 +1,5 @@
-//! What a plan needs to know of a codec: lengths, never values. `gradlane-codec` has the codecs, and
-//! the engine, which knows none of them, plans with these numbers.
+//! The sizes of a codec: lengths, never values. `gradlane-codec` has the codecs, and the engine, which
+//! knows none of them, plans with these numbers.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -13,25 +13,25 @@ pub struct RingBytes {
     pub sums: u64,
 }
 
-/// A codec for one tensor, as plans need to know it.
+/// The sizes of a codec for one tensor.
 pub trait CodecSizes {
     /// Its canonical text.
     fn name(&self) -> String;
     /// Sizes of the tensor's dimensions in the order of its storage, where it goes by them.
     fn sizes(&self) -> Vec<u64>;
-    /// Slices begin at multiples of so many elements, at least 1.
+    /// Slices begin at multiples of this many elements, at least 1.
     fn granule_elems(&self) -> u64;
-    /// The most bytes of so many encoded elements.
+    /// The most bytes of `elements` encoded elements.
     fn bytes_max(&self, elements: u64) -> u64;
     /// Whether that is also the least.
     fn is_fixed(&self) -> bool;
-    /// Numbers that are kept for each value of what encoding loses, to be added the next time; 0: none.
+    /// Numbers a value in the residual (error feedback); 0: no residual.
     fn residual_width(&self) -> u32;
-    /// How a ring adds up so many elements of each of so many ranks: none where every hop decodes,
-    /// adds and encodes.
+    /// The sizes of a slice on a ring that adds up codes as integers, or `None` where every hop
+    /// decodes, adds and encodes.
     ///
     /// # Errors
-    /// When the codec cannot go round a ring of so many ranks; the text says why.
+    /// When the codec cannot go round a ring of `world_size` ranks; the text says why.
     fn ring_bytes(&self, elements: u64, world_size: u32) -> Result<Option<RingBytes>, String> {
         let _ = (elements, world_size);
         Ok(None)

@@ -1,4 +1,4 @@
-//! Identities: who (rank), when (step), what (tensor, slice) and how urgent (priority).
+//! Identities: rank, step, tensor, slice and priority.
 
 use core::fmt;
 use serde::{Deserialize, Serialize};
@@ -34,7 +34,7 @@ identity!(
     "rank"
 );
 identity!(
-    /// One training iteration. Step 0 spreads rank 0's initial values; training starts at step 1.
+    /// One training iteration. Step 0 broadcasts rank 0's initial values; training starts at step 1.
     Step(u64),
     "step"
 );
@@ -54,6 +54,12 @@ impl Step {
     #[must_use]
     pub const fn next(self) -> Step {
         Step(self.0 + 1)
+    }
+
+    /// Whether this is step 0, in which rank 0's initial values go everywhere.
+    #[must_use]
+    pub const fn is_initial(self) -> bool {
+        self.0 == 0
     }
 }
 

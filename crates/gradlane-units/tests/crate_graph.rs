@@ -108,3 +108,42 @@ fn unsafe_code_stays_where_it_may_be_with_its_reason() {
         }
     }
 }
+
+/// Modules of the engine, and the modules of it that each may import.
+const WALLS: &[(&str, &[&str])] = &[
+    ("plan", &["api", "plan", "rank_set"]),
+    ("transmit", &["api", "plan", "rank_set", "transmit"]),
+    ("worker", &["api", "plan", "violation", "worker"]),
+];
+/// The engine's schemes: none imports another one.
+const SCHEMES: &[&str] = &["ps", "ring", "gather"];
+
+#[test]
+fn the_engine_keeps_its_walls() {
+    let mut files = BTreeMap::new();
+    let folder = crates().join("gradlane-engine/src");
+    sources(&folder, &mut files);
+    for (path, text) in files {
+        let name = path.strip_prefix(&folder).expect("a source").with_extension("");
+        let name = name.to_string_lossy().into_owned();
+        let module = name.split('/').next().unwrap_or_default().to_owned();
+        let product = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+        if name.ends_with("_tests") {
+            continue;
+        }
+        let is_engine = name == "engine";
+        assert!(is_engine || !product.contains("impl Engine {"), "{name} implements Engine");
+        let matches = product.contains("match scheme {");
+        assert!(!matches || ["schemes", "plan"].contains(&module.as_str()), "{name}: match scheme");
+        for line in product.lines().filter_map(|line| line.trim().strip_prefix("use crate::")) {
+            let imported = line.split([':', ';']).next().unwrap_or_default();
+            if let Some((_, allowed)) = WALLS.iter().find(|(wall, _)| *wall == module) {
+                assert!(allowed.contains(&imported), "{name} imports {imported}");
+            }
+            let foreign = SCHEMES.contains(&module.as_str())
+                && SCHEMES.contains(&imported)
+                && imported != module;
+            assert!(!foreign, "{name} imports {imported}");
+        }
+    }
+}

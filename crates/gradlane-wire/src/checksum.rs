@@ -12,7 +12,7 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     lower_half(WholeHasher::oneshot(bytes))
 }
 
-/// A checksum of bytes that come in pieces: of all together what [`checksum`] is of them in one.
+/// A checksum of bytes that come in pieces: the [`checksum`] of all of them together.
 #[derive(Clone)]
 pub struct Checksum(RawHasher<&'static [u8; DEFAULT_SECRET_LENGTH]>);
 

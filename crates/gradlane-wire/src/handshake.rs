@@ -1,4 +1,4 @@
-//! The handshake: who is calling, for which job, with which tensors, and proof of the secret.
+//! The handshake: the caller's rank, job and tensors, and proof of the secret.
 //!
 //! Both sides send a hello; each then proves that it knows the job's secret by a keyed hash over both
 //! hellos (`MAC_BYTES` bytes, computed above this crate). A side that refuses sends a reject
@@ -20,7 +20,7 @@ use gradlane_units::Rank;
 pub const HELLO_BYTES: usize = 128;
 /// Size of a reject.
 pub const REJECT_BYTES: usize = 256;
-/// What the keyed hash at a reject's end covers.
+/// Bytes that the keyed hash at a reject's end covers.
 pub const REJECT_SIGNED_BYTES: usize = REJECT_BYTES - MAC_BYTES;
 /// Size of the proof that follows the hellos.
 pub const MAC_BYTES: usize = 32;

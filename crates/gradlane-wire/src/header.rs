@@ -37,7 +37,7 @@ const MAGIC: [u8; 4] = *b"GLN1";
 /// A frame header without its checksum of itself, which `encode` adds and `decode` verifies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What the frame is for.
+    /// The purpose of the frame.
     pub kind: FrameKind,
     /// How the payload is encoded.
     pub form: PayloadForm,
@@ -76,7 +76,7 @@ pub enum HeaderError {
     /// The first four bytes are not gradlane's.
     #[error("not a gradlane frame: magic bytes {found:02x?}")]
     Magic {
-        /// What stood there.
+        /// The bytes found.
         found: [u8; 4],
     },
     /// The header does not match its own checksum.

@@ -1,4 +1,4 @@
-//! What a frame is: its kind, its flags and the encoding of its payload.
+//! The kind of a frame, its flags and the form of its payload.
 
 macro_rules! wire_enum {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $value:literal),+ $(,)? }) => {
@@ -25,7 +25,7 @@ macro_rules! wire_enum {
 }
 
 wire_enum! {
-    /// What a frame is for.
+    /// The purpose of a frame.
     FrameKind {
         /// Piece of a gradient slice, from a worker to the slice's owner.
         Push = 1,
@@ -39,13 +39,13 @@ wire_enum! {
         PlanSwitch = 5,
         /// The sender holds the priority vector of this plan version.
         PlanSwitchAck = 6,
-        /// Nothing but a sign of life.
+        /// A keepalive.
         Heartbeat = 7,
         /// The sender has finished in good order after the step in the header and will send no more.
         Goodbye = 8,
         /// The sender gives up. Payload: the reason in UTF-8.
         Abort = 9,
-        /// The sender has heard nothing of a rank for too long. Payload: its number as `u32`.
+        /// The sender has heard nothing from a rank for too long. Payload: the rank as `u32`.
         Suspect = 10,
         /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
         /// contributions in it.
@@ -63,7 +63,7 @@ wire_enum! {
         StepBegun = 32,
         /// All gradients of the sender in the header's step are queued, to rank 0.
         GradientsQueued = 33,
-        /// Whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
+        /// Ranks whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
         /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
         Contributors = 34,
     }
@@ -94,6 +94,20 @@ impl FrameKind {
         }
     }
 
+    /// Whether frames of this kind are about the session, and not about a slice.
+    #[must_use]
+    pub const fn is_control(self) -> bool {
+        use FrameKind::{Block, Broadcast, Notify, Pull, Push};
+        !matches!(self, Push | Broadcast | Notify | Pull | Block) && !self.is_ring()
+    }
+
+    /// Whether frames of this kind say which ranks are in a step, and how far they are.
+    #[must_use]
+    pub const fn is_about_steps(self) -> bool {
+        use FrameKind::{Contributors, GradientsQueued, StepBegun};
+        matches!(self, StepBegun | GradientsQueued | Contributors)
+    }
+
     /// Whether frames of this kind go round a ring, and count their hops.
     #[must_use]
     pub const fn is_ring(self) -> bool {
@@ -102,7 +116,7 @@ impl FrameKind {
 }
 
 wire_enum! {
-    /// How the payload of a slice is encoded.
+    /// The form of a slice's payload.
     PayloadForm {
         /// The bytes of the elements themselves, in the tensor's dtype.
         Raw = 0,

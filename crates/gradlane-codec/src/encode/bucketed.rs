@@ -16,7 +16,7 @@ pub(super) trait Quantizer: Copy + Debug + Send + Sync {
     /// Whether the expectation of what is decoded is the value, up to rounding.
     const IS_UNBIASED: bool;
 
-    /// Bytes of the encoding of a bucket of so many elements, at least one.
+    /// Bytes of the encoding of a bucket of this many elements, at least one.
     fn bucket_bytes(self, elements: usize) -> usize;
 
     /// Encodes a bucket of at least one value, as the definition says. `place` is that of the bucket.
@@ -81,7 +81,7 @@ struct Cut<Q> {
 }
 
 impl<Q: Quantizer> Cut<Q> {
-    /// Bytes of so many elements that begin with a bucket.
+    /// Bytes of this many elements that begin with a bucket.
     fn bytes(self, elements: usize) -> usize {
         let whole = elements / self.bucket;
         let rest = elements % self.bucket;

@@ -44,7 +44,7 @@ impl Qsgd {
         Qsgd { options, half, code_of_nothing }
     }
 
-    /// Bytes of a bucket of so many elements.
+    /// Bytes of a bucket of this many elements.
     #[inline(always)]
     fn bytes(self, elements: usize) -> usize {
         SCALE_BYTES + (elements * self.options.bits as usize).div_ceil(8)

@@ -63,7 +63,7 @@ pub enum SparseError {
     },
 }
 
-/// The most bytes that `count` values of a slice of so many elements take.
+/// The most bytes that `count` values of a slice of this many elements take.
 ///
 /// The positions passed over are no more than the elements, so that at most one in 128 elements
 /// makes a number longer than a byte, one in 128² longer than two, and so on.
@@ -114,7 +114,7 @@ pub(crate) fn write<const WIDTH: usize>(
 ///
 /// # Errors
 ///
-/// [`SparseError`] if the bytes are no sparse slice of so many elements; some may be taken by then.
+/// [`SparseError`] if the bytes are no sparse slice of this many elements; some may be taken by then.
 pub(crate) fn read(
     bytes: &[u8],
     elements: usize,

@@ -8,7 +8,7 @@
 use super::oracle::{pack, unpack};
 use crate::encode::lanes::{Lanes, Wide, Words, WIDTH};
 
-/// The widest sum. f32 holds every integer of so many bits.
+/// The widest sum. f32 holds every integer of this many bits.
 pub(super) const WIDTH_MAX: u32 = 24;
 /// Values that are packed together: whole blocks of every field.
 const RUN: usize = 128;
@@ -70,7 +70,7 @@ impl Layout {
         self.fields().iter().map(part).fold(0, |sum, part| sum | part)
     }
 
-    /// Adds codes of so many bits to the sums of up to 128 values from `at` on, one after another.
+    /// Adds codes of this many bits to the sums of up to 128 values from `at` on, one after another.
     fn add_run(&self, bits: u32, sums: &mut [u8], codes: &[u8], at: usize) {
         let end = self.elements.min(at + RUN);
         let mut run = [0; RUN];
@@ -89,14 +89,14 @@ impl Layout {
         }
     }
 
-    /// Adds codes of so many bits, as the definition says.
+    /// Adds codes of this many bits, as the definition says.
     pub(super) fn add_plainly(&self, bits: u32, sums: &mut [u8], codes: &[u8]) {
         for at in (0..self.elements).step_by(RUN) {
             self.add_run(bits, sums, codes, at);
         }
     }
 
-    /// Adds codes of so many bits in wide registers.
+    /// Adds codes of this many bits in wide registers.
     ///
     /// # Safety
     ///

@@ -30,11 +30,11 @@ pub struct IntegerSums {
 }
 
 impl IntegerSums {
-    /// The sums of a codec over so many ranks; none where its text does not ask for them.
+    /// The sums of a codec over `ranks` ranks, or `None` where its text does not ask for them.
     ///
     /// # Errors
     ///
-    /// When a sum of so many codes does not fit; the text says what would.
+    /// When a sum of one code a rank does not fit; the text says what would.
     pub fn new(spec: &CodecSpec, ranks: u32) -> Result<Option<IntegerSums>, String> {
         IntegerSums::with(Variant::active(), spec, ranks)
     }
@@ -71,12 +71,12 @@ impl IntegerSums {
         self.width
     }
 
-    /// Bytes of the scales of so many elements.
+    /// Bytes of the scales of `elements` elements.
     pub fn scale_bytes(&self, elements: usize) -> usize {
         elements.div_ceil(self.bucket) * SCALE_BYTES
     }
 
-    /// Bytes of the sums of so many elements, their scales included.
+    /// Bytes of the sums of `elements` elements, their scales included.
     pub fn sum_bytes(&self, elements: usize) -> usize {
         let (whole, rest) = (elements / self.bucket, elements % self.bucket);
         let last = if rest == 0 { 0 } else { self.bucket_bytes(rest) };
@@ -128,7 +128,7 @@ impl IntegerSums {
     ///
     /// # Errors
     ///
-    /// [`DecodeError`] when the bytes are no sums of so many elements, or a scale is smaller than that
+    /// [`DecodeError`] when the bytes are no sums of this many elements, or a scale is smaller than that
     /// of the values; what the sums then hold is not said.
     ///
     /// # Panics

@@ -1,0 +1,114 @@
+//! Events, from the engine to its driver.
+
+use crate::api::{BufferRef, Failure, Region};
+use alloc::vec::Vec;
+use core::time::Duration;
+use gradlane_units::{Rank, SliceId, Step, TensorId};
+
+/// An event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A tensor holds the result of a step: the mean, or the updated parameters. When `absent`, no
+    /// rank had a gradient and the memory was not written.
+    TensorReady {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// Whether no rank had a gradient.
+        absent: bool,
+    },
+    /// All ranks' blocks of a tensor are here, or the one that its owner answered with (not on the
+    /// owner itself), until [`Engine::release_blocks`] is called; the tensor is ready.
+    ///
+    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    BlocksReady {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// By rank; none where a rank had none. That of this rank is where it was given.
+        blocks: Vec<Option<Region>>,
+    },
+    /// All ranks' blocks of a tensor are here, whose owner this rank is: it owes an answer
+    /// ([`Engine::root_result_ready`]) and keeps the blocks until [`Engine::release_blocks`] is called.
+    ///
+    /// [`Engine::root_result_ready`]: crate::Engine::root_result_ready
+    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    RootRequest {
+        /// The tensor.
+        tensor: TensorId,
+        /// The step.
+        step: Step,
+        /// By rank, as in [`Event::BlocksReady`]; at least one rank had one.
+        blocks: Vec<Option<Region>>,
+    },
+    /// All tensors of the step are ready on this rank.
+    StepComplete {
+        /// The step.
+        step: Step,
+    },
+    /// This rank, the owner, has applied one rank's push alone (synchrony `Async`).
+    Applied {
+        /// The slice.
+        slice: SliceId,
+        /// The rank that pushed.
+        rank: Rank,
+        /// In which step of that rank.
+        step: Step,
+        /// Updates that the slice has had, this one included.
+        version: u64,
+        /// Updates of the slice since the version that the rank had received.
+        staleness: u64,
+    },
+    /// The contributors of a step are known (synchrony `BackupWorkers`).
+    ContributorsDecided {
+        /// The step.
+        step: Step,
+        /// In rank order.
+        contributors: Vec<Rank>,
+    },
+    /// This rank has handed over all its gradients of a step, or passes it, and the step goes on without
+    /// them (synchrony `BackupWorkers`).
+    LeftOut {
+        /// The step.
+        step: Step,
+        /// Whether that was so much later than the decision that the next step would go on without
+        /// this rank, too: by more than a tenth of a step, or, in the first steps, when the whole
+        /// result was here.
+        behind: bool,
+    },
+    /// A rank had all its gradients of a step after it was decided without that rank (synchrony
+    /// `Set`; on rank 0).
+    Late {
+        /// The rank.
+        rank: Rank,
+        /// The step.
+        step: Step,
+        /// How much later.
+        lateness: Duration,
+    },
+    /// From this step on, frames are ordered by another priority vector.
+    PlanSwitched {
+        /// Version of the vector.
+        version: u32,
+        /// First step in which it is in force.
+        step: Step,
+    },
+    /// A peer has heard nothing of another one for too long: where the driver hears both, it blames
+    /// their link ([`Engine::blame_link`]).
+    ///
+    /// [`Engine::blame_link`]: crate::Engine::blame_link
+    Suspected {
+        /// The peer.
+        by: Rank,
+        /// The one that it does not hear.
+        suspect: Rank,
+    },
+    /// The driver may free or reuse this buffer.
+    BufferFree(BufferRef),
+    /// Everything was sent, every peer has said goodbye: connections may be closed.
+    Closed,
+    /// The session is over. Nothing more comes out of the engine.
+    Failed(Failure),
+}

@@ -1,0 +1,238 @@
+//! How a plan is built: tensors are cut into slices, and slices placed on owners.
+
+use crate::api::PlanError;
+use crate::plan::placement::{Dealt, LeastLoaded, Placer};
+use crate::plan::ring_chunks::{encoded_chunk_elems, RingPlacer};
+use crate::plan::{
+    CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, Synchrony, TensorKind,
+    TensorPlan, TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
+};
+use alloc::format;
+use alloc::vec::Vec;
+use core::ops::Range;
+use gradlane_units::{CodecSizes, Dtype, Rank, TensorId};
+
+impl Plan {
+    /// Cuts tensors into slices and places them by the strategy's rules, as [`Plan::build_on`] does;
+    /// every rank is a server.
+    ///
+    /// # Errors
+    /// As [`Plan::build_on`].
+    pub fn build<Tensor: Into<TensorSetting>>(
+        tensors: Vec<Tensor>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<Plan, PlanError> {
+        Plan::build_on(tensors, strategy, update, world_size, world_size)
+    }
+
+    /// As [`Plan::build_for`], on the first `servers` ranks.
+    ///
+    /// # Errors
+    /// As [`Plan::build_for`].
+    pub fn build_on<Tensor: Into<TensorSetting>>(
+        tensors: Vec<Tensor>,
+        strategy: Strategy,
+        update: Update,
+        world_size: u32,
+        servers: u32,
+    ) -> Result<Plan, PlanError> {
+        Plan::build_for(tensors, strategy, update, Roles::first(world_size, servers))
+    }
+
+    /// Cuts tensors into slices and places them by the strategy's rules on the ranks that are servers;
+    /// the others own nothing. The slices of servers are placed as if there were no others. A world
+    /// of one sends nothing, and encodes nothing.
+    ///
+    /// # Errors
+    /// When the world is empty, there are no servers or more than ranks, ranks that only serve do not
+    /// go with the other rules, a trained tensor holds plain bytes, there are too many slices, the
+    /// strategy's synchrony or a tensor's scheme does not go with the rest, or a codec is given for a
+    /// tensor that is not added up, is not trained, or is not of f32, f16 or bf16, or is on a ring that
+    /// the codec cannot go round.
+    pub fn build_for<Tensor: Into<TensorSetting>>(
+        tensors: Vec<Tensor>,
+        strategy: Strategy,
+        update: Update,
+        roles: Roles,
+    ) -> Result<Plan, PlanError> {
+        roles.check()?;
+        let (workers, servers, world_size) = (roles.workers, roles.servers, roles.world_size());
+        strategy.validate(update, workers)?;
+        let mut placer = Placer::new(strategy.placement, servers);
+        // A root runs the program that trains.
+        let mut answers = LeastLoaded::new(if roles.dedicated { workers } else { servers });
+        let mut ring = RingPlacer::new(workers);
+        // Apart, so that no codec changes where the sums of other tensors begin.
+        let mut encoded_ring = RingPlacer::new(workers);
+        let dedicated_servers = roles.dedicated_servers();
+        let (slices, none) = (Vec::new(), Vec::new());
+        let mut plan =
+            Plan { world_size, dedicated_servers, strategy, update, tensors: none, slices };
+        plan.check_dedicated_servers()?;
+        for (index, tensor) in tensors.into_iter().enumerate() {
+            let TensorSetting { spec, scheme, codec } = tensor.into();
+            let scheme = scheme.unwrap_or(plan.strategy.scheme);
+            check_tensor(&spec, update)?;
+            scheme.check(&spec, &plan.strategy, update, workers)?;
+            if let Some(codec) = &codec {
+                check_coding(&spec, scheme, plan.strategy.synchrony, codec.as_ref())?;
+            }
+            let alone = if scheme == Scheme::Ps { world_size == 1 } else { workers == 1 };
+            let codec = codec.filter(|_| !alone);
+            let granule = codec.as_ref().map_or(1, |codec| codec.granule_elems());
+            let tensor = TensorId(narrow(index)?);
+            let first = narrow(plan.slices.len())?;
+            let blocks = ring.deal(&spec, RING_CHUNK_ELEMS);
+            let mut planned = None;
+            match scheme {
+                Scheme::Ps => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, servers, granule);
+                    let whole = pieces.len() == 1;
+                    planned = codec.map(|codec| encoding_of(codec.as_ref(), &pieces));
+                    for (part, piece) in pieces.into_iter().enumerate() {
+                        let elems = piece.end - piece.start;
+                        let encoded = planned.as_ref().and_then(|it| it.bytes_max(elems));
+                        let bytes = encoded.unwrap_or(elems * spec.dtype.bytes());
+                        let kind = spec.kind;
+                        let server = placer.place(&Dealt { kind, bytes, part, whole });
+                        let owner = roles.server(server);
+                        plan.slices.push(Slice::of(tensor, &piece, owner));
+                    }
+                }
+                Scheme::AllGather => {
+                    let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
+                    let slices = pieces.iter().map(|it| Slice::of(tensor, it, Rank(0)));
+                    plan.slices.extend(slices);
+                }
+                Scheme::GatherToRoot => {
+                    let owner = answers.place(spec.numel * spec.dtype.bytes());
+                    let pieces = plan.strategy.granularity.cut(spec.numel, workers, 1);
+                    plan.slices.extend(pieces.iter().map(|it| Slice::of(tensor, it, owner)));
+                }
+                Scheme::Ring => {
+                    let blocks = match &codec {
+                        Some(_) => encoded_ring.deal(&spec, encoded_chunk_elems(granule)),
+                        None => blocks,
+                    };
+                    let mut all = Vec::new();
+                    for (block, owner) in blocks {
+                        let pieces = plan.strategy.granularity.cut_chunk(&block, granule);
+                        let slices = pieces.iter().map(|piece| Slice::of(tensor, piece, owner));
+                        plan.slices.extend(slices);
+                        all.extend(pieces);
+                    }
+                    if let Some(codec) = codec {
+                        let found = encoding_of(codec.as_ref(), &all);
+                        planned = Some(found.round_ring(&spec.name, codec.as_ref(), workers)?);
+                    }
+                }
+            }
+            let slices = first..narrow(plan.slices.len())?;
+            plan.tensors.push(TensorPlan { spec, scheme, codec: planned, slices });
+        }
+        Ok(plan)
+    }
+}
+
+impl Slice {
+    fn of(tensor: TensorId, piece: &Range<u64>, owner: Rank) -> Slice {
+        Slice { tensor, start: piece.start, length: piece.end - piece.start, owner }
+    }
+}
+
+impl Granularity {
+    /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
+    /// empty tensor has one empty piece, so that it is accounted for like every other.
+    fn cut(self, numel: u64, servers: u32, granule: u64) -> Vec<Range<u64>> {
+        let granule = granule.max(1);
+        match self {
+            Granularity::Slices { elems } => {
+                let elems = (elems / granule * granule).max(granule);
+                let count = numel.div_ceil(elems).max(1);
+                (0..count).map(|i| i * elems..((i + 1) * elems).min(numel)).collect()
+            }
+            Granularity::SplitAbove { elems } if numel >= elems.max(1) => {
+                let granules = numel.div_ceil(granule);
+                let parts = u64::from(servers).min(granules);
+                let bound = |i: u64| {
+                    let at = (u128::from(granules) * u128::from(i) / u128::from(parts)) as u64;
+                    at.saturating_mul(granule).min(numel)
+                };
+                (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
+            }
+            Granularity::SplitAbove { .. } => core::iter::once(0..numel).collect(),
+        }
+    }
+}
+
+fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
+    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::U8 {
+        return Err(PlanError::new(format!(
+            "tensor {:?} holds plain bytes and cannot be trained",
+            spec.name
+        )));
+    }
+    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::F64 && update == Update::Server {
+        return Err(PlanError::new(format!(
+            "tensor {:?} is f64: update=server has kernels for f32, f16 and bf16; use \
+             update=worker",
+            spec.name
+        )));
+    }
+    if spec.numel.checked_mul(spec.dtype.bytes()).is_none() {
+        return Err(PlanError::new(format!("tensor {:?} is larger than 2^64 bytes", spec.name)));
+    }
+    Ok(())
+}
+
+/// A codec for a tensor that cannot have one.
+fn check_coding(
+    spec: &TensorSpec,
+    scheme: Scheme,
+    synchrony: Synchrony,
+    codec: &dyn CodecSizes,
+) -> Result<(), PlanError> {
+    let (name, codec) = (&spec.name, codec.name());
+    if synchrony == Synchrony::Async {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be encoded: \
+             use synchronous training, or no codec"
+        )));
+    }
+    if scheme.has_blocks() {
+        return Err(PlanError::new(format!(
+            "tensor {name:?} has scheme {} and codec {codec:?}, but only what is added up can be \
+             encoded: use scheme ps or ring, or no codec",
+            scheme.name()
+        )));
+    }
+    let short = matches!(spec.dtype, Dtype::F32 | Dtype::F16 | Dtype::Bf16);
+    if spec.kind == TensorKind::Parameter && short {
+        return Ok(());
+    }
+    let what = if short { "is not trained" } else { "is neither f32, f16 nor bf16" };
+    Err(PlanError::new(format!("tensor {name:?} {what}: it cannot be encoded as {codec:?}")))
+}
+
+/// The sizes of a codec for these slices.
+fn encoding_of(codec: &dyn CodecSizes, pieces: &[Range<u64>]) -> CodecPlan {
+    let mut lengths: Vec<u64> = pieces.iter().map(|piece| piece.end - piece.start).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let bytes = lengths.iter().map(|&length| (length, codec.bytes_max(length))).collect();
+    CodecPlan {
+        name: codec.name(),
+        sizes: codec.sizes(),
+        granule_elems: codec.granule_elems(),
+        fixed: codec.is_fixed(),
+        residual_width: codec.residual_width(),
+        bytes,
+        scales: Vec::new(),
+    }
+}
+
+fn narrow(count: usize) -> Result<u32, PlanError> {
+    u32::try_from(count).map_err(|_| PlanError::new("more than 2^32 tensors or slices"))
+}

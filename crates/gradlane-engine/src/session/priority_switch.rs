@@ -1,0 +1,193 @@
+//! The switch to another priority vector, at the same step boundary on all ranks.
+//!
+//! Rank 0 observes the forward order and announces a new vector. It holds back its own contributions
+//! to the step before the switch until every rank has acknowledged, so no rank can reach the switch
+//! without the vector. Where ranks may be in different steps, each takes the vector up at a step of its
+//! own.
+
+use crate::api::UsageError;
+use crate::cx::Cx;
+use crate::plan::{Plan, Synchrony};
+use crate::rank_set::RankSet;
+use crate::transmit::Body;
+use crate::violation::{violation, Validated};
+use alloc::format;
+use alloc::string::ToString;
+use alloc::vec::Vec;
+use gradlane_units::{Priority, Rank, Step, TensorId};
+use gradlane_wire::{FrameHeader, FrameKind, MAX_FRAME_BYTES};
+
+/// Rank 0's side of a switch.
+#[derive(Debug)]
+struct Pending {
+    /// Version announced.
+    version: u32,
+    /// First step whose contributions wait for the acknowledgements.
+    hold_from: Step,
+    /// Ranks that have not acknowledged.
+    missing: RankSet,
+    /// Contributions held back, in the order in which they came.
+    held: Vec<TensorId>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct PrioritySwitch {
+    pending: Option<Pending>,
+}
+
+/// Whether ranks take up new priorities each at a step of its own.
+fn is_independent(plan: &Plan) -> bool {
+    plan.strategy.synchrony != Synchrony::Bulk
+}
+
+impl PrioritySwitch {
+    /// Announces another vector, on rank 0.
+    pub(crate) fn announce(
+        &mut self,
+        cx: &mut Cx,
+        priorities: Vec<Priority>,
+    ) -> Result<(), UsageError> {
+        let refuse = |message: &str| Err(UsageError::Argument(message.to_string()));
+        if cx.rank != Rank(0) {
+            return refuse("only rank 0 may switch priorities");
+        }
+        if priorities.len() != cx.plan.tensors.len() {
+            return refuse("a priority vector has one entry a tensor");
+        }
+        let independent = is_independent(&cx.plan);
+        let next = cx.worker.step().next();
+        let from = if independent { next } else { next.next() };
+        let unfinished = self.pending.is_some() || cx.priorities.newest().1 >= from;
+        if !cx.worker.has_begun() || unfinished {
+            return refuse("the last switch of priorities is not finished");
+        }
+        let mut payload = Vec::with_capacity(8 + 4 * priorities.len());
+        payload.extend_from_slice(&from.0.to_le_bytes());
+        for priority in &priorities {
+            payload.extend_from_slice(&priority.0.to_le_bytes());
+        }
+        if payload.len() > MAX_FRAME_BYTES as usize {
+            return refuse("too many tensors for one priority vector");
+        }
+        if cx.priorities.newest().0 == u32::MAX {
+            return refuse("priorities were switched 4294967295 times: open a new session");
+        }
+        let version = cx.priorities.add(from, priorities);
+        let missing = cx.others();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let header =
+            FrameHeader { plan_version: version, ..cx.control_header(FrameKind::PlanSwitch) };
+        cx.send_control(missing.clone(), header, Body::Inline(payload));
+        if !independent {
+            let held = Vec::new();
+            self.pending = Some(Pending { version, hold_from: next, missing, held });
+        }
+        Ok(())
+    }
+
+    /// Holds back this rank's contribution of a tensor, if the switch needs it; whether it does.
+    pub(crate) fn holds(&mut self, step: Step, tensor: TensorId) -> bool {
+        let pending = self.pending.as_mut().filter(|it| step >= it.hold_from);
+        pending.map(|it| it.held.push(tensor)).is_some()
+    }
+
+    /// Takes a vector that rank 0 has announced.
+    pub(crate) fn take(
+        cx: &mut Cx,
+        from: Rank,
+        header: &FrameHeader,
+        payload: &[u8],
+    ) -> Validated<()> {
+        let mut words = payload.chunks_exact(4).map(|word| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(word);
+            u32::from_le_bytes(bytes)
+        });
+        let (Some(low), Some(high)) = (words.next(), words.next()) else {
+            return violation(format!("a priority vector of {} bytes", payload.len()));
+        };
+        let step = Step(u64::from(low) | u64::from(high) << 32);
+        let (newest, newest_from) = cx.priorities.newest();
+        let next = header.plan_version == newest + 1;
+        let independent = is_independent(&cx.plan);
+        let late = step <= cx.worker.step() || step <= newest_from;
+        if from != Rank(0) || !next || (late && !independent) {
+            return violation(format!(
+                "priorities of version {} from {step}; this rank has version {newest} and is in {}",
+                header.plan_version,
+                cx.worker.step()
+            ));
+        }
+        let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
+        if priorities.len() != cx.plan.tensors.len() {
+            return violation(format!("{} priorities", priorities.len()));
+        }
+        if independent {
+            cx.priorities.add(cx.worker.step().next(), priorities);
+            return Ok(());
+        }
+        cx.priorities.add(step, priorities);
+        let mut ack = cx.control_header(FrameKind::PlanSwitchAck);
+        ack.plan_version = header.plan_version;
+        cx.send_control_to(from, ack, Body::Empty);
+        Ok(())
+    }
+
+    /// A rank has taken up the priorities that this one announced. With the last acknowledgement the
+    /// contributions that were held back are returned.
+    pub(crate) fn take_ack(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+    ) -> Validated<Vec<TensorId>> {
+        let version = header.plan_version;
+        let expected = self.pending.as_mut().filter(|it| it.version == version);
+        let Some(pending) = expected.filter(|it| it.missing.contains(from)) else {
+            return violation(format!("an unexpected acknowledgement of plan version {version}"));
+        };
+        pending.missing.remove(from);
+        if !pending.missing.is_empty() {
+            return Ok(Vec::new());
+        }
+        Ok(self.pending.take().map(|it| it.held).unwrap_or_default())
+    }
+
+    /// Checks the version of the priorities that a frame about a slice was sent under.
+    pub(crate) fn check_version(cx: &Cx, header: &FrameHeader) -> Validated<()> {
+        let version = cx.priorities.version(header.step);
+        let independent = is_independent(&cx.plan) && !header.step.is_initial();
+        if header.plan_version == version || independent {
+            return Ok(());
+        }
+        let found = header.plan_version;
+        let what = cx.describe(header);
+        violation(format!("{what} under plan version {found}, this rank has {version}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Engine, EngineOptions, Input, Plan, Strategy, TensorKind, TensorSpec, Update};
+    use gradlane_units::Dtype;
+
+    #[test]
+    fn versions_run_out_in_words() {
+        let spec = TensorSpec {
+            name: "weight".to_string(),
+            numel: 1,
+            dtype: Dtype::F32,
+            kind: TensorKind::Parameter,
+        };
+        let strategy = Strategy::named("p3", None, 0).expect("a strategy");
+        let plan = Plan::build(alloc::vec![spec], strategy, Update::Worker, 2);
+        let plan = alloc::sync::Arc::new(plan.expect("a plan"));
+        let options = EngineOptions::new(Rank(0));
+        let mut engine = Engine::after_initial(options, plan, alloc::vec![Priority(0)]);
+        engine.priorities_mut().set_version(u32::MAX);
+        let refused = engine.handle(Input::SwitchPriorities(alloc::vec![Priority(1)]));
+        assert!(refused.is_err_and(|error| error.to_string().contains("4294967295 times")));
+    }
+}

@@ -1,0 +1,289 @@
+//! The transmit scheduler: of all frames that may go now, the most urgent goes.
+//!
+//! Messages to one peer wait in that peer's queue. A broadcast waits as *one* entry with the set of
+//! peers that it still owes; it is spread over the peers' queues only when it is the most urgent and
+//! none of its peers can take more. Credit bounds the bytes handed out towards a peer and not yet
+//! reported as sent; one frame always goes, so a slice larger than the credit never starves.
+
+use crate::api::{PeerQueueStats, Transmit};
+use crate::rank_set::RankSet;
+use crate::transmit::queue::{Queue, Unicast};
+use crate::transmit::{Message, OrderKey};
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use gradlane_units::{Rank, SliceId, Step};
+use gradlane_wire::{FrameKind, HEADER_BYTES};
+
+/// A peer, in one line of the cache: a thousand ranks have a million of them.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Peer {
+    queue: Queue,
+    in_flight_bytes: u64,
+    /// Largest payload of a frame to it.
+    frame_bytes: u32,
+    writable: bool,
+    /// Whether the head of its queue is in `Scheduler::heads`.
+    indexed: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    message: Arc<Message>,
+    owed: RankSet,
+}
+
+#[derive(Debug)]
+pub(crate) struct Scheduler {
+    rank: Rank,
+    credit_bytes: u64,
+    /// By rank.
+    peers: Vec<Peer>,
+    /// Head of each peer's queue, for the peers that can take it now.
+    heads: BTreeSet<(OrderKey, Rank)>,
+    shared: BTreeMap<OrderKey, Shared>,
+    /// Peers that can take at least an empty frame now.
+    open: RankSet,
+}
+
+impl Scheduler {
+    pub(crate) fn new(
+        rank: Rank,
+        world_size: u32,
+        frame_bytes: u32,
+        credit_bytes: u64,
+    ) -> Scheduler {
+        Scheduler {
+            rank,
+            credit_bytes,
+            peers: (0..world_size).map(|_| Peer { frame_bytes, ..Peer::default() }).collect(),
+            heads: BTreeSet::new(),
+            shared: BTreeMap::new(),
+            open: RankSet::empty(world_size),
+        }
+    }
+
+    /// Queues a message to one peer.
+    pub(crate) fn push(&mut self, peer: Rank, key: OrderKey, message: Message) {
+        self.insert(peer, key, Arc::new(message));
+    }
+
+    /// Queues a message to several peers as one entry.
+    pub(crate) fn push_shared(&mut self, owed: RankSet, key: OrderKey, message: Message) {
+        if !owed.is_empty() {
+            self.shared.insert(key, Shared { message: Arc::new(message), owed });
+        }
+    }
+
+    /// Takes back pushes of a step of which no frame was handed out; their slices.
+    pub(crate) fn withdraw_pushes(&mut self, step: Step) -> Vec<SliceId> {
+        let mut slices = Vec::new();
+        for peer in (0..self.peers.len() as u32).map(Rank) {
+            let state = &mut self.peers[peer.index()];
+            let before = state.head();
+            state.queue.retain(|entry| {
+                let header = &entry.message.header;
+                let is_push = header.kind == FrameKind::Push && header.step == step;
+                let goes = is_push && entry.offset == 0;
+                if goes {
+                    slices.push(header.slice);
+                }
+                !goes
+            });
+            self.reindex(peer, before);
+        }
+        slices
+    }
+
+    pub(crate) fn set_writable(&mut self, peer: Rank, writable: bool) {
+        let state = &mut self.peers[peer.index()];
+        if state.writable != writable {
+            state.writable = writable;
+            let head = state.head();
+            self.reindex(peer, head);
+        }
+    }
+
+    /// Sets the largest payload of frames to a peer.
+    pub(crate) fn set_frame_bytes(&mut self, peer: Rank, frame_bytes: u32) {
+        let state = &mut self.peers[peer.index()];
+        state.frame_bytes = frame_bytes;
+        for entry in state.queue.iter_mut() {
+            entry.next_bytes = entry.message.frame_length(entry.offset, frame_bytes);
+        }
+        let head = state.head();
+        self.reindex(peer, head);
+    }
+
+    /// A frame handed out by `poll` is with the kernel.
+    pub(crate) fn sent(&mut self, transmit: &Transmit) {
+        let bytes = frame_cost(transmit.header.length);
+        let peer = &mut self.peers[transmit.peer.index()];
+        assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
+        peer.in_flight_bytes -= bytes;
+        let head = peer.head();
+        self.reindex(transmit.peer, head);
+    }
+
+    /// Drops everything queued; frames handed out stay accounted for.
+    pub(crate) fn clear(&mut self) {
+        self.shared.clear();
+        for peer in &mut self.peers {
+            peer.queue.clear();
+            peer.indexed = false;
+        }
+        self.heads.clear();
+    }
+
+    /// Whether nothing is queued and nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.shared.is_empty()
+            && self.peers.iter().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
+    }
+
+    /// Sizes of all queues; a message to several peers counts for each that it is still owed to.
+    pub(crate) fn queue_stats(&self) -> Vec<PeerQueueStats> {
+        let mut stats: Vec<PeerQueueStats> = Vec::with_capacity(self.peers.len());
+        for peer in &self.peers {
+            let mut of_peer =
+                PeerQueueStats { in_flight_bytes: peer.in_flight_bytes, ..Default::default() };
+            for entry in peer.queue.iter() {
+                of_peer.add(entry.message.bytes() - entry.offset);
+            }
+            stats.push(of_peer);
+        }
+        for entry in self.shared.values() {
+            for peer in entry.owed.iter() {
+                stats[peer.index()].add(entry.message.bytes());
+            }
+        }
+        stats
+    }
+
+    /// The most urgent frame that may go now.
+    pub(crate) fn poll(&mut self) -> Option<Transmit> {
+        if self.open.is_empty() {
+            return None;
+        }
+        let shared = self.first_shared();
+        let head = self.heads.first().copied();
+        match (head, shared) {
+            (None, None) => None,
+            (Some((key, peer)), None) => Some(self.emit_unicast(key, peer)),
+            (Some((key, peer)), Some((shared_key, _))) if key <= shared_key => {
+                Some(self.emit_unicast(key, peer))
+            }
+            (_, Some((key, peer))) => self.emit_shared(key, peer),
+        }
+    }
+
+    /// The most urgent shared entry that owes a peer which can take it, unless a queue's head is
+    /// more urgent. Entries passed over are spread over their peers' queues.
+    fn first_shared(&mut self) -> Option<(OrderKey, Rank)> {
+        loop {
+            let (&key, entry) = self.shared.first_key_value()?;
+            if self.heads.first().is_some_and(|&(head, _)| head < key) {
+                return None;
+            }
+            let able = |&peer: &Rank| self.can_take(peer, key, &entry.message);
+            if let Some(peer) = entry.owed.iter_after(self.rank).find(able) {
+                return Some((key, peer));
+            }
+            let entry = self.shared.remove(&key)?;
+            for peer in entry.owed.iter() {
+                self.insert(peer, key, Arc::clone(&entry.message));
+            }
+        }
+    }
+
+    fn emit_unicast(&mut self, key: OrderKey, rank: Rank) -> Transmit {
+        let peer = &mut self.peers[rank.index()];
+        let (first, mut entry) = peer.queue.pop_first().expect("an indexed head is in its queue");
+        debug_assert_eq!(first, key, "the indexed entry is the head");
+        let length = entry.next_bytes;
+        let transmit = entry.message.frame(rank, entry.offset, length);
+        peer.in_flight_bytes += frame_cost(length);
+        entry.offset += u64::from(length);
+        if entry.offset < entry.message.bytes() {
+            entry.next_bytes = entry.message.frame_length(entry.offset, peer.frame_bytes);
+            peer.queue.insert(key, entry);
+        }
+        self.reindex(rank, Some(key));
+        transmit
+    }
+
+    fn emit_shared(&mut self, key: OrderKey, rank: Rank) -> Option<Transmit> {
+        let entry = self.shared.get_mut(&key)?;
+        entry.owed.remove(rank);
+        let message = if entry.owed.is_empty() {
+            self.shared.remove(&key)?.message
+        } else {
+            Arc::clone(&entry.message)
+        };
+        self.insert(rank, key, message);
+        Some(self.emit_unicast(key, rank))
+    }
+
+    /// Queues a message of which nothing was handed out.
+    fn insert(&mut self, peer: Rank, key: OrderKey, message: Arc<Message>) {
+        let state = &mut self.peers[peer.index()];
+        let before = state.head();
+        let next_bytes = message.frame_length(0, state.frame_bytes);
+        state.queue.insert(key, Unicast { message, offset: 0, next_bytes });
+        self.reindex(peer, before);
+    }
+
+    /// Whether a peer can take the first frame of a message with this key now: it has room, and
+    /// nothing more urgent of its own queue waits for more room than there is.
+    fn can_take(&self, peer: Rank, key: OrderKey, message: &Message) -> bool {
+        let peer = &self.peers[peer.index()];
+        let passes_over = peer.queue.first().is_some_and(|(head, _)| head < key);
+        let length = message.frame_length(0, peer.frame_bytes);
+        peer.can_take(length, self.credit_bytes) && !passes_over
+    }
+
+    /// Brings `heads` and `open` up to date for one peer, whose queue began with `before` so far.
+    fn reindex(&mut self, rank: Rank, before: Option<OrderKey>) {
+        let peer = &mut self.peers[rank.index()];
+        if peer.can_take(0, self.credit_bytes) {
+            self.open.insert(rank);
+        } else {
+            self.open.remove(rank);
+        }
+        let head = peer.queue.first().and_then(|(key, entry)| {
+            peer.can_take(entry.next_bytes, self.credit_bytes).then_some(key)
+        });
+        let old = before.filter(|_| peer.indexed);
+        if head == old {
+            return;
+        }
+        if let Some(key) = old {
+            self.heads.remove(&(key, rank));
+        }
+        if let Some(key) = head {
+            self.heads.insert((key, rank));
+        }
+        peer.indexed = head.is_some();
+    }
+}
+
+impl Peer {
+    /// Key of the most urgent entry.
+    fn head(&self) -> Option<OrderKey> {
+        self.queue.first().map(|(key, _)| key)
+    }
+
+    fn can_take(&self, length: u32, credit_bytes: u64) -> bool {
+        let after = self.in_flight_bytes + frame_cost(length);
+        self.writable && (self.in_flight_bytes == 0 || after <= credit_bytes)
+    }
+}
+
+fn frame_cost(length: u32) -> u64 {
+    HEADER_BYTES as u64 + u64::from(length)
+}
+
+#[cfg(test)]
+#[path = "scheduler_tests.rs"]
+mod tests;

@@ -1,0 +1,20 @@
+//! Refusals of frames that no correct peer sends.
+
+use alloc::string::String;
+
+/// Why a frame is refused, with tensor, slice and bytes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Violation(pub(crate) String);
+
+pub(crate) type Validated<T> = Result<T, Violation>;
+
+impl From<&str> for Violation {
+    fn from(what: &str) -> Violation {
+        Violation(what.into())
+    }
+}
+
+/// Refuses a frame.
+pub(crate) fn violation<T>(what: impl Into<String>) -> Validated<T> {
+    Err(Violation(what.into()))
+}
