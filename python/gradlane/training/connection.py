@@ -32,12 +32,12 @@ from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncemen
 class ModelFollower(Protocol):
     """Follows the models of a session as they are prepared, such as to take checkpoints."""
 
-    def follow(self, prepared: Any, meeting: RendezvousScope) -> None:
+    def follow(self, prepared: Any, scope: RendezvousScope) -> None:
         """Begin with a model; a collective call.
 
         Args:
             prepared: the prepared model.
-            meeting: where the ranks agree.
+            scope: where the ranks agree.
         """
 
 
@@ -48,7 +48,7 @@ class SessionContext:
     Attributes:
         core: the compiled core or its double.
         options: the session's.
-        place: this rank's.
+        rank_info: this rank's.
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
@@ -58,12 +58,12 @@ class SessionContext:
         recorder: what a timeline is recorded with, or None.
         schemes: how tensors are aggregated, by name, where a plan says it; others go by the
             strategy.
-        invitations: rank 0's word to ranks that only serve, or None.
+        announcements: rank 0's word to ranks that only serve, or None.
     """
 
     core: CoreModule
     options: Options
-    place: RankInfo
+    rank_info: RankInfo
     store_host: str
     store_port: int
     secret: str | None
@@ -72,12 +72,12 @@ class SessionContext:
     checkpoints: ModelFollower | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
-    invitations: JobAnnouncements | None = None
+    announcements: JobAnnouncements | None = None
 
 
 def open_channel(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     *,
     update: str,
@@ -88,7 +88,7 @@ def open_channel(
 
     Args:
         ctx: what the session gives.
-        meeting: where the ranks agree; for this channel alone.
+        scope: where the ranks agree; for this channel alone.
         rows: the plan's tensors.
         update: where the optimizer runs.
         first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
@@ -98,17 +98,17 @@ def open_channel(
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
-    channel = _open(ctx, meeting, rows, update, first, gradients)
-    if ctx.place.ranks > 1:
-        wait_until_all_are_connected(ctx.core, channel, meeting)
+    channel = _open(ctx, scope, rows, update, first, gradients)
+    if ctx.rank_info.ranks > 1:
+        wait_until_all_are_connected(ctx.core, channel, scope)
 
-    def look() -> None:
+    def on_poll() -> None:
         try:
             channel.is_ready(0, 0)
         except ctx.core.ChannelError as error:
             raise translate_error(ctx.core, error, "waiting for other ranks") from error
 
-    meeting.connected(ctx.options.progress_timeout_s, look)
+    scope.mark_connected(ctx.options.progress_timeout_s, on_poll)
     return channel
 
 
@@ -121,68 +121,68 @@ def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[i
         first: as `open_channel` was given it.
     """
     turn = 0 if isinstance(channel, NodeChannel) else first
-    world_size = ctx.place.world_size
+    world_size = ctx.rank_info.world_size
     own = [(turn + index) % world_size for index in range(world_size)]
-    return [*own, *range(world_size, ctx.place.ranks)]
+    return [*own, *range(world_size, ctx.rank_info.ranks)]
 
 
 def _open(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     update: str,
     first: int,
     gradients: Sequence[Tensor],
 ) -> Channel:
-    options, place = ctx.options, ctx.place
+    options, rank_info = ctx.options, ctx.rank_info
     # Who sends factors knows which tensors have any, and says so in their rows.
     schemes = {name: one for name, one in ctx.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
-    secret = meeting.secret(ctx.secret)
-    if options.local != OFF and place.world_size > 1:
-        layout = agree_on_layout(options, meeting, os.environ)
+    secret = scope.secret(ctx.secret)
+    if options.local != OFF and rank_info.world_size > 1:
+        layout = agree_on_layout(options, scope, os.environ)
         if layout is not None:
-            between = functools.partial(_connect, ctx, meeting, secret, update)
+            inter_node = functools.partial(_connect, ctx, scope, secret, update)
             return open_node_channel(
                 ctx.core,
                 options,
-                meeting,
+                scope,
                 table,
                 layout,
-                first=first,
-                open_between=between,
+                source_rank=first,
+                open_inter_node=inter_node,
                 gradients=gradients,
             )
-    ranks = [(first + index) % place.world_size for index in range(place.world_size)]
-    return _connect(ctx, meeting, secret, update, table, ranks)
+    ranks = [(first + index) % rank_info.world_size for index in range(rank_info.world_size)]
+    return _connect(ctx, scope, secret, update, table, ranks)
 
 
 def _connect(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     secret: bytes,
     update: str,
     rows: Sequence[Mapping[str, Any]],
     ranks: Sequence[int],
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
-    options, place = ctx.options, ctx.place
+    options, rank_info = ctx.options, ctx.rank_info
     # Ranks that only serve are the last ones of each channel.
-    everyone = [*ranks, *range(place.world_size, place.ranks)]
+    everyone = [*ranks, *range(rank_info.world_size, rank_info.ranks)]
     # Ranks that carry for their nodes have a channel for each local rank.
-    job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
+    job = scope.name if len(ranks) == rank_info.world_size else f"{scope.name}/{ranks[0]}"
     settings = _channel_options(
-        ctx, job, meeting.generation, ranks.index(place.rank), len(everyone)
+        ctx, job, scope.generation, ranks.index(rank_info.rank), len(everyone)
     )
     # A core that knows nothing of them is asked for nothing of them.
-    further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
-    if place.serving:
-        further["workers"] = len(ranks)
+    optional: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    if rank_info.serving:
+        optional["workers"] = len(ranks)
     rule = parse_stragglers(options.stragglers)
-    if rule is not None and place.world_size > 1:
-        further["stragglers_json"] = rule.core_rule(options.ahead_steps)
+    if rule is not None and rank_info.world_size > 1:
+        optional["stragglers_json"] = rule.core_rule(options.ahead_steps)
     plan = ctx.core.plan_json(
         json.dumps(rows),
         options.strategy,
@@ -190,12 +190,12 @@ def _connect(
         options.seed,
         update,
         len(everyone),
-        **further,
+        **optional,
     )
-    if ctx.invitations is not None:
-        ctx.invitations.send(
+    if ctx.announcements is not None:
+        ctx.announcements.announce(
             JobAnnouncement(
-                channel=meeting.channel,
+                channel=scope.channel,
                 ranks=everyone,
                 rows=rows,
                 strategy=options.strategy,
@@ -206,7 +206,7 @@ def _connect(
             )
         )
     listener, host = listen(ctx)
-    return connect_channel(ctx.core, meeting, listener, host, settings, plan, secret, everyone)
+    return connect_channel(ctx.core, scope, listener, host, settings, plan, secret, everyone)
 
 
 def _channel_options(
@@ -239,7 +239,7 @@ def shutdown_channel(
     ctx: SessionContext,
     channel: Channel,
     watch: ModelWatch,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     timeout_s: float,
 ) -> bool:
     """Close a channel in good order, and pass on what its ranks have waited for.
@@ -248,7 +248,7 @@ def shutdown_channel(
         ctx: what the session gives.
         channel: it sends what is owed, and waits until every rank has said goodbye.
         watch: knows what this rank has waited for, and on rank 0 hears of the others.
-        meeting: where word is left.
+        scope: where word is left.
         timeout_s: for all goodbyes.
 
     Returns:
@@ -257,15 +257,15 @@ def shutdown_channel(
     Raises:
         GradlaneError: the session has failed.
     """
-    watch.tell(meeting)
+    watch.publish_lateness(scope)
     try:
         channel.finish(timeout_s)
     except ctx.core.ChannelTimeout:
         return False
     except ctx.core.ChannelError as error:
         raise translate_error(ctx.core, error, "closing the session") from error
-    meeting.parted()
-    watch.hear(meeting)
+    scope.mark_closed()
+    watch.collect_lateness(scope)
     return True
 
 
@@ -285,12 +285,12 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
             literal = addresses.resolve(advertised)
             # Behind address translation the advertised address is none of this machine's.
             return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
-        if ctx.place.ranks == 1:
+        if ctx.rank_info.ranks == 1:
             return ["127.0.0.1"], None
         return [addresses.address_towards(ctx.store_host, ctx.store_port)], None
     except OSError as error:
         raise RendezvousError(
-            f"rank {ctx.place.rank} finds no address to listen on ({error}): give "
+            f"rank {ctx.rank_info.rank} finds no address to listen on ({error}): give "
             "interface= or advertise="
         ) from error
 
@@ -305,5 +305,6 @@ def listen(ctx: SessionContext) -> tuple[Listener, str]:
         except OSError as error:
             last = error
     raise RendezvousError(
-        f"rank {ctx.place.rank} cannot listen on {hosts[0]} (ports {low}-{high}, 0 is any): {last}"
+        f"rank {ctx.rank_info.rank} cannot listen on {hosts[0]} (ports {low}-{high}, 0 is any): "
+        f"{last}"
     ) from last

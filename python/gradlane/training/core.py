@@ -147,7 +147,7 @@ class Channel(Protocol):
         """Close descriptors in a forked child."""
 
 
-RankInfo = tuple[int, int, int, int, int]
+DrawKey = tuple[int, int, int, int, int]
 """Seed, step, tensor, leg (a rank, or -1 for the broadcast), first element."""
 Memory = tuple[int, int]
 """An address and the number of elements there, which nobody else uses during the call."""
@@ -176,10 +176,10 @@ class Codec(Protocol):
     def residual_width(self) -> int:
         """How many f32 numbers a residual has for each value; 0 where none is kept."""
 
-    def max_wire_bytes(self, at: RankInfo, elements: int) -> int:
+    def max_wire_bytes(self, at: DrawKey, elements: int) -> int:
         """Return the most bytes that so many values take in a place."""
 
-    def encode(self, at: RankInfo, source: Memory, residual: Memory, wire: Memory) -> int:
+    def encode(self, at: DrawKey, source: Memory, residual: Memory, wire: Memory) -> int:
         """Encode f32 values to the front of a buffer; returns the number of bytes."""
 
     def decode(self, wire: Memory, out: Memory) -> None:

@@ -72,17 +72,17 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(pool: RankPool) -> None:
 
 def test_patience_counts_the_time_in_which_it_was_looked_after() -> None:
     now_s = [0.0]
-    patience = SuspendAwareDeadline(10.0, clock=lambda: now_s[0])
+    deadline = SuspendAwareDeadline(10.0, clock=lambda: now_s[0])
     for _ in range(3):
         now_s[0] += 2.0
-        assert not patience.is_over(2.0)
+        assert not deadline.is_over(2.0)
     now_s[0] += 3_600.0
-    assert not patience.is_over(2.0), "an hour that was none of the other rank's"
+    assert not deadline.is_over(2.0), "an hour that was none of the other rank's"
     now_s[0] += 2.0
-    assert patience.is_over(2.0)
-    patience.renew()
+    assert deadline.is_over(2.0)
+    deadline.renew()
     now_s[0] += 9.0
-    assert not patience.is_over(9.0)
+    assert not deadline.is_over(9.0)
 
 
 @needs_core

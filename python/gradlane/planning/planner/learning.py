@@ -119,7 +119,7 @@ class PlanLearning:
 
     def _decide(self) -> Plan:
         meeting = self._meet()
-        place = meeting.place
+        place = meeting.rank_info
         profile = self._profile()
         each = _ranks_per_node(self._options, meeting)
         meeting.put(f"compute/{place.rank}", json.dumps(profile.compute_s if profile else None))

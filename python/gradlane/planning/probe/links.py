@@ -50,7 +50,7 @@ def probe(
     """
     if not 0.05 <= window_s <= 60.0:
         raise ValueError(f"window_s is {window_s}; use 0.05 to 60 seconds")
-    place = meeting.place
+    place = meeting.rank_info
     if place.world_size == 1:
         return LinkReport(1, window_s)
     hosts, advertised = listening_hosts(ctx)
@@ -94,11 +94,11 @@ class _Phases:
 
     @property
     def rank(self) -> int:
-        return self._meeting.place.rank
+        return self._meeting.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        return self._meeting.place.world_size
+        return self._meeting.rank_info.world_size
 
     def run(self, what: str, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
         """Stream from the first to the second rank of each pair; returns what came in here.

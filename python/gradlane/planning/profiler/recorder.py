@@ -24,7 +24,7 @@ from gradlane.planning.profiler.rows import RowCounts, RowMark, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.planning.profiler.timeline import Steps, read_step
 from gradlane.training.modules.compiled import is_tracing
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 STEPS_MAX = 200
 """Steps that are kept; older ones are forgotten."""
@@ -132,7 +132,7 @@ class Recorder:
             code = 2 * len(self._modules) + index
             mark = _GradientMark(self._tape, code)
             self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
-        PAUSE.observe(self._tape)
+        WAIT_NOTIFIER.add_observer(self._tape)
 
     def detach(self) -> None:
         """Take the hooks off; a step under way is forgotten. What was recorded stays."""
@@ -141,7 +141,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        PAUSE.forget(self._tape)
+        WAIT_NOTIFIER.remove_observer(self._tape)
 
     def begin_step(self) -> None:
         """Begin to record a step: before the batch is fetched, if that shall count.

@@ -94,12 +94,12 @@ class Tape:
         self.append = _ignore
         return self._marks
 
-    def pause_begins(self) -> None:
+    def wait_begins(self) -> None:
         """The step waits for other ranks from now on."""
         if self.runs:
             self.append((PAUSE_BEGIN, self.now()))
 
-    def pause_ends(self) -> None:
+    def wait_ends(self) -> None:
         """The step goes on."""
         if self.runs:
             self.append((PAUSE_END, self.now()))

@@ -20,8 +20,8 @@ from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.node.shares import cut
 from gradlane.training.options import options
 from gradlane.training.options.codec_choice import RAW, codec_rules
 from gradlane.training.options.stragglers import (
@@ -144,8 +144,8 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
             f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
             "--servers or --ranks-per-node"
         )
-    carriers = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
-    if carriers > 1 and codec_rules(cluster.codec) != RAW:
+    leaders = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
+    if leaders > 1 and codec_rules(cluster.codec) != RAW:
         raise ValueError(
             f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
             "simulate hierarchical"
@@ -154,14 +154,14 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
         {"numel": tensor.numel, "dtype": tensor.dtype, "role": "parameter"}
         for tensor in profile.tensors
     ]
-    carried: list[list[tuple[int, int]]] = [[] for _ in range(carriers)]
-    for part in cut(rows, carriers) if carriers else ():
+    parts_of_leader: list[list[tuple[int, int]]] = [[] for _ in range(leaders)]
+    for part in cut_into_parts(rows, leaders) if leaders else ():
         elems = part.nbytes * profile.tensors[part.tensor].numel
         whole = profile.tensors[part.tensor].size_bytes
-        carried[part.carrier].append((part.tensor, elems // whole if whole else 0))
+        parts_of_leader[part.leader].append((part.tensor, elems // whole if whole else 0))
     return {
         "ranks": cluster.ranks_per_node,
-        "carried": carried,
+        "carried": parts_of_leader,
         "rate_bps": cluster.local_rate_bps,
     }
 

@@ -235,7 +235,7 @@ def tell_ending(meeting: RendezvousScope, step: int, ending: int, digest: int) -
         digest: of the hyper-parameters, as in a vote.
     """
     with contextlib.suppress(RendezvousError):
-        meeting.put(f"ending/{meeting.place.rank}", json.dumps([step, ending, digest]))
+        meeting.put(f"ending/{meeting.rank_info.rank}", json.dumps([step, ending, digest]))
 
 
 def compare_endings(meeting: RendezvousScope) -> None:
@@ -244,7 +244,7 @@ def compare_endings(meeting: RendezvousScope) -> None:
     Raises:
         SessionFailedError: they ended it differently.
     """
-    place = meeting.place
+    place = meeting.rank_info
     if place.rank != 0:
         return
     try:

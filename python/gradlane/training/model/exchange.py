@@ -26,7 +26,7 @@ from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Exchange:
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
-            with PAUSE, self._waiting(self.step, None):
+            with WAIT_NOTIFIER, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.votes()
             self.settle_carried()
@@ -203,7 +203,7 @@ class Exchange:
         """Whether some of a parameter's gradient has left `.grad` in this step."""
         return self._given[index] or (index in self._lane and self._lane.holds(index))
 
-    def held_back(self) -> list[int]:
+    def unsubmitted_tensors(self) -> list[int]:
         """Return the tensors that were not handed over in this step, also to another thread."""
         held = [index for index, given in enumerate(self._given) if not given]
         return held if self._gave_buffers else [*held, self._members.buffers_index]
@@ -275,7 +275,7 @@ class Exchange:
             run: called with the step's number; it begins the step and waits for its end.
         """
         try:
-            with PAUSE:
+            with WAIT_NOTIFIER:
                 self._channel.wait_step(self.step)
             self.votes()
             self.settle_carried()
@@ -305,7 +305,7 @@ class Exchange:
         """
         members = self._members
         try:
-            with PAUSE, self._waiting(self.step, needed):
+            with WAIT_NOTIFIER, self._waiting(self.step, needed):
                 if needed is None:
                     self._channel.wait_step(self.step)
                 else:
@@ -383,7 +383,7 @@ class Exchange:
     def wait_for_votes(self) -> list[RankStatus]:
         """Wait for the votes of the current step alone; everything must be handed over."""
         try:
-            with PAUSE, self._waiting(self.step, [self._members.ballot_index]):
+            with WAIT_NOTIFIER, self._waiting(self.step, [self._members.ballot_index]):
                 self._wait_for_ballot()
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' votes")
@@ -412,7 +412,7 @@ class Exchange:
         was_in, _, _ = self._channel.standing(self.step)
         if was_in is None:
             try:
-                with PAUSE:
+                with WAIT_NOTIFIER:
                     self._channel.wait_decided(self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "waiting for the contributors")

@@ -39,7 +39,7 @@ from gradlane.training.model.updates import DeferredUpdate
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.parameter_check import AgreementCheck
+from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CLOSE_TIMEOUT_S = 60.0
@@ -87,7 +87,7 @@ class PreparedModel:
         self._entries, self._trained = connected.terms.entries, connected.terms.trained
         self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
-        self._agreement = AgreementCheck(meeting, self._trained, ctx.options.check_every)
+        self._agreement = ParameterCheck(meeting, self._trained, ctx.options.check_every)
         pack = self._members.buffers
         self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
@@ -106,7 +106,7 @@ class PreparedModel:
             self._gathering = Barrier(self.channel, meeting, limit_s)
         else:
             # Where nobody waits for other ranks' gradients, there is no circle to be found.
-            ctx.deadlocks.add(meeting.name, self.steps.exchange, self._stand_still)
+            ctx.deadlocks.watch(meeting.name, self.steps.exchange, self._stand_still)
         self._server = self._make_server_state(meeting) if self._served is not None else None
         self.residuals = ResidualState(
             channel=self.channel,
@@ -126,7 +126,7 @@ class PreparedModel:
 
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        meeting.connected(ctx.options.progress_timeout_s, self._look)
+        meeting.mark_connected(ctx.options.progress_timeout_s, self._look)
         if ctx.checkpoints is not None:
             try:
                 ctx.checkpoints.follow(self, meeting)
@@ -174,10 +174,10 @@ class PreparedModel:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._ctx.deadlocks.remove(self._meeting.name)
+        self._ctx.deadlocks.unwatch(self._meeting.name)
         self.hook_manager.remove()
         if self._connected.recording is not None:
-            self._connected.recording.unwatch()
+            self._connected.recording.remove_hooks()
         if self._server is not None:
             self._server.release()
         self.steps.close("the session was closed")
@@ -188,7 +188,7 @@ class PreparedModel:
         if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
             if votes:
                 compare_endings(self._meeting)
-            self._meeting.leave()
+            self._meeting.delete_keys()
             self.has_parted = True
 
     def synchronize(self) -> None:
@@ -216,7 +216,7 @@ class PreparedModel:
 
     def _pull(self, call: str) -> None:
         """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
-        if self._gathering is None or self._served is None or self._ctx.place.world_size == 1:
+        if self._gathering is None or self._served is None or self._ctx.rank_info.world_size == 1:
             return
         with self._translating(f"waiting for all ranks in {call}"):
             self._served.register()
@@ -371,7 +371,7 @@ class PreparedModel:
 
     def _make_steps(self) -> Steps:
         ctx, optimizer = self._ctx, self._optimizer
-        observes = ctx.place.rank == 0 and ctx.place.ranks > 1
+        observes = ctx.rank_info.rank == 0 and ctx.rank_info.ranks > 1
         step_whole = self.hook_manager.step_whole
         if self._connected.recording is not None:
             step_whole = self._connected.recording.timed_update(step_whole)
@@ -406,9 +406,9 @@ class PreparedModel:
                 self._members,
                 reports,
                 functools.partial(ctx.deadlocks.waiting, self._meeting.name),
-                ctx.place.rank,
+                ctx.rank_info.rank,
                 LateGradientBuffer()
-                if ctx.options.late == "carry" and ctx.place.world_size > 1
+                if ctx.options.late == "carry" and ctx.rank_info.world_size > 1
                 else None,
             ),
             driver,

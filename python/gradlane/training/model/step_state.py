@@ -30,7 +30,7 @@ from gradlane.training.model.updates import DeferredUpdate
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import set_raw_grad
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
-from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, AgreementCheck
+from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
 
 
 class Phase(enum.Enum):
@@ -70,7 +70,7 @@ class StepCallbacks:
     order: ForwardOrder | None
     announce_order: Callable[[ForwardOrder], None]
     before_step: Callable[[int], None]
-    agreement: AgreementCheck
+    agreement: ParameterCheck
     hyperparameters: Hyperparameters
     abort: Callable[[str], None]
     is_asynchronous: bool = False
@@ -231,7 +231,9 @@ class StepState:
             self.keep_and_raise(error, None)
         differing = differing_samples(votes)
         if differing:
-            named = self._exempted(lambda: self._driver.agreement.name_difference(self.step - 1))
+            named = self._exempted(
+                lambda: self._driver.agreement.describe_difference(self.step - 1)
+            )
             failure = SessionFailedError(
                 f"the parameters of {differing} differ after step {self.step - 1}{named}: a rank "
                 "has changed them by itself, or its optimizer or hardware does not give the same "

@@ -194,21 +194,21 @@ _STATES = (
     "in_flight_bytes",
     "owned_bytes",
 )
-_OF_PEERS = ("in_flight_bytes", "owned_bytes")
+_PEERS_ONLY = ("in_flight_bytes", "owned_bytes")
 _MAXIMA = ("plan_version",)
-_PEAKS = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
+_STEP_OF_MAX = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
 """Largest values, and the step that each was in."""
 
 
-def gone_on(before: Reading, now: Reading) -> Reading:
+def join_readings(before: Reading, now: Reading) -> Reading:
     """Join the counters of a model's closed channel with those of the one that it has now."""
     joined = {**now, **{name: now.get(name, 0) + before.get(name, 0) for name in (*_SUMS, "step")}}
-    joined["peers"] = _row_by_row(before, now, "peers")
+    joined["peers"] = _join_tables(before, now, "peers")
     for name in ("stragglers", "left_out"):
-        joined[name] = _row_by_row(before, now, name)
+        joined[name] = _join_tables(before, now, name)
     waits = {row["name"]: row for row in before.get("waits", ())}
     for row in now.get("waits", ()):
-        waits[row["name"]] = _rows_joined(waits.get(row["name"], {}), row)
+        waits[row["name"]] = _join_rows(waits.get(row["name"], {}), row)
     joined["waits"] = list(waits.values())
     return joined
 
@@ -229,18 +229,18 @@ def metrics_of(
         return sum(reading.get(name, 0) for reading in readings)
 
     waits = [
-        tensor_wait(number, row)
+        tensor_wait_row(number, row)
         for number, reading in enumerate(readings, 1)
         for row in reading.get("waits", ())
     ]
     wait_s = float(total("wait_s"))
     gathered = int(total("gathered_slices"))
-    late_rows = _summed(reading.get("stragglers", ()) for reading in readings)
-    peer_rows = _summed(reading.get("peers", ()) for reading in readings)
+    late_rows = _sum_rows(reading.get("stragglers", ()) for reading in readings)
+    peer_rows = _sum_rows(reading.get("peers", ()) for reading in readings)
     decided = total("decided_steps")
-    left_out = _summed(reading.get("left_out", ()) for reading in readings)
+    left_out = _sum_rows(reading.get("left_out", ()) for reading in readings)
     encoded = total("encoded_bytes")
-    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name not in _OF_PEERS}
+    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name not in _PEERS_ONLY}
     metrics.update(
         rank=rank,
         world_size=world_size,
@@ -250,9 +250,9 @@ def metrics_of(
         reconnects=0,
         steps=steps,
         peers=[{"rank": peer, **row} for peer, row in enumerate(peer_rows)],
-        tensor_waits=_most_first(waits, wait_s),
-        layer_waits=_most_first(by_layer(waits), wait_s),
-        stragglers=[straggler(late, row, gathered) for late, row in enumerate(late_rows)],
+        tensor_waits=_sorted_by_wait(waits, wait_s),
+        layer_waits=_sorted_by_wait(sum_by_layer(waits), wait_s),
+        stragglers=[straggler_row(late, row, gathered) for late, row in enumerate(late_rows)],
         left_out=[left_out_row(out, row, decided) for out, row in enumerate(left_out)],
         channels=list(readings),
     )
@@ -260,7 +260,7 @@ def metrics_of(
     return result
 
 
-def tensor_wait(model: int, row: Mapping[str, Any]) -> TensorWait:
+def tensor_wait_row(model: int, row: Mapping[str, Any]) -> TensorWait:
     """Return a core's row of waits by the names of `TensorWait`."""
     count, wait_s = int(row["count"]), float(row["wait_s"])
     return {
@@ -278,7 +278,7 @@ def tensor_wait(model: int, row: Mapping[str, Any]) -> TensorWait:
     }
 
 
-def by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
+def sum_by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
     """Add up waits by the module that owns each tensor; what belongs to none stays as it is."""
     layers: dict[tuple[int, str], TensorWait] = {}
     for wait in waits:
@@ -312,7 +312,7 @@ def waited_s(wait: TensorWait) -> float:
     return wait["wait_s"] + wait["whole_step_s"]
 
 
-def straggler(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
+def straggler_row(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
     """Return a core's row of late contributions by the names of `Straggler`."""
     count, late_s = int(row["last_count"]), float(row["late_s"])
     return {
@@ -340,7 +340,7 @@ def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
     }
 
 
-def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
+def renumber_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
     """Number steps as the program does: a channel also counts those that were no training."""
 
     def renumbered(row: Mapping[str, Any]) -> Reading:
@@ -358,44 +358,44 @@ def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> 
 _RowType = TypeVar("_RowType", bound=Mapping[str, Any])
 
 
-def _most_first(waits: list[TensorWait], wait_s: float) -> list[TensorWait]:
+def _sorted_by_wait(waits: list[TensorWait], wait_s: float) -> list[TensorWait]:
     for wait in waits:
         wait["wait_share"] = waited_s(wait) / wait_s if wait_s else 0.0
     return sorted(waits, key=waited_s, reverse=True)
 
 
-def _summed(tables: Iterable[Sequence[_RowType]]) -> list[Reading]:
+def _sum_rows(tables: Iterable[Sequence[_RowType]]) -> list[Reading]:
     total: list[Reading] = []
     for table in tables:
         for number, row in enumerate(table):
             if number == len(total):
                 total.append(dict(row))
             else:
-                total[number] = _rows_joined(total[number], row, states_add=True)
+                total[number] = _join_rows(total[number], row, add_states=True)
     return total
 
 
-def _row_by_row(before: Reading, now: Reading, name: str) -> list[Reading]:
+def _join_tables(before: Reading, now: Reading, name: str) -> list[Reading]:
     rows: list[Reading] = now.get(name, [])
     earlier: list[Reading] = before.get(name, [])
     if len(earlier) != len(rows):
         return rows
-    return [_rows_joined(one, other) for one, other in zip(earlier, rows, strict=True)]
+    return [_join_rows(one, other) for one, other in zip(earlier, rows, strict=True)]
 
 
-def _rows_joined(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, states_add: bool = False
+def _join_rows(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, add_states: bool = False
 ) -> Reading:
     joined = dict(now)
     for name, value in before.items():
-        step_name = _PEAKS.get(name)
+        step_name = _STEP_OF_MAX.get(name)
         if step_name is not None:
             if value > now.get(name, 0.0):
                 joined[name], joined[step_name] = value, before[step_name]
-        elif name in _PEAKS.values() or not isinstance(value, (int, float)):
+        elif name in _STEP_OF_MAX.values() or not isinstance(value, (int, float)):
             continue
         elif name == "wait_step_last":
-            joined[name] = max(value, now.get(name, 0)) if states_add else now.get(name, value)
-        elif name not in _STATES or states_add:
+            joined[name] = max(value, now.get(name, 0)) if add_states else now.get(name, value)
+        elif name not in _STATES or add_states:
             joined[name] = now.get(name, 0) + value
     return joined

@@ -40,17 +40,19 @@ class Mark:
     """What was waited for; empty: the whole step."""
 
 
-class Recorded(Protocol):
+class SpanSource(Protocol):
     """What one model's recording holds."""
 
     names: Sequence[str]
     """Names of tensors by their number."""
 
-    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
         """Return what the program did, what the core did, and how much was not kept."""
 
 
-def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str, Any]) -> Timeline:
+def recorded_timeline(
+    rank: int, recordings: Iterable[SpanSource], facts: dict[str, Any]
+) -> Timeline:
     """Return the timeline of one rank.
 
     Args:
@@ -61,10 +63,10 @@ def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str
     spans: list[Span] = []
     dropped = 0
     for recording in recordings:
-        marks, rows, missing = recording.taken()
+        marks, rows, missing = recording.take_spans()
         dropped += missing
-        spans += _computed(rank, marks, recording.names)
-        spans += _moved(rank, rows, recording.names)
+        spans += _program_spans(rank, marks, recording.names)
+        spans += _engine_spans(rank, rows, recording.names)
     notes = list(NOTES)
     if dropped:
         notes.append(f"rank {rank}: {dropped} spans at the beginning were not kept")
@@ -74,7 +76,7 @@ def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str
         dropped=dropped,
         facts=facts,
         notes=notes,
-        machines={rank: machine_name()},
+        machines={rank: host_boot_id()},
     )
 
 
@@ -84,7 +86,7 @@ def rank_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{stem}.rank{rank}.{suffixes or 'json'}")
 
 
-def machine_name() -> str:
+def host_boot_id() -> str:
     """Return a name for the machine whose clock counts here: that of its last start."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -92,7 +94,7 @@ def machine_name() -> str:
         return platform.node()
 
 
-def _computed(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
+def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
     """Yield what the program did; waits and updates interrupt forward and backward."""
     breaks = sorted(
         (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
@@ -106,12 +108,12 @@ def _computed(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterato
             arguments["tensors"] = [names[tensor] for tensor in mark.tensors[:16]]
         pieces = [(mark.begin_ns, mark.end_ns)]
         if mark.lane in ("forward", "backward"):
-            pieces = list(_without(mark.begin_ns, mark.end_ns, breaks))
+            pieces = list(_subtract_breaks(mark.begin_ns, mark.end_ns, breaks))
         for begin_ns, end_ns in pieces:
             yield Span(rank, mark.lane, name, begin_ns, end_ns, arguments)
 
 
-def _without(
+def _subtract_breaks(
     begin_ns: int, end_ns: int, breaks: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """Yield the parts of a time in which there was no break; breaks are in order."""
@@ -127,9 +129,9 @@ def _without(
         yield begin_ns, end_ns
 
 
-def _moved(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
-    for (begin_ns, end_ns), way, kind, peer, step, place, size_bytes, priority in rows:
-        tensor, slice_number, offset = place
+def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
+    for (begin_ns, end_ns), way, kind, peer, step, position, size_bytes, priority in rows:
+        tensor, slice_number, offset = position
         if kind == "heartbeat":
             continue
         lane = "reduce"

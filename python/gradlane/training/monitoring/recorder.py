@@ -73,24 +73,24 @@ class Recorder:
             )
 
 
-def wanted_path(path: str | Path | None) -> Path | None:
+def resolve_trace_path(path: str | Path | None) -> Path | None:
     """Return the file that a program asks for, or `GRADLANE_TRACE`; None for no timeline."""
     text = path if path is not None else os.environ.get("GRADLANE_TRACE")
     return Path(text) if text else None
 
 
-def make_recorder(options: Options, place: RankInfo) -> Recorder | None:
+def make_recorder(options: Options, rank_info: RankInfo) -> Recorder | None:
     """Return the recorder of a session that is to be recorded."""
     if options.trace_path is None:
         return None
     facts = {
         "strategy": options.strategy,
-        "workers": place.world_size,
-        "job": place.job,
+        "workers": rank_info.world_size,
+        "job": rank_info.job,
         "slice_elems": options.slice_elems,
         "update": options.update,
     }
-    return Recorder(options.trace_path, place.rank, facts)
+    return Recorder(options.trace_path, rank_info.rank, facts)
 
 
 class Recording:
@@ -99,7 +99,7 @@ class Recording:
     def __init__(self, channel: Channel, names: Sequence[str]) -> None:
         """Listen to a channel."""
         self.names = names
-        self.channel = cast(Channel, _ListeningChannel(channel, self))
+        self.channel = cast(Channel, _RecordingChannel(channel, self))
         self._core = channel
         self._marks: deque[Mark] = deque(maxlen=MARKS_MAX)
         self._dropped = 0
@@ -117,7 +117,7 @@ class Recording:
             model.register_forward_hook(after),
         ]
 
-    def unwatch(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
@@ -146,7 +146,7 @@ class Recording:
             self._dropped += 1
         self._marks.append(mark)
 
-    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
         """Return what was recorded, and how much of it was not kept."""
         rows, dropped = self._core.take_timeline()
         return list(self._marks), rows, self._dropped + dropped
@@ -178,7 +178,7 @@ class Recording:
             self.note(Mark("backward", since_ns, time.monotonic_ns(), step))
 
 
-class _ListeningChannel:
+class _RecordingChannel:
     """A channel that tells a recording when the program begins steps and waits."""
 
     def __init__(self, channel: Channel, recording: Recording) -> None:
@@ -205,16 +205,16 @@ class _ListeningChannel:
         try:
             self._channel.wait(tensors, step)
         finally:
-            self._waited(begin_ns, step, tuple(tensors))
+            self._note_wait(begin_ns, step, tuple(tensors))
 
     def wait_step(self, step: int) -> None:
         begin_ns = time.monotonic_ns()
         try:
             self._channel.wait_step(step)
         finally:
-            self._waited(begin_ns, step, ())
+            self._note_wait(begin_ns, step, ())
 
-    def _waited(self, begin_ns: int, step: int, tensors: tuple[int, ...]) -> None:
+    def _note_wait(self, begin_ns: int, step: int, tensors: tuple[int, ...]) -> None:
         end_ns = time.monotonic_ns()
         if end_ns - begin_ns >= WAIT_MIN_NS:
             self._recording.note(Mark("wait", begin_ns, end_ns, step, tensors))
@@ -231,18 +231,18 @@ class _Hook:
             self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return _no_op
 
     def __reduce__(self) -> Any:
-        return _return_nothing, ()
+        return _return_no_op, ()
 
 
-def _nothing(*arguments: Any) -> None:
+def _no_op(*arguments: Any) -> None:
     """The hook of a copy."""
 
 
-def _return_nothing() -> Callable[..., None]:
-    return _nothing
+def _return_no_op() -> Callable[..., None]:
+    return _no_op
 
 
 def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:

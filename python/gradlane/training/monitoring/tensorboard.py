@@ -79,7 +79,7 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
         "rx_bytes": (now["rx_bytes"] - before["rx_bytes"]) / steps,
         "codec_ratio": now["codec_ratio"],
     }
-    found.update(_late(before, now))
+    found.update(_lateness(before, now))
     earlier = {(one["model"], one["name"]): waited_s(one) for one in before["layer_waits"]}
     layers = {
         (one["model"], one["name"]): waited_s(one) - earlier.get((one["model"], one["name"]), 0.0)
@@ -93,7 +93,7 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
     return found
 
 
-def _late(before: Metrics, now: Metrics) -> dict[str, float]:
+def _lateness(before: Metrics, now: Metrics) -> dict[str, float]:
     found = {}
     gathered = now["gathered_slices"] - before["gathered_slices"]
     earlier = {row["rank"]: row for row in before["stragglers"]}

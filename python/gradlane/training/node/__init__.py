@@ -2,7 +2,7 @@
 
 `layout` finds out which ranks share a node, `shares` cuts tensors into what each of them carries,
 `link` connects them, and `channel` is a channel to all ranks made of these and of one to the other
-nodes. They add up in shared memory (`sums`, `carriage`), or by collectives where their gradients
-are: `devices` decides, `group` connects, `lane` gives turns, `collective_carrier` hands over.
+nodes. They add up in shared memory (`sum_backend`, `carriage`), or by collectives where their gradients
+are: `devices` decides, `group` connects, `collectives` gives turns, `collective_carrier` hands over.
 Nothing above a channel knows more of it than that; `connection` opens one or the other.
 """

@@ -35,14 +35,14 @@ class CollectiveCarrier:
 
     def give(self, index: int, step: int, gradient: Tensor) -> None:
         """Hand over a gradient where it is."""
-        if index < self._channel.lane_tensors:
-            self._channel.give_on_device(index, step, gradient, absent=False)
+        if index < self._channel.collective_tensors:
+            self._channel.submit_on_device(index, step, gradient, absent=False)
         else:
             self._others.give(index, step, gradient)
 
     def give_nothing(self, index: int, step: int) -> Tensor:
         """Hand over fresh memory for a result, on the tensor's own device."""
-        if index >= self._channel.lane_tensors:
+        if index >= self._channel.collective_tensors:
             return self._others.give_nothing(index, step)
         entry = self._trained[index]
         with torch.inference_mode(False):
@@ -52,12 +52,12 @@ class CollectiveCarrier:
                 dtype=entry.tensor.dtype,
                 device=entry.tensor.device,
             )
-        self._channel.give_on_device(index, step, landing, absent=True)
+        self._channel.submit_on_device(index, step, landing, absent=True)
         return landing
 
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Make results of what takes part beside gradients readable."""
-        count = self._channel.lane_tensors
+        count = self._channel.collective_tensors
         self._others.collect([one for one in arrived if one[0] >= count])
 
     def spread(

@@ -31,26 +31,26 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
-from gradlane.training.node.device_order import GivenUpError, order_on
+from gradlane.training.node.device_order import CollectiveCancelledError, order_on
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Group
 from gradlane.training.node.layout import Layout
-from gradlane.training.node.link import ADD, MEAN, READY, TAKE
-from gradlane.training.node.pending_gradient import TERMS, PendingGradient, numbers_of
-from gradlane.training.node.shares import Part
+from gradlane.training.node.link import BROADCAST, MEAN, READY, SUM
+from gradlane.training.node.parts import Part
+from gradlane.training.node.pending_gradient import SUM_DTYPES, PendingGradient, flat_values
 
-_FIRST = 0
+_COORDINATOR = 0
 """The local rank that says whose turn it is."""
-_LOOK_MIN_S = 50e-6
-_LOOK_MAX_S = 1e-3
-_NAMED_WITHIN_S = 2.0
+_POLL_MIN_S = 50e-6
+_POLL_MAX_S = 1e-3
+_LOSS_REPORT_S = 2.0
 """How soon the sockets of a node name a rank that has died, at the latest."""
 _STOP_S = 5.0
-_left_behind: list[object] = []
+_abandoned_groups: list[object] = []
 """Groups of a parent, in a forked child: to end them would wait for threads that are not there."""
 
 
-class Link(Protocol):
+class NodeMessenger(Protocol):
     """What says something to the other ranks of the node."""
 
     @property
@@ -62,7 +62,7 @@ class Link(Protocol):
         """The others, by local rank."""
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
         """Say something to a rank; one that is gone hears nothing."""
 
@@ -70,10 +70,10 @@ class Link(Protocol):
 class CollectiveSink(Protocol):
     """This rank's end of the node, which hears what has come of collectives."""
 
-    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
         """The node's mean of a part that this rank carries is in the host's memory."""
 
-    def landed(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
         """The mean of a part over all nodes is in its tensor."""
 
     def fail(self, failure: Failure) -> None:
@@ -81,7 +81,7 @@ class CollectiveSink(Protocol):
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Message:
     """What a rank says about a tensor or a part, or whose turn it is; kinds are the link's."""
 
     kind: int
@@ -91,12 +91,12 @@ class _Said:
 
 
 @dataclass
-class _UnderWay:
+class _InFlight:
     """Something that the device has yet to do, the tensors that it uses, and what follows."""
 
     is_done: Callable[[], bool]
-    uses: list[Tensor]
-    then: Callable[[], None]
+    buffers: list[Tensor]
+    on_done: Callable[[], None]
 
 
 class CollectiveQueue:
@@ -104,7 +104,7 @@ class CollectiveQueue:
 
     def __init__(
         self,
-        link: Link,
+        link: NodeMessenger,
         parts: Sequence[Part],
         gradients: Sequence[Tensor],
         open_group: Callable[[], Group],
@@ -120,27 +120,27 @@ class CollectiveQueue:
         """
         self._link = link
         self._layout = link.layout
-        self._own = link.layout.local_rank
+        self._local_rank = link.layout.local_rank
         self._parts = parts
-        self._of_tensor: list[list[Part]] = [[] for _ in gradients]
+        self._parts_of_tensor: list[list[Part]] = [[] for _ in gradients]
         for part in parts:
             if part.tensor < len(gradients):
-                self._of_tensor[part.tensor].append(part)
+                self._parts_of_tensor[part.tensor].append(part)
         self._device = gradients[0].device
-        self._lost = threading.Event()
-        self._order = order_on(self._device, self._lost.is_set)
+        self._cancelled = threading.Event()
+        self._order = order_on(self._device, self._cancelled.is_set)
         self._open_group = open_group
         self._group: Group | None = None
         self._opened = threading.Event()
         self._refusal: Exception | None = None
-        self._side: CollectiveSink | None = None
-        self._said: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
-        self._heard = [0] * len(gradients)
+        self._sink: CollectiveSink | None = None
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._ready_ranks = [0] * len(gradients)
         self._present = [False] * len(gradients)
-        self._held: dict[int, PendingGradient] = {}
-        self._landings: dict[int, Tensor] = {}
+        self._pending: dict[int, PendingGradient] = {}
+        self._host_buffers: dict[int, Tensor] = {}
         self._divisors: dict[torch.dtype, Tensor] = {}
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self.nbytes = 0
         """Bytes of gradients given to sums and of means taken so far."""
         self._thread = threading.Thread(target=self._run, name="gradlane-collective", daemon=True)
@@ -154,9 +154,9 @@ class CollectiveQueue:
         Raises:
             RendezvousError: it cannot be.
         """
-        rank = self._layout.rank_of(self._layout.node, self._own)
+        rank = self._layout.rank_of(self._layout.node, self._local_rank)
         if not self._opened.wait(timeout_s):
-            self.let_go()
+            self.cancel()
             raise RendezvousError(
                 f"rank {rank} waited {timeout_s:g} s for the ranks of its node to open a group for "
                 'collectives (connect_timeout_s); or use local_sums="host"'
@@ -167,16 +167,16 @@ class CollectiveQueue:
                 f'{self._refusal}; or use local_sums="host"'
             ) from self._refusal
 
-    def serve(self, side: CollectiveSink) -> None:
+    def set_sink(self, sink: CollectiveSink) -> None:
         """Tell somebody what comes of collectives; before the first gradient is given."""
-        self._side = side
+        self._sink = sink
 
     @property
     def tensors(self) -> int:
         """How many tensors, the first ones, have gradients that come this way."""
-        return len(self._of_tensor)
+        return len(self._parts_of_tensor)
 
-    def give(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
+    def submit(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
         """Take a gradient, or memory for the others' mean; it is the lane's until that is there.
 
         Args:
@@ -185,34 +185,34 @@ class CollectiveQueue:
             gradient: dense, laid out as on all ranks.
             absent: whether this rank has none.
         """
-        produced = self._order.produced()
-        parts_left = len(self._of_tensor[tensor])
-        self._held[tensor] = PendingGradient(numbers_of(gradient), absent, produced, parts_left)
-        self._say(_Said(READY, tensor, step, absent))
+        mark = self._order.mark()
+        parts_left = len(self._parts_of_tensor[tensor])
+        self._pending[tensor] = PendingGradient(flat_values(gradient), absent, mark, parts_left)
+        self._send_to_coordinator(_Message(READY, tensor, step, absent))
 
-    def have(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_result(self, part: Part, step: int, *, absent: bool) -> None:
         """Note that the mean of a part that this rank carries is back from the other nodes."""
-        self._say(_Said(MEAN, part.number, step, absent))
+        self._send_to_coordinator(_Message(MEAN, part.number, step, absent))
 
-    def hear(self, kind: int, number: int, step: int, *, absent: bool) -> None:
+    def on_message(self, kind: int, number: int, step: int, *, absent: bool) -> None:
         """Note what another rank of the node says; returns at once."""
-        self._said.put(_Said(kind, number, step, absent))
+        self._inbox.put(_Message(kind, number, step, absent))
 
-    def let_go(self) -> None:
+    def cancel(self) -> None:
         """Issue nothing more, after a failure, and end what is under way; returns at once."""
-        self._lost.set()
-        self._said.put(None)
+        self._cancelled.set()
+        self._inbox.put(None)
 
     def stop(self) -> None:
         """End the thread and the group, when all steps are complete or the session has failed."""
-        self._said.put(None)
+        self._inbox.put(None)
         if self._thread is not threading.current_thread():
             # A thread that is stuck in a driver is left alone: it wakes nobody any more.
             self._thread.join(_STOP_S)
 
     def forget_in_child(self) -> None:
         """Leave the group alone in a forked child."""
-        _left_behind.append(self._group)
+        _abandoned_groups.append(self._group)
 
     # ---- the thread
 
@@ -221,155 +221,159 @@ class CollectiveQueue:
             with torch.no_grad():
                 self._open()
                 self._opened.set()
-                self._take_turns()
-        except GivenUpError:
+                self._process_messages()
+        except CollectiveCancelledError:
             pass
         except Exception as error:
-            self._broken(error)
+            self._report_error(error)
         finally:
             self._opened.set()
             group, self._group = self._group, None
             if group is not None:
                 with contextlib.suppress(RuntimeError):
-                    group.end()
+                    group.abort()
 
     def _open(self) -> None:
         """Open the group and use it once: whoever cannot take part is noticed here."""
         self._group = group = self._open_group()
         values = torch.zeros(1, dtype=torch.float32, device=self._device)
-        with self._order.behind(self._order.produced()):
-            self._order.follow(group.sum_to(values, _FIRST))
-            self._under_way.append(_UnderWay(self._order.done(), [values], _nothing))
-        while self._under_way:
-            self._look()
-            if self._lost.wait(_LOOK_MAX_S):
-                raise GivenUpError
+        with self._order.after(self._order.mark()):
+            self._order.wait_for(group.reduce(values, _COORDINATOR))
+            self._in_flight.append(_InFlight(self._order.completion(), [values], _no_op))
+        while self._in_flight:
+            self._poll_device()
+            if self._cancelled.wait(_POLL_MAX_S):
+                raise CollectiveCancelledError
 
-    def _broken(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         if not self._opened.is_set():
             self._refusal = error
             return
         # Who has died the sockets know, a moment later at most.
-        if not self._lost.wait(_NAMED_WITHIN_S):
+        if not self._cancelled.wait(_LOSS_REPORT_S):
             what = f"{type(error).__name__} in a collective of node {self._layout.node}: {error}"
-            assert self._side is not None
-            self._side.fail(Failure(what, None, None))
+            assert self._sink is not None
+            self._sink.fail(Failure(what, None, None))
 
-    def _take_turns(self) -> None:
-        while (said := self._next()) is not None:
-            if said.kind == READY:
-                self._count(said)
-            elif said.kind == MEAN:
-                self._announce(_Said(TAKE, said.number, said.step, said.absent))
+    def _process_messages(self) -> None:
+        while (message := self._next()) is not None:
+            if message.kind == READY:
+                self._count_ready(message)
+            elif message.kind == MEAN:
+                self._broadcast_turn(
+                    _Message(BROADCAST, message.number, message.step, message.absent)
+                )
             else:
-                self._take_turn(said)
+                self._execute(message)
 
-    def _next(self) -> _Said | None:
+    def _next(self) -> _Message | None:
         """Return what was said next, and see meanwhile to what the device has done."""
-        look_s = _LOOK_MIN_S
+        poll_s = _POLL_MIN_S
         while True:
-            self._look()
+            self._poll_device()
             try:
-                return self._said.get(timeout=look_s) if self._under_way else self._said.get()
+                return self._inbox.get(timeout=poll_s) if self._in_flight else self._inbox.get()
             except queue.Empty:
-                look_s = min(2 * look_s, _LOOK_MAX_S)
+                poll_s = min(2 * poll_s, _POLL_MAX_S)
 
-    def _look(self) -> None:
-        while self._under_way and self._under_way[0].is_done():
-            if self._lost.is_set():
+    def _poll_device(self) -> None:
+        while self._in_flight and self._in_flight[0].is_done():
+            if self._cancelled.is_set():
                 # What was ended looks done, too.
-                raise GivenUpError
-            first = self._under_way.popleft()
-            first.uses.clear()
-            first.then()
+                raise CollectiveCancelledError
+            first = self._in_flight.popleft()
+            first.buffers.clear()
+            first.on_done()
 
-    def _say(self, said: _Said) -> None:
-        if self._own == _FIRST:
-            self._said.put(said)
+    def _send_to_coordinator(self, message: _Message) -> None:
+        if self._local_rank == _COORDINATOR:
+            self._inbox.put(message)
         else:
-            self._link.send(_FIRST, said.kind, said.number, said.step, flag=said.absent)
+            self._link.send(
+                _COORDINATOR, message.kind, message.number, message.step, absent=message.absent
+            )
 
-    def _count(self, said: _Said) -> None:
+    def _count_ready(self, message: _Message) -> None:
         """On the first rank: note that a rank has spoken of a tensor."""
-        tensor = said.number
-        self._heard[tensor] += 1
-        self._present[tensor] |= not said.absent
-        if self._heard[tensor] == self._layout.local_size:
+        tensor = message.number
+        self._ready_ranks[tensor] += 1
+        self._present[tensor] |= not message.absent
+        if self._ready_ranks[tensor] == self._layout.local_size:
             absent = not self._present[tensor]
-            self._heard[tensor], self._present[tensor] = 0, False
-            self._announce(_Said(ADD, tensor, said.step, absent))
+            self._ready_ranks[tensor], self._present[tensor] = 0, False
+            self._broadcast_turn(_Message(SUM, tensor, message.step, absent))
 
-    def _announce(self, turn: _Said) -> None:
+    def _broadcast_turn(self, turn: _Message) -> None:
         """On the first rank: say whose turn it is, to all ranks in one order, and take it."""
         for peer in self._link.peers:
-            self._link.send(peer, turn.kind, turn.number, turn.step, flag=turn.absent)
-        self._take_turn(turn)
+            self._link.send(peer, turn.kind, turn.number, turn.step, absent=turn.absent)
+        self._execute(turn)
 
-    def _take_turn(self, turn: _Said) -> None:
-        if self._lost.is_set():
-            raise GivenUpError
-        if turn.kind == TAKE:
-            self._take(self._parts[turn.number], turn)
+    def _execute(self, turn: _Message) -> None:
+        if self._cancelled.is_set():
+            raise CollectiveCancelledError
+        if turn.kind == BROADCAST:
+            self._issue_broadcast(self._parts[turn.number], turn)
             return
-        for part in self._of_tensor[turn.number]:
+        for part in self._parts_of_tensor[turn.number]:
             if not turn.absent:
-                self._add(part, turn.step)
-            elif part.carrier == self._own:
-                self._hand_over(part, turn.step, absent=True)
+                self._issue_sum(part, turn.step)
+            elif part.leader == self._local_rank:
+                self._submit_mean(part, turn.step, absent=True)
 
-    def _add(self, part: Part, step: int) -> None:
+    def _issue_sum(self, part: Part, step: int) -> None:
         """Issue the sum of a part, and on its carrier what follows."""
-        held = self._held[part.tensor]
+        pending = self._pending[part.tensor]
         assert self._group is not None
-        with self._order.behind(held.produced):
-            share = held.share(part)
-            if held.absent:
+        with self._order.after(pending.mark):
+            share = pending.values_of(part)
+            if pending.absent:
                 # What is added to it keeps its bits, the sign of a zero included.
                 share.fill_(-0.0)
-            terms = share.to(TERMS[share.dtype])
-            self._order.follow(self._group.sum_to(terms, part.carrier))
-            then: Callable[[], None] = _nothing
-            if part.carrier == self._own:
-                mean = terms.div_(self._ranks(terms.dtype)).to(share.dtype)
-                self._landing(part, share.dtype).copy_(mean, non_blocking=True)
-                then = functools.partial(self._hand_over, part, step, absent=False)
-            self._under_way.append(_UnderWay(self._order.done(), [share, terms], then))
+            terms = share.to(SUM_DTYPES[share.dtype])
+            self._order.wait_for(self._group.reduce(terms, part.leader))
+            on_done: Callable[[], None] = _no_op
+            if part.leader == self._local_rank:
+                mean = terms.div_(self._divisor(terms.dtype)).to(share.dtype)
+                self._host_buffer(part, share.dtype).copy_(mean, non_blocking=True)
+                on_done = functools.partial(self._submit_mean, part, step, absent=False)
+            self._in_flight.append(_InFlight(self._order.completion(), [share, terms], on_done))
         self.nbytes += part.nbytes
 
-    def _take(self, part: Part, turn: _Said) -> None:
+    def _issue_broadcast(self, part: Part, turn: _Message) -> None:
         """Issue the spreading of a part's mean over all nodes."""
-        then = functools.partial(self._landed, part, turn.step, absent=turn.absent)
+        on_done = functools.partial(self._finish_part, part, turn.step, absent=turn.absent)
         if turn.absent:
-            then()
+            on_done()
             return
-        held = self._held[part.tensor]
+        pending = self._pending[part.tensor]
         assert self._group is not None
-        with self._order.behind(held.produced):
-            share = held.share(part)
-            if part.carrier == self._own:
-                share.copy_(self._landing(part, share.dtype), non_blocking=True)
+        with self._order.after(pending.mark):
+            share = pending.values_of(part)
+            if part.leader == self._local_rank:
+                share.copy_(self._host_buffer(part, share.dtype), non_blocking=True)
             # As bytes: not all backends know all dtypes, and nothing is computed here.
-            work = self._group.spread_from(share.view(torch.uint8), part.carrier)
-            self._order.follow(work)
-            self._under_way.append(_UnderWay(self._order.done(), [share], then))
+            work = self._group.broadcast(share.view(torch.uint8), part.leader)
+            self._order.wait_for(work)
+            self._in_flight.append(_InFlight(self._order.completion(), [share], on_done))
         self.nbytes += part.nbytes
 
-    def _hand_over(self, part: Part, step: int, *, absent: bool) -> None:
-        assert self._side is not None
-        landing = self._landing(part, self._held[part.tensor].numbers.dtype)
-        self._side.add_up(part, step, landing.data_ptr(), absent=absent)
+    def _submit_mean(self, part: Part, step: int, *, absent: bool) -> None:
+        assert self._sink is not None
+        buffer = self._host_buffer(part, self._pending[part.tensor].values.dtype)
+        self._sink.on_node_mean(part, step, buffer.data_ptr(), absent=absent)
 
-    def _landed(self, part: Part, step: int, *, absent: bool) -> None:
-        held = self._held[part.tensor]
-        held.parts_left -= 1
-        if not held.parts_left:
-            del self._held[part.tensor]
+    def _finish_part(self, part: Part, step: int, *, absent: bool) -> None:
+        pending = self._pending[part.tensor]
+        pending.parts_left -= 1
+        if not pending.parts_left:
+            del self._pending[part.tensor]
         # Whoever hears of it may look whether anybody else holds the memory.
-        del held
-        assert self._side is not None
-        self._side.landed(part, step, absent=absent)
+        del pending
+        assert self._sink is not None
+        self._sink.on_landed(part, step, absent=absent)
 
-    def _ranks(self, dtype: torch.dtype) -> Tensor:
+    def _divisor(self, dtype: torch.dtype) -> Tensor:
         """Return what sums are divided by; CUDA divides by a plain number by multiplying, which
         rounds otherwise."""
         ranks = self._divisors.get(dtype)
@@ -378,15 +382,17 @@ class CollectiveQueue:
             self._divisors[dtype] = ranks
         return ranks
 
-    def _landing(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def _host_buffer(self, part: Part, dtype: torch.dtype) -> Tensor:
         """Return the host's memory of a part that this rank carries; the same in all steps."""
-        landing = self._landings.get(part.number)
-        if landing is None:
+        buffer = self._host_buffers.get(part.number)
+        if buffer is None:
             count = part.nbytes // dtype.itemsize
-            landing = torch.empty(count, dtype=dtype, pin_memory=self._order.pins, device="cpu")
-            self._landings[part.number] = landing
-        return landing
+            buffer = torch.empty(
+                count, dtype=dtype, pin_memory=self._order.needs_pinned_memory, device="cpu"
+            )
+            self._host_buffers[part.number] = buffer
+        return buffer
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """What follows where nothing does."""

@@ -24,65 +24,65 @@ _PAUSE_MIN_S = 20e-6
 _PAUSE_MAX_S = 1e-3
 
 
-class GivenUpError(Exception):
+class CollectiveCancelledError(Exception):
     """The session has failed elsewhere while a collective was under way."""
 
 
 class DeviceOrder(Protocol):
     """The order of work on one device, for one thread that issues it."""
 
-    pins: bool
+    needs_pinned_memory: bool
     """Whether the host's end of copies has to be pinned memory."""
 
-    def produced(self) -> Any:
-        """Note, on any thread, what the current work on a gradient is; for `behind`."""
+    def mark(self) -> Any:
+        """Note, on any thread, what the current work on a gradient is; for `after`."""
 
-    def behind(self, produced: Any) -> AbstractContextManager[None]:
+    def after(self, mark: Any) -> AbstractContextManager[None]:
         """Return a context in which everything comes behind what was noted."""
 
-    def follow(self, work: Work) -> None:
+    def wait_for(self, work: Work) -> None:
         """Make everything that follows come behind a collective; may raise its error."""
 
-    def done(self) -> Callable[[], bool]:
+    def completion(self) -> Callable[[], bool]:
         """Return what says whether everything up to here has been done."""
 
 
 class HostOrder:
     """Plain memory: collectives are waited for."""
 
-    pins = False
+    needs_pinned_memory = False
 
-    def __init__(self, is_lost: Callable[[], bool]) -> None:
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
         """Wait only as long as nothing is lost.
 
         Args:
-            is_lost: whether the session has failed elsewhere.
+            is_cancelled: whether the session has failed elsewhere.
         """
-        self._is_lost = is_lost
+        self._is_cancelled = is_cancelled
 
-    def produced(self) -> None:
+    def mark(self) -> None:
         """Nothing is under way: whoever gives a gradient has computed it."""
 
-    def behind(self, produced: Any) -> AbstractContextManager[None]:
+    def after(self, mark: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return contextlib.nullcontext()
 
-    def follow(self, work: Work) -> None:
+    def wait_for(self, work: Work) -> None:
         """Wait for a collective.
 
         Raises:
-            GivenUpError: the session has failed elsewhere.
+            CollectiveCancelledError: the session has failed elsewhere.
             RuntimeError: the collective has failed.
         """
         pause_s = _PAUSE_MIN_S
         while not work.is_completed():
-            if self._is_lost():
-                raise GivenUpError
+            if self._is_cancelled():
+                raise CollectiveCancelledError
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         work.wait()
 
-    def done(self) -> Callable[[], bool]:
+    def completion(self) -> Callable[[], bool]:
         """Everything was waited for."""
         return lambda: True
 
@@ -90,35 +90,35 @@ class HostOrder:
 class CudaOrder:
     """A CUDA device: a side stream, and events."""
 
-    pins = True
+    needs_pinned_memory = True
 
     def __init__(self, device: torch.device) -> None:
         """Make the stream."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def produced(self) -> torch.cuda.Event:
+    def mark(self) -> torch.cuda.Event:
         """Note where the current stream is."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     @contextlib.contextmanager
-    def behind(self, produced: torch.cuda.Event) -> Iterator[None]:
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
         """Return a context on the side stream, which waits for a gradient's own stream."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(produced)
+            self._stream.wait_event(mark)
             yield
 
-    def follow(self, work: Work) -> None:
+    def wait_for(self, work: Work) -> None:
         """Make the side stream wait for a collective; the host goes on."""
         work.wait()
 
-    def done(self) -> Callable[[], bool]:
+    def completion(self) -> Callable[[], bool]:
         """Return what looks at an event at the end of the side stream."""
         event: torch.cuda.Event = self._stream.record_event()
         return event.query
 
 
-def order_on(device: torch.device, is_lost: Callable[[], bool]) -> DeviceOrder:
+def order_on(device: torch.device, is_cancelled: Callable[[], bool]) -> DeviceOrder:
     """Return the order of work on a device."""
-    return HostOrder(is_lost) if device.type == "cpu" else CudaOrder(device)
+    return HostOrder(is_cancelled) if device.type == "cpu" else CudaOrder(device)

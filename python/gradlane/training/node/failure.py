@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from gradlane.training.core import CoreModule
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
-SIGNS_PER_TIMEOUT = 8
+KEEPALIVES_PER_TIMEOUT = 8
 """Signs of life that a rank gives its node in a silence timeout."""
 _MARK = "world rank"
 _RANK = re.compile(r"\brank (\d+)")
-_MARKED = re.compile(rf"\b{_MARK} (\d+)")
+_MARKED_RANK = re.compile(rf"\b{_MARK} (\d+)")
 _NODE = re.compile(r"\b(?<!world )rank (\d+)")
 
 
@@ -48,19 +48,19 @@ class Failure:
         """Return what another rank of the node has told."""
         return Failure(**json.loads(text))
 
-    def words(self) -> str:
+    def text_for_other_nodes(self) -> str:
         """Return what other nodes are told: it names the rank at fault, not its node alone."""
         if self.rank is None or _RANK.search(self.message):
             return self.message
         return f"{self.message} (rank {self.rank})"
 
-    def error(self, core: CoreModule) -> Exception:
+    def to_error(self, core: CoreModule) -> Exception:
         """Return it as the core raises it."""
         kind = core.ChannelTimeout if self.timed_out else core.ChannelError
         return kind(self.message, self.last_complete_step, self.rank)
 
 
-class Silence:
+class KeepaliveMonitor:
     """Watches the signs of life of the other ranks of a node."""
 
     def __init__(self, timeout_s: float, peers: Iterable[int], pulse: Callable[[int], int]) -> None:
@@ -72,32 +72,32 @@ class Silence:
             pulse: returns a number that changes as long as the process of a local rank runs.
         """
         self.timeout_s = timeout_s
-        self.interval_s = timeout_s / SIGNS_PER_TIMEOUT
+        self.interval_s = timeout_s / KEEPALIVES_PER_TIMEOUT
         self._pulse = pulse
         self._last = {peer: (pulse(peer), SuspendAwareDeadline(timeout_s)) for peer in peers}
 
-    def silent(self, without: Container[int]) -> int | None:
+    def first_silent(self, departed: Container[int]) -> int | None:
         """Return a local rank that was silent for too long; to be called once an interval.
 
         Args:
-            without: local ranks that have left.
+            departed: local ranks that have left.
         """
-        for peer, (last, patience) in self._last.items():
+        for peer, (last, deadline) in self._last.items():
             now = self._pulse(peer)
             if now != last:
-                patience.renew()
-                self._last[peer] = (now, patience)
-            elif patience.is_over(self.interval_s) and peer not in without:
+                deadline.renew()
+                self._last[peer] = (now, deadline)
+            elif deadline.is_over(self.interval_s) and peer not in departed:
                 return peer
         return None
 
 
-def marked(reason: str) -> str:
+def mark_world_ranks(reason: str) -> str:
     """Return words for the channel between nodes: its own ranks are nodes."""
     return _RANK.sub(rf"{_MARK} \1", reason)
 
 
-def from_between_nodes(
+def failure_in_world_ranks(
     core: CoreModule, error: Exception, rank_of_node: Callable[[int], int]
 ) -> Failure:
     """Return a failure of the channel between nodes, with ranks of the whole world.
@@ -110,14 +110,16 @@ def from_between_nodes(
     message = str(error.args[0]) if error.args else str(error)
     last = error.args[1] if len(error.args) > 1 else None
     node = error.args[2] if len(error.args) > 2 else None
-    told = _MARKED.search(message)
+    marked_rank = _MARKED_RANK.search(message)
     timed_out = isinstance(error, core.ChannelTimeout)
 
     def named(found: re.Match[str]) -> str:
         node = int(found.group(1))
         # Any rank of a node may have told it, or keep the node from taking part.
-        return f"node {node}" if told or timed_out else f"rank {rank_of_node(node)}"
+        return f"node {node}" if marked_rank or timed_out else f"rank {rank_of_node(node)}"
 
-    message = _MARKED.sub(r"rank \1", _NODE.sub(named, message))
-    rank = int(told.group(1)) if told else None if node is None else rank_of_node(node)
+    message = _MARKED_RANK.sub(r"rank \1", _NODE.sub(named, message))
+    rank = (
+        int(marked_rank.group(1)) if marked_rank else None if node is None else rank_of_node(node)
+    )
     return Failure(message, last, rank, timed_out)

@@ -41,22 +41,22 @@ class Work(Protocol):
 class Group(Protocol):
     """What adds up and spreads among the ranks of a node."""
 
-    def sum_to(self, values: Tensor, carrier: int) -> Work:
+    def reduce(self, values: Tensor, root: int) -> Work:
         """Give a rank of the node the sum of all ranks' values, in place of its own."""
 
-    def spread_from(self, values: Tensor, carrier: int) -> Work:
+    def broadcast(self, values: Tensor, root: int) -> Work:
         """Give all ranks of the node the values of one."""
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """End the group at once, whatever is under way."""
 
 
-def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> Store:
+def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) -> Store:
     """Return a store of the ranks of this node, which others cannot reach.
 
     Args:
         layout: which ranks share nodes.
-        meeting: where the first rank of the node says where it is.
+        scope: where the first rank of the node says where it is.
         timeout_s: how long to wait for a rank.
 
     Raises:
@@ -65,7 +65,7 @@ def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> 
     limit = datetime.timedelta(seconds=timeout_s)
     key = f"local/store/{layout.node}"
     if layout.local_rank > 0:
-        port = int(meeting.get(key, layout.rank_of(layout.node, 0)))
+        port = int(scope.get(key, layout.rank_of(layout.node, 0)))
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
     # The store would listen on all interfaces by itself. Torch 2.4 takes another socket with libuv
     # off only.
@@ -81,7 +81,7 @@ def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> 
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )
-    meeting.put(key, str(port))
+    scope.put(key, str(port))
     return store
 
 
@@ -99,17 +99,17 @@ class NodeGroup:
         make = _nccl if backend == NCCL else _gloo
         self._group: Any = make(store, layout.local_rank, layout.local_size)
 
-    def sum_to(self, values: Tensor, carrier: int) -> Work:
+    def reduce(self, values: Tensor, root: int) -> Work:
         """Give a rank of the node the sum of all ranks' values; those of others are undefined."""
-        work: Work = self._group.reduce(values, carrier)
+        work: Work = self._group.reduce(values, root)
         return work
 
-    def spread_from(self, values: Tensor, carrier: int) -> Work:
+    def broadcast(self, values: Tensor, root: int) -> Work:
         """Give all ranks of the node the values of one."""
-        work: Work = self._group.broadcast(values, carrier)
+        work: Work = self._group.broadcast(values, root)
         return work
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """End the group: what is under way on a device ends, too, with values of no meaning."""
         group, self._group = self._group, None
         # By version of torch; Gloo ends as soon as nobody holds it and nothing is under way.

@@ -32,12 +32,12 @@ def with_local(options: Options) -> Options:
     Raises:
         ValueError: sums on nodes were asked for and do not go with another option.
     """
-    why = _refusal(options)
-    if not why or options.local == OFF:
+    refusal = _refusal(options)
+    if not refusal or options.local == OFF:
         return options
     if options.local == AUTO:
         return replace(options, local=OFF)
-    raise ValueError(f'local={options.local!r} with {why}; use local="off"')
+    raise ValueError(f'local={options.local!r} with {refusal}; use local="off"')
 
 
 def _refusal(options: Options) -> str:

@@ -45,7 +45,7 @@ class _Own:
 
 
 def agree_on_plan(
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     given: PlanArgument,
     sizes: Mapping[str, int],
     unable: GradlaneError | ValueError | None = None,
@@ -53,7 +53,7 @@ def agree_on_plan(
     """Find out whether all ranks were given the same, and return it; a collective call.
 
     Args:
-        meeting: where the ranks agree; for nothing else.
+        scope: where the ranks agree; for nothing else.
         given: what this rank was given.
         sizes: the trained parameters' numbers of elements, by name.
         unable: why this rank cannot take part, whatever the plan; the others are told.
@@ -64,24 +64,24 @@ def agree_on_plan(
         RanksDifferError: another rank's, or the ranks were given different ones; on every rank.
         RendezvousError: a rank did not appear.
     """
-    own = _read(given, meeting.place.rank)
+    own = _read(given, scope.rank_info.rank)
     first = own
-    if meeting.place.rank == 0:
+    if scope.rank_info.rank == 0:
         told = {
             "label": own.label,
             "plan": own.plan.to_json() if own.plan else None,
             "refused": own.refused,
         }
-        meeting.put("plan", json.dumps(told))
+        scope.put("plan", json.dumps(told))
     else:
-        told = json.loads(meeting.get("plan", 0))
+        told = json.loads(scope.get("plan", 0))
         plan = parse_plan(json.dumps(told["plan"]), "rank 0's plan") if told["plan"] else None
         first = _Own(str(told["label"]), plan, str(told["refused"]))
     unusable = str(unable or "") or own.refused or _unfit(first, sizes)
-    problem = f"rank {meeting.place.rank} cannot take part: {unusable}" if unusable else ""
+    problem = f"rank {scope.rank_info.rank} cannot take part: {unusable}" if unusable else ""
     if not unusable and not first.refused:
-        problem = _difference(first, own, meeting.place.rank)
-    verdict = _verdict(meeting, problem)
+        problem = _difference(first, own, scope.rank_info.rank)
+    verdict = _verdict(scope, problem)
     if unable is not None:
         raise unable
     if verdict != "ok":
@@ -129,14 +129,14 @@ def _difference(first: _Own, own: _Own, rank: int) -> str:
     return f"rank 0 was given {first.label}, rank {rank} {own.label}: give all ranks the same"
 
 
-def _verdict(meeting: RendezvousScope, problem: str) -> str:
+def _verdict(scope: RendezvousScope, problem: str) -> str:
     """Tell rank 0 what is wrong here, and return the first thing that is wrong anywhere."""
-    place = meeting.place
-    if place.rank == 0:
+    rank_info = scope.rank_info
+    if rank_info.rank == 0:
         problems = [problem]
-        for rank in range(1, place.world_size):
-            problems.append(meeting.get(f"plan/{rank}", rank).decode())
-        meeting.put("plan/verdict", next((one for one in problems if one), "ok"))
+        for rank in range(1, rank_info.world_size):
+            problems.append(scope.get(f"plan/{rank}", rank).decode())
+        scope.put("plan/verdict", next((one for one in problems if one), "ok"))
     else:
-        meeting.put(f"plan/{place.rank}", problem)
-    return meeting.get("plan/verdict", 0).decode()
+        scope.put(f"plan/{rank_info.rank}", problem)
+    return scope.get("plan/verdict", 0).decode()

@@ -26,7 +26,7 @@ class PlanSearch(Protocol):
 
 def measure_links(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     *,
     window_s: float,
     directions: bool,
@@ -35,7 +35,7 @@ def measure_links(
     """Measure bandwidth and latency between all ranks; see `gradlane.planning.probe.links`."""
     links: Any = importlib.import_module("gradlane.planning.probe.links")
     report: LinkReport = links.probe(
-        ctx, meeting, window_s=window_s, directions=directions, on_phase=on_phase
+        ctx, scope, window_s=window_s, directions=directions, on_phase=on_phase
     )
     return report
 

@@ -22,13 +22,13 @@ from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 _SLICE_S = 0.1
-_LEAST_LIMIT_S = 1.0
-_SETTLE_S = 2.0
+_LIMIT_MIN_S = 1.0
+_DRAIN_S = 2.0
 _PAUSE_S = 0.02
-_OTHERS_FIRST_S = 1.0
+_CAUSE_WAIT_S = 1.0
 """How long a rank that has lost the store waits for its channel to say whose loss that is."""
 
-Look = Callable[[], object]
+PollHook = Callable[[], object]
 """Called while waiting; raises when waiting has become useless."""
 
 
@@ -39,8 +39,8 @@ class StoreLostError(RendezvousError):
 class _Call:
     """One call, and its result once it is done."""
 
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.act = act
+    def __init__(self, operation: Callable[[], Any]) -> None:
+        self.operation = operation
         self.done = threading.Event()
         self.result: Any = None
         self.error: Exception | None = None
@@ -50,44 +50,44 @@ class _Worker:
     """The thread that waits for the store in place of its callers; it ends with this object."""
 
     def __init__(self) -> None:
-        self.has_hung = False
+        self.is_stuck = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_make_calls, args=(self._calls,), name="gradlane-store", daemon=True
+            target=_run_calls, args=(self._calls,), name="gradlane-store", daemon=True
         )
         self._thread.start()
 
     def __del__(self) -> None:
         self._calls.put(None)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Make the calls that are queued and no more; wait for that unless one hangs."""
         self._calls.put(None)
-        if not self.has_hung:
-            self._thread.join(_SETTLE_S)
-        self.has_hung = True
+        if not self.is_stuck:
+            self._thread.join(_DRAIN_S)
+        self.is_stuck = True
 
-    def start(self, act: Callable[[], Any]) -> _Call:
+    def submit(self, operation: Callable[[], Any]) -> _Call:
         """Queue a call."""
-        call = _Call(act)
+        call = _Call(operation)
         self._calls.put(call)
         return call
 
-    def finish(self, call: _Call, limit_s: float, look: Look | None) -> bool:
+    def wait(self, call: _Call, limit_s: float, on_poll: PollHook | None) -> bool:
         """Wait for a call; return whether it was done in time."""
-        patience = SuspendAwareDeadline(limit_s)
+        deadline = SuspendAwareDeadline(limit_s)
         while not call.done.wait(min(_SLICE_S, limit_s)):
-            if look is not None:
-                look()
-            if self.has_hung or patience.is_over(_SLICE_S):
+            if on_poll is not None:
+                on_poll()
+            if self.is_stuck or deadline.is_over(_SLICE_S):
                 return False
         return True
 
 
-def _make_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
-            call.result = call.act()
+            call.result = call.operation()
         except Exception as error:
             call.error = error
         call.done.set()
@@ -120,19 +120,19 @@ class BoundedStore:
         bounded._store = store
         return bounded
 
-    def connect(self, make: Callable[[], Store], timeout_s: float) -> Store | None:
+    def connect(self, open_store: Callable[[], Store], timeout_s: float) -> Store | None:
         """Connect to the store.
 
         Args:
-            make: returns the store, in the thread; its errors are raised here.
+            open_store: returns the store, in the thread; its errors are raised here.
             timeout_s: seconds that it may take.
 
         Returns:
             The store; None if it did not answer in time.
         """
-        call = self._worker.start(make)
-        if not self._worker.finish(call, timeout_s, None):
-            self._worker.has_hung = True
+        call = self._worker.submit(open_store)
+        if not self._worker.wait(call, timeout_s, None):
+            self._worker.is_stuck = True
             return None
         if call.error is not None:
             raise call.error
@@ -145,22 +145,22 @@ class BoundedStore:
         store: Store = self._store
         return store
 
-    def under(self, prefix: str) -> BoundedStore:
+    def with_prefix(self, prefix: str) -> BoundedStore:
         """Return the same store for keys that begin with a prefix."""
         part = object.__new__(BoundedStore)
         part.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
         return part
 
-    def set(self, key: str, value: str | bytes, *, look: Look | None = None) -> None:
+    def set(self, key: str, value: str | bytes, *, on_poll: PollHook | None = None) -> None:
         """Write a key.
 
         Raises:
             StoreLostError: the store is gone or does not answer.
         """
-        self._ask(lambda store: store.set(self._prefix + key, value), None, look)
+        self._run(lambda store: store.set(self._prefix + key, value), None, on_poll)
 
-    def first_of(
-        self, *keys: str, limit_s: float | None = None, look: Look | None = None
+    def read_first(
+        self, *keys: str, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> tuple[str, bytes] | None:
         """Return the first of some keys that is there, with its value, without waiting for any.
 
@@ -169,7 +169,7 @@ class BoundedStore:
                 ones are still absent after it was found, so a rank that writes an earlier one
                 first is read in that order.
             limit_s: seconds that the store may take to answer, where that is less than usual.
-            look: called while waiting.
+            on_poll: called while waiting.
 
         Raises:
             StoreLostError: the store is gone or does not answer.
@@ -185,38 +185,38 @@ class BoundedStore:
                     return keys[first], bytes(store.get(paths[first]))
             return None
 
-        found: tuple[str, bytes] | None = self._ask(read, limit_s, look)
+        found: tuple[str, bytes] | None = self._run(read, limit_s, on_poll)
         return found
 
     def read(
-        self, key: str, *, limit_s: float | None = None, look: Look | None = None
+        self, key: str, *, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> bytes | None:
-        """Return the value of a key; None if it is not there. As `first_of`."""
-        found = self.first_of(key, limit_s=limit_s, look=look)
+        """Return the value of a key; None if it is not there. As `read_first`."""
+        found = self.read_first(key, limit_s=limit_s, on_poll=on_poll)
         return None if found is None else found[1]
 
-    def claim(self, key: str, value: str, *, limit_s: float | None = None) -> str:
+    def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
         """Write a key unless it is there; return its value.
 
         Raises:
             StoreLostError: the store is gone or does not answer.
         """
-        there: bytes = self._ask(
+        stored: bytes = self._run(
             lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
         )
-        return there.decode()
+        return stored.decode()
 
-    def count(self, key: str, *, look: Look | None = None) -> int:
+    def increment(self, key: str, *, on_poll: PollHook | None = None) -> int:
         """Add one to a number that begins at 0; return it.
 
         Args:
             key: of the number.
-            look: called while waiting.
+            on_poll: called while waiting.
 
         Raises:
             StoreLostError: the store is gone or does not answer.
         """
-        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, look)
+        number: int = self._run(lambda store: store.add(self._prefix + key, 1), None, on_poll)
         return number
 
     def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
@@ -225,35 +225,37 @@ class BoundedStore:
         Raises:
             StoreLostError: the store is gone or does not answer.
         """
-        patience = SuspendAwareDeadline(limit_s)
-        while keys := [key for key in keys if self.read(key, limit_s=patience.left_s) is None]:
-            if patience.is_over(_PAUSE_S):
+        deadline = SuspendAwareDeadline(limit_s)
+        while keys := [key for key in keys if self.read(key, limit_s=deadline.remaining_s) is None]:
+            if deadline.is_over(_PAUSE_S):
                 return
             time.sleep(_PAUSE_S)
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Remove a key sometime, where the store can; nobody waits for that."""
-        if not self._worker.has_hung:
+        if not self._worker.is_stuck:
             store, whole = self._store, self._prefix + key
-            self._worker.start(lambda: store.delete_key(whole))
+            self._worker.submit(lambda: store.delete_key(whole))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until the calls that nobody waits for are done, for a short time at most."""
-        self._worker.finish(self._worker.start(lambda: None), _SETTLE_S, None)
+        self._worker.wait(self._worker.submit(lambda: None), _DRAIN_S, None)
 
     def close(self) -> None:
         """Let the store go; later calls fail."""
-        self._worker.end()
+        self._worker.stop()
 
-    def _ask(self, act: Callable[[Any], Any], limit_s: float | None, look: Look | None) -> Any:
+    def _run(
+        self, operation: Callable[[Any], Any], limit_s: float | None, on_poll: PollHook | None
+    ) -> Any:
         limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)
-        limit_s = max(limit_s, _LEAST_LIMIT_S)
+        limit_s = max(limit_s, _LIMIT_MIN_S)
         store, worker = self._store, self._worker
-        call = None if worker.has_hung else worker.start(lambda: act(store))
-        if call is None or not worker.finish(call, limit_s, look):
-            worker.has_hung = True
-            if look is not None:
-                _wait_for_cause(look, 0.0 if call is None else _OTHERS_FIRST_S)
+        call = None if worker.is_stuck else worker.submit(lambda: operation(store))
+        if call is None or not worker.wait(call, limit_s, on_poll):
+            worker.is_stuck = True
+            if on_poll is not None:
+                _wait_for_cause(on_poll, 0.0 if call is None else _CAUSE_WAIT_S)
             raise StoreLostError(
                 f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
@@ -263,8 +265,8 @@ class BoundedStore:
             return call.result
         if not isinstance(call.error, RuntimeError):
             raise call.error
-        if look is not None:
-            _wait_for_cause(look, _OTHERS_FIRST_S)
+        if on_poll is not None:
+            _wait_for_cause(on_poll, _CAUSE_WAIT_S)
         reason = str(call.error).splitlines() or [type(call.error).__name__]
         raise StoreLostError(
             f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
@@ -272,10 +274,10 @@ class BoundedStore:
         ) from call.error
 
 
-def _wait_for_cause(look: Look, limit_s: float) -> None:
+def _wait_for_cause(on_poll: PollHook, limit_s: float) -> None:
     """Let a channel raise first, which knows which rank or link was lost."""
     deadline_s = time.monotonic() + limit_s
-    look()
+    on_poll()
     while time.monotonic() < deadline_s:
         time.sleep(_SLICE_S / 2)
-        look()
+        on_poll()

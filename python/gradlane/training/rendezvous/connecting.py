@@ -18,7 +18,7 @@ _SAME_LOSS_S = 1.0
 _RANK = re.compile(r"\brank (\d+)")
 
 
-def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | None]:
+def to_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | None]:
     """Return the message of a channel's error, and the rank at fault, in ranks of the world.
 
     Args:
@@ -33,7 +33,7 @@ def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | N
 
 def connect_channel(
     core: CoreModule,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     listener: Listener,
     host: str,
     settings: Mapping[str, Any],
@@ -45,7 +45,7 @@ def connect_channel(
 
     Args:
         core: the compiled core.
-        meeting: where the ranks agree.
+        scope: where the ranks agree.
         listener: bound; closed where connecting fails.
         host: address that other ranks reach it at.
         settings: the core's options.
@@ -57,22 +57,22 @@ def connect_channel(
         RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
     """
     try:
-        peers = meeting.exchange_addresses(host, listener.port, ranks)
-        with meeting.listening():
+        peers = scope.exchange_addresses(host, listener.port, ranks)
+        with scope.watching_for_abort():
             return core.Channel(listener, json.dumps(settings), plan, peers, secret)
     except core.ChannelError as error:
-        message, missing = in_world_ranks(error, ranks)
-        text = f"rank {meeting.place.rank} could not connect: {message}"
+        message, missing = to_world_ranks(error, ranks)
+        text = f"rank {scope.rank_info.rank} could not connect: {message}"
         if missing is None or not isinstance(error, core.ChannelTimeout):
-            raise meeting.give_up(text) from error
-        raise meeting.give_up_on(missing, text) from error
+            raise scope.abort(text) from error
+        raise scope.abort_unreachable(missing, text) from error
     except BaseException:
         listener.close()
         raise
 
 
 def wait_until_all_are_connected(
-    core: CoreModule, channel: Channel, meeting: RendezvousScope
+    core: CoreModule, channel: Channel, scope: RendezvousScope
 ) -> None:
     """Wait until every rank of a meeting has opened its channel.
 
@@ -82,20 +82,20 @@ def wait_until_all_are_connected(
     Args:
         core: the compiled core.
         channel: this rank's, which is given up where another rank cannot open its own.
-        meeting: where the ranks agree.
+        scope: where the ranks agree.
 
     Raises:
         RendezvousError: a rank could not; the same text on all.
     """
 
-    def look() -> None:
+    def on_poll() -> None:
         try:
             channel.is_ready(0, 0)
         except core.ChannelError as error:
-            raise meeting.give_up(f"{error.args[0]} (while the ranks connected)") from error
+            raise scope.abort(f"{error.args[0]} (while the ranks connected)") from error
 
     try:
-        meeting.wait_until_opened(look)
+        scope.wait_until_opened(on_poll)
     except RendezvousError as error:
         if isinstance(error, StoreLostError):
             # All ranks lose it at about the same time: none may hear of it as this one's loss.

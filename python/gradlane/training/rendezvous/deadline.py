@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_TURN_MAX_S = 1.0
+_OVERSLEEP_MAX_S = 1.0
 
 
 class SuspendAwareDeadline:
@@ -25,26 +25,26 @@ class SuspendAwareDeadline:
         """
         self.limit_s = limit_s
         self._clock = clock
-        self._looked_s = clock()
+        self._polled_s = clock()
         self._waited_s = 0.0
 
     def renew(self) -> None:
         """Begin anew: something has moved."""
-        self._looked_s = self._clock()
+        self._polled_s = self._clock()
         self._waited_s = 0.0
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the limit, as of the last look; not negative."""
         return max(0.0, self.limit_s - self._waited_s)
 
-    def is_over(self, asked_s: float = 0.0) -> bool:
+    def is_over(self, slept_s: float = 0.0) -> bool:
         """Whether the limit is passed; to be called after each pause.
 
         Args:
-            asked_s: how long the pause should have been, in seconds.
+            slept_s: how long the pause should have been, in seconds.
         """
         now_s = self._clock()
-        self._waited_s += min(now_s - self._looked_s, asked_s + _TURN_MAX_S)
-        self._looked_s = now_s
+        self._waited_s += min(now_s - self._polled_s, slept_s + _OVERSLEEP_MAX_S)
+        self._polled_s = now_s
         return self._waited_s > self.limit_s

@@ -22,7 +22,7 @@ _RANK_VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-_LOCAL_SIZE_VARIABLES = (
+_LOCAL_AND_WORLD_SIZE = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
     ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -35,7 +35,7 @@ _LOCAL_RANK_VARIABLES = (
     "MV2_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
-_LOCAL_SIZES = (
+_LOCAL_SIZE_NAMES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -50,7 +50,7 @@ _JOB_VARIABLES = (
     "PMIX_NAMESPACE",
 )
 _DEFAULT_PORT = 29500
-_OWN_VARIABLES = (
+_GRADLANE_VARIABLES = (
     "GRADLANE_INTERFACE",
     "GRADLANE_LAB_USER_NAMESPACE",
     "GRADLANE_PACING",
@@ -63,11 +63,11 @@ _OWN_VARIABLES = (
 """All that gradlane reads beside the launchers'."""
 
 
-def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str) -> bool:
+def is_enabled(argument: bool | None, environment: Mapping[str, str], variable: str) -> bool:
     """Whether something that is there by default is wanted.
 
     Args:
-        given: what the program says; None: nothing.
+        argument: what the program says; None: nothing.
         environment: asked then.
         variable: of the environment; 0, no, off, false or an empty text mean no, 1, yes, on or true
             yes.
@@ -75,8 +75,8 @@ def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str)
     Raises:
         ValueError: the variable is something else.
     """
-    if given is not None:
-        return given
+    if argument is not None:
+        return argument
     text = environment.get(variable, "1").lower()
     if text in ("", "0", "no", "off", "false"):
         return False
@@ -85,13 +85,13 @@ def is_wanted(given: bool | None, environment: Mapping[str, str], variable: str)
     raise ValueError(f"{variable} is {environment[variable]!r}; it must be 1 or 0")
 
 
-def warn_of_unknown(environment: Mapping[str, str]) -> None:
+def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
     """Warn of variables that look like gradlane's and are none, such as misspelt ones."""
     for name in sorted(environment):
-        if name.startswith("GRADLANE_") and name not in _OWN_VARIABLES:
-            own = {known.removeprefix("GRADLANE_"): known for known in _OWN_VARIABLES}
+        if name.startswith("GRADLANE_") and name not in _GRADLANE_VARIABLES:
+            own = {known.removeprefix("GRADLANE_"): known for known in _GRADLANE_VARIABLES}
             close = difflib.get_close_matches(name.removeprefix("GRADLANE_"), own, n=1, cutoff=0.7)
-            known = f"known are {', '.join(_OWN_VARIABLES)}"
+            known = f"known are {', '.join(_GRADLANE_VARIABLES)}"
             meant = f"did you mean {own[close[0]]}?" if close else known
             warnings.warn(
                 f"the environment variable {name} changes nothing, gradlane reads none of that "
@@ -160,7 +160,7 @@ def find_rank_info(
             "program with torchrun, srun or mpirun"
         )
     if rank is None or world_size is None:
-        rank, world_size = _launched_as(environment)
+        rank, world_size = _rank_from_launcher(environment)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size} ranks (0 is the first)")
     if job is None:
@@ -179,7 +179,7 @@ def find_local_rank(environment: Mapping[str, str]) -> int:
 
 def find_local_size(environment: Mapping[str, str]) -> int:
     """Return how many ranks are on this rank's node; 1 where the launcher does not say."""
-    for name in _LOCAL_SIZES:
+    for name in _LOCAL_SIZE_NAMES:
         if environment.get(name, "").isdigit():
             return max(1, int(environment[name]))
     return 1
@@ -223,7 +223,7 @@ def first_slurm_node(node_list: str) -> str:
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
 
 
-def _launched_as(environment: Mapping[str, str]) -> tuple[int, int]:
+def _rank_from_launcher(environment: Mapping[str, str]) -> tuple[int, int]:
     for rank_name, world_name in _RANK_VARIABLES:
         if environment.get(rank_name) and environment.get(world_name):
             if rank_name == "SLURM_PROCID":
@@ -262,7 +262,7 @@ def _job_name(environment: Mapping[str, str]) -> str:
 def _is_on_one_node(environment: Mapping[str, str]) -> bool:
     return any(
         environment.get(local) and environment.get(local) == environment.get(world)
-        for local, world in _LOCAL_SIZE_VARIABLES
+        for local, world in _LOCAL_AND_WORLD_SIZE
     )
 
 

@@ -25,17 +25,17 @@ _SAMPLE_BYTES = 16_384
 """Bytes of each tensor in a sample; the next sample takes those after them."""
 
 
-class AgreementCheck:
+class ParameterCheck:
     """Compares parameters across ranks."""
 
     def __init__(
-        self, meeting: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
+        self, scope: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
     ) -> None:
         """Compare these tensors after every so many steps; 0: never; None: a sample of them."""
-        self._meeting = meeting
+        self._scope = scope
         self._trained = trained
         self._every = every or 0
-        self._samples = every is None and meeting.place.world_size > 1
+        self._samples = every is None and scope.rank_info.world_size > 1
 
     def is_due(self, step: int) -> bool:
         """Whether the ranks compare after this step; they come together then."""
@@ -51,20 +51,20 @@ class AgreementCheck:
         checksums = json.dumps(self._sampled_checksums(step)).encode()
         return zlib.crc32(checksums) % ((1 << 24) - 1) + 1
 
-    def name_difference(self, step: int) -> str:
+    def describe_difference(self, step: int) -> str:
         """Return which parameter differs in the sample after a step, if the store can tell.
 
         Every rank calls it once the digests differ; parameters are still those of that step.
         """
-        place = self._meeting.place
+        rank_info = self._scope.rank_info
         own = self._sampled_checksums(step)
         with contextlib.suppress(GradlaneError):
-            self._meeting.put(f"samples/{step}/{place.rank}", json.dumps(own))
-            for other in range(place.world_size):
-                theirs = json.loads(self._meeting.get(f"samples/{step}/{other}", other))
-                for entry, mine, its in zip(self._trained, own, theirs, strict=True):
-                    if mine != its:
-                        return f" ({entry.name!r} on ranks {place.rank} and {other})"
+            self._scope.put(f"samples/{step}/{rank_info.rank}", json.dumps(own))
+            for other in range(rank_info.world_size):
+                theirs = json.loads(self._scope.get(f"samples/{step}/{other}", other))
+                for entry, mine, theirs_value in zip(self._trained, own, theirs, strict=True):
+                    if mine != theirs_value:
+                        return f" ({entry.name!r} on ranks {rank_info.rank} and {other})"
         return ""
 
     def _sampled_checksums(self, step: int) -> list[int]:
@@ -80,13 +80,13 @@ class AgreementCheck:
         Raises:
             SessionFailedError: a parameter differs between two ranks; the message names it.
         """
-        rank, world_size = self._meeting.place.rank, self._meeting.place.world_size
+        rank, world_size = self._scope.rank_info.rank, self._scope.rank_info.world_size
         own = self._checksums()
-        self._meeting.put(f"checksums/{step}/{rank}", json.dumps(own))
+        self._scope.put(f"checksums/{step}/{rank}", json.dumps(own))
         for other in range(world_size):
-            theirs = json.loads(self._meeting.get(f"checksums/{step}/{other}", other))
-            for entry, mine, its in zip(self._trained, own, theirs, strict=True):
-                if mine != its:
+            theirs = json.loads(self._scope.get(f"checksums/{step}/{other}", other))
+            for entry, mine, theirs_value in zip(self._trained, own, theirs, strict=True):
+                if mine != theirs_value:
                     raise SessionFailedError(
                         f"parameter {entry.name!r} differs between rank {rank} and rank {other} "
                         f"after step {step}: the optimizer or the hardware of the two does not "
@@ -94,7 +94,7 @@ class AgreementCheck:
                         step,
                     )
         # Everybody has read the keys before these: nobody comes here before all were there.
-        self._meeting.drop(f"checksums/{step - self._every}/{rank}")
+        self._scope.delete(f"checksums/{step - self._every}/{rank}")
 
     def _checksums(self) -> list[int]:
         with torch.no_grad():

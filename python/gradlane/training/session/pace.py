@@ -104,6 +104,6 @@ class SessionPace:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        if not self._ctx.options.leaves_out or self._ctx.place.world_size == 1:
+        if not self._ctx.options.leaves_out or self._ctx.rank_info.world_size == 1:
             return iter(batches)
         return at_pace(batches, lambda: self._prepared, on_pass)

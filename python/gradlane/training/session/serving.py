@@ -10,7 +10,7 @@ from dataclasses import replace
 from gradlane.errors import UsageError
 from gradlane.training.connection import SessionContext, listen
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.serving import Served, Server, ServerRegistry
+from gradlane.training.rendezvous.serving import ServedStats, Server, ServerRegistry
 
 _TOLD_EVERY_S = 0.5
 
@@ -32,7 +32,9 @@ class SessionServing:
         """Whether this rank only serves: it trains nothing, and calls `serve` in place of that."""
         return self._server is not None
 
-    def serve(self, on_tick: Callable[[list[Served]], None] | None = None) -> list[Served]:
+    def serve(
+        self, on_tick: Callable[[list[ServedStats]], None] | None = None
+    ) -> list[ServedStats]:
         """Serve the ranks that train until they have closed their sessions, and close this one.
 
         Takes no model: what there is to serve, and all settings that must be the same everywhere,
@@ -54,7 +56,7 @@ class SessionServing:
         """
         if self._server is None:
             raise UsageError(
-                f"rank {self._ctx.place.rank} trains: serve() is for ranks that only serve, "
+                f"rank {self._ctx.rank_info.rank} trains: serve() is for ranks that only serve, "
                 "those from gradlane.init(workers=...) on"
             )
         server = self._server
@@ -71,41 +73,42 @@ class SessionServing:
         self.close()
         return served
 
-    def _say(self, connected: Served) -> None:
+    def _say(self, connected: ServedStats) -> None:
         """Print what is served from now on."""
         if not self._ctx.options.summary:
             return
-        place = self._ctx.place
+        place = self._ctx.rank_info
         print(
             f"gradlane: rank {place.rank} serves {connected.owned_bytes / 1e6:.1f} of "
             f"{connected.total_bytes / 1e6:.1f} MB in {connected.tensors} tensors",
             file=sys.stderr,
         )
 
-    def _make_server(self, office: ServerRegistry) -> Server:
+    def _make_server(self, registry: ServerRegistry) -> Server:
         ctx = self._ctx
         return Server(
             ctx.core,
-            office,
+            registry,
             self._store,
             ctx.secret,
-            lambda place: listen(replace(ctx, place=place)),
+            lambda rank_info: listen(replace(ctx, rank_info=rank_info)),
             work_threads=ctx.options.work_threads,
             io_threads=ctx.options.io_threads,
-            patience_s=ctx.options.progress_timeout_s,
+            idle_timeout_s=ctx.options.progress_timeout_s,
         )
 
     def _check_trains(self) -> None:
         """Refuse what only ranks that train can do."""
         if self._server is not None:
             raise UsageError(
-                f"rank {self._ctx.place.rank} only serves: of {self._ctx.place.ranks} ranks "
-                f"the first {self._ctx.place.world_size} train; call session.serve()"
+                f"rank {self._ctx.rank_info.rank} only serves: of {self._ctx.rank_info.ranks} "
+                "ranks "
+                f"the first {self._ctx.rank_info.world_size} train; call session.serve()"
             )
 
     def _stop_serving(self, reason: str = "") -> None:
         """Tell the ranks that serve that there is no more to do; on one, give up what is open."""
-        if self._ctx.invitations is not None:
-            self._ctx.invitations.end(reason)
+        if self._ctx.announcements is not None:
+            self._ctx.announcements.end(reason)
         if self._server is not None:
-            self._server.abort(reason or f"rank {self._ctx.place.rank} closed its session")
+            self._server.abort(reason or f"rank {self._ctx.rank_info.rank} closed its session")

@@ -70,7 +70,9 @@ class Session(
     ) -> None:
         """Open a session; use `gradlane.init` instead."""
         host, port = store_address(store.store, os.environ)
-        office = ServerRegistry(store, place, options.connect_timeout_s) if place.serving else None
+        registry = (
+            ServerRegistry(store, place, options.connect_timeout_s) if place.serving else None
+        )
         self._recorder = None if place.serves else make_recorder(options, place)
         self._observer = make_observer(options, place)
         self._checkpoints = make_checkpoints(
@@ -92,12 +94,14 @@ class Session(
             self._observer,
             self._checkpoints,
             self._recorder,
-            invitations=JobAnnouncements(office)
-            if office is not None and place.rank == 0
+            announcements=JobAnnouncements(registry)
+            if registry is not None and place.rank == 0
             else None,
         )
         self._store = store
-        self._server = self._make_server(office) if office is not None and place.serves else None
+        self._server = (
+            self._make_server(registry) if registry is not None and place.serves else None
+        )
         self._prepared: list[PreparedModel] = []
         self._meetings: list[RendezvousScope] = []
         self._start_arrays()
@@ -108,12 +112,12 @@ class Session(
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._ctx.place.rank
+        return self._ctx.rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that train: all, unless `workers` said otherwise."""
-        return self._ctx.place.world_size
+        return self._ctx.rank_info.world_size
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,8 +220,8 @@ class Session(
         self._stop_serving()
         parts = self._parts()
         if parts and all(part.has_parted for part in parts):
-            for meeting in (one for one in self._meetings if not one.has_left):
-                meeting.leave()
+            for meeting in (one for one in self._meetings if not one.has_deleted_keys):
+                meeting.delete_keys()
         self._store.close()
         self._write_reports()
         if errors:
@@ -241,7 +245,7 @@ class Session(
         last = self._meetings[-1] if self._meetings else None
         if last is not None and not self._parts() and last.is_open:
             # The others wait for this rank there, and have no channel to hear of it through.
-            last.give_up(f"rank {self.rank} gave up: {reason}")
+            last.abort(f"rank {self.rank} gave up: {reason}")
         self._standstill.close()
         self._stop_serving(reason)
         self._write_reports()
@@ -285,15 +289,15 @@ class Session(
 
     def _meet(self) -> RendezvousScope:
         """Open the next place for ranks to meet; all ranks open the same ones in the same order."""
-        place, timeout_s = self._ctx.place, self._ctx.options.connect_timeout_s
+        place, timeout_s = self._ctx.rank_info, self._ctx.options.connect_timeout_s
         key = (place.job, place.restart, place.rank)
         start = incarnation_of(self._store, place, timeout_s)
         if not self._meetings:
-            self._standstill.belong_to(start.name)
+            self._standstill.use_incarnation(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
         meeting = RendezvousScope(self._store, place, number, timeout_s, start, self._look)
-        self._meetings = [one for one in self._meetings if not one.has_left] + [meeting]
+        self._meetings = [one for one in self._meetings if not one.has_deleted_keys] + [meeting]
         return meeting
 
     def _look(self) -> None:

@@ -10,12 +10,16 @@ from torch._C._distributed_c10d import Store
 
 from gradlane.training.core import CoreModule, load_core
 from gradlane.training.monitoring.prometheus import wanted_address
-from gradlane.training.monitoring.recorder import wanted_path
+from gradlane.training.monitoring.recorder import resolve_trace_path
 from gradlane.training.node.rules import check_sums, with_local
 from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs, codec_rules
 from gradlane.training.options.options import FACTOR_SCHEMES, Options, strategy_of
-from gradlane.training.rendezvous.environment import find_rank_info, is_wanted, warn_of_unknown
-from gradlane.training.rendezvous.rendezvous import answer_limit_s, bounded_store, open_store
+from gradlane.training.rendezvous.environment import (
+    find_rank_info,
+    is_enabled,
+    warn_of_unknown_variables,
+)
+from gradlane.training.rendezvous.rendezvous import open_store, store_timeout_s, wrap_store
 from gradlane.training.session.session import Session
 
 
@@ -173,14 +177,14 @@ def init(
             "strategy": strategy_of(strategy, scheme),
             "codec": codec_rules(codec),
             "factors": scheme if scheme in FACTOR_SCHEMES else "",
-            "trace_path": wanted_path(trace_path),
+            "trace_path": resolve_trace_path(trace_path),
             "prometheus": wanted_address(prometheus_port, os.environ),
             "checkpoint": None if checkpoint is None else Path(checkpoint),
-            "summary": is_wanted(summary, os.environ, "GRADLANE_SUMMARY"),
-            "pacing": is_wanted(pacing, os.environ, "GRADLANE_PACING"),
+            "summary": is_enabled(summary, os.environ, "GRADLANE_SUMMARY"),
+            "pacing": is_enabled(pacing, os.environ, "GRADLANE_PACING"),
         }
     )
-    warn_of_unknown(os.environ)
+    warn_of_unknown_variables(os.environ)
     check_sums(options)
     options = with_local(options)
     core = core if core is not None else load_core()
@@ -190,9 +194,9 @@ def init(
     options.check_world(place.world_size)
     place = place.with_workers(options.workers)
     bounded = (
-        open_store(place, os.environ, connect_timeout_s, answer_limit_s(options))
+        open_store(place, os.environ, connect_timeout_s, store_timeout_s(options))
         if store is None
-        else bounded_store(store, place, os.environ, answer_limit_s(options))
+        else wrap_store(store, place, os.environ, store_timeout_s(options))
     )
     return Session(core, options, place, bounded, secret or os.environ.get("GRADLANE_SECRET"))
 
@@ -234,9 +238,9 @@ def init_serving(
         work_threads=work_threads,
         io_threads=io_threads,
         connect_timeout_s=connect_timeout_s,
-        summary=is_wanted(None, os.environ, "GRADLANE_SUMMARY"),
+        summary=is_enabled(None, os.environ, "GRADLANE_SUMMARY"),
     )
-    warn_of_unknown(os.environ)
+    warn_of_unknown_variables(os.environ)
     core = load_core()
     place = find_rank_info(os.environ, rank=rank, world_size=world_size, job=job)
     if place.rank == 0:
@@ -246,5 +250,5 @@ def init_serving(
         )
     # Who trains is for rank 0 to say.
     place = place.with_workers(0)
-    store = open_store(place, os.environ, connect_timeout_s, answer_limit_s(options))
+    store = open_store(place, os.environ, connect_timeout_s, store_timeout_s(options))
     return Session(core, options, place, store, os.environ.get("GRADLANE_SECRET"))

@@ -18,7 +18,7 @@ from gradlane.training.monitoring.metrics import StepTimes
 RECENT_STEPS = 128
 
 
-class Pace:
+class StepTimer:
     """The steps of one model, also across channels."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -31,7 +31,7 @@ class Pace:
         self._waited_ns: Callable[[], int] = lambda: 0
         # Reentrant: a signal handler may read in the middle of a note.
         self._lock = threading.RLock()
-        self._began_ns: int | None = None
+        self._step_begin_ns: int | None = None
         self._waited_before_ns = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_STEPS)
         self._count = 0
@@ -39,27 +39,27 @@ class Pace:
         self._max_ns = 0
         self._wait_sum_ns = 0
 
-    def follow(self, waited_ns: Callable[[], int]) -> None:
+    def use_channel(self, waited_ns: Callable[[], int]) -> None:
         """Count the waits of another channel from now on; the step that runs is not counted.
 
         Args:
             waited_ns: returns how long the program has waited on it so far, in nanoseconds.
         """
         self._waited_ns = waited_ns
-        self._began_ns = None
+        self._step_begin_ns = None
 
     def step_begins(self) -> None:
         """Note that a step is done with and the next one begins."""
         now_ns, waited_ns = self._clock_ns(), self._waited_ns()
-        if self._began_ns is not None:
-            took_ns, wait_ns = now_ns - self._began_ns, waited_ns - self._waited_before_ns
+        if self._step_begin_ns is not None:
+            took_ns, wait_ns = now_ns - self._step_begin_ns, waited_ns - self._waited_before_ns
             with self._lock:
                 self._recent.append((took_ns, wait_ns))
                 self._count += 1
                 self._sum_ns += took_ns
                 self._max_ns = max(self._max_ns, took_ns)
                 self._wait_sum_ns += wait_ns
-        self._began_ns, self._waited_before_ns = now_ns, waited_ns
+        self._step_begin_ns, self._waited_before_ns = now_ns, waited_ns
 
     def times(self) -> StepTimes:
         """Return how long steps took; zeros before the second one. May be called in any thread."""

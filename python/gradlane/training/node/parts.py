@@ -12,7 +12,7 @@ from typing import Any
 
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "u8": 1}
 _ALIGNMENT_BYTES = 64
-_SHARED_FROM_ELEMS = 4096
+_SPLIT_FROM_ELEMS = 4096
 """Smaller tensors go whole: a share would be less than a frame's headers are worth."""
 
 
@@ -26,7 +26,7 @@ class Part:
         dtype: in the core's terms.
         first_byte: where it begins in the tensor.
         nbytes: its length.
-        carrier: local rank that carries it.
+        leader: local rank that carries it.
         offset: where it is in every rank's shared memory.
         only_first: whether it takes part in step 0 alone.
     """
@@ -36,59 +36,57 @@ class Part:
     dtype: str
     first_byte: int
     nbytes: int
-    carrier: int
+    leader: int
     offset: int
     only_first: bool
 
 
-def cut(rows: Sequence[Mapping[str, Any]], carriers: int) -> list[Part]:
+def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part]:
     """Cut the tensors of a plan.
 
     Args:
         rows: the plan's tensors, with `numel`, `dtype` and `role`.
-        carriers: ranks of a node that carry; with one it carries every tensor whole.
+        leaders: ranks of a node that carry; with one it carries every tensor whole.
     """
     parts: list[Part] = []
-    loads = [0] * carriers
+    loads = [0] * leaders
     offset = 0
     for tensor, row in enumerate(rows):
         numel, dtype = int(row["numel"]), str(row["dtype"])
         size = ELEMENT_BYTES[dtype]
-        if carriers == 1 or numel < _SHARED_FROM_ELEMS:
+        if leaders == 1 or numel < _SPLIT_FROM_ELEMS:
             # The one with the least so far; the first of several.
-            pieces = [(min(range(carriers), key=loads.__getitem__), 0, numel)]
+            pieces = [(min(range(leaders), key=loads.__getitem__), 0, numel)]
         else:
-            bounds = [numel * index // carriers for index in range(carriers + 1)]
-            pieces = [(index, bounds[index], bounds[index + 1]) for index in range(carriers)]
-        for carrier, first, end in pieces:
+            bounds = [numel * index // leaders for index in range(leaders + 1)]
+            pieces = [(index, bounds[index], bounds[index + 1]) for index in range(leaders)]
+        for leader, first, end in pieces:
             nbytes = (end - first) * size
-            loads[carrier] += nbytes
+            loads[leader] += nbytes
             only_first = row["role"] != "parameter"
-            part = Part(
-                len(parts), tensor, dtype, first * size, nbytes, carrier, offset, only_first
-            )
+            part = Part(len(parts), tensor, dtype, first * size, nbytes, leader, offset, only_first)
             parts.append(part)
             offset += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return parts
 
 
-def memory_bytes(parts: Sequence[Part]) -> int:
+def shared_memory_bytes(parts: Sequence[Part]) -> int:
     """Return the bytes of shared memory that every rank of a node has."""
     return max((part.offset + part.nbytes for part in parts), default=0)
 
 
-def rows_of(
-    rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], carrier: int
+def rows_of_leader(
+    rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], leader: int
 ) -> list[dict[str, Any]]:
     """Return the plan's rows of what a rank carries, in the order of its parts."""
-    made = []
+    leader_rows = []
     for part in parts:
-        if part.carrier != carrier:
+        if part.leader != leader:
             continue
         row = dict(rows[part.tensor])
         numel = part.nbytes // ELEMENT_BYTES[part.dtype]
         if numel != row["numel"]:
             row["name"] = f"{row['name']} from byte {part.first_byte}"
             row["numel"] = numel
-        made.append(row)
-    return made
+        leader_rows.append(row)
+    return leader_rows

@@ -9,68 +9,68 @@ import torch
 from torch import nn
 
 import gradlane
-from gradlane.training.rendezvous.deadlock import _circle
+from gradlane.training.rendezvous.deadlock import find_cycle
 from tests.training.model.ranks import run_ranks
 
 Word = dict[str, Any]
 
 
-def word(
+def report(
     waits: str, needed: list[int] | None, number: int = 1, **held: tuple[int, list[int]]
 ) -> Word:
     models = {name: list(one) for name, one in held.items()}
     return {"number": number, "count": 0, "waits": [waits, 1, needed], "models": models}
 
 
-def readings(*words: Word) -> list[dict[int, Word]]:
+def samples(*reports: Word) -> list[dict[int, Word]]:
     return [
-        {rank: {**one, "count": turn + 1} for rank, one in enumerate(words)} for turn in range(3)
+        {rank: {**one, "count": turn + 1} for rank, one in enumerate(reports)} for turn in range(3)
     ]
 
 
-FIRST = word("a", None, a=(1, []), b=(1, [2]))
-SECOND = word("b", None, a=(1, [0, 1]), b=(1, []))
+FIRST = report("a", None, a=(1, []), b=(1, [2]))
+SECOND = report("b", None, a=(1, [0, 1]), b=(1, []))
 
 
 def test_a_circle_is_found_by_each_of_its_ranks() -> None:
     for own in range(2):
-        circle = _circle(readings(FIRST, SECOND), own)
-        assert circle is not None
-        assert set(circle) == {0, 1}
+        cycle = find_cycle(samples(FIRST, SECOND), own)
+        assert cycle is not None
+        assert set(cycle) == {0, 1}
 
 
 def test_a_circle_over_three_ranks_leaves_the_fourth_out() -> None:
-    words = [
-        word("a", None, a=(1, []), b=(1, [0]), c=(1, [])),
-        word("b", None, a=(1, []), b=(1, []), c=(1, [0])),
-        word("c", None, a=(1, [0]), b=(1, []), c=(1, [])),
-        word("a", None, a=(1, []), b=(1, []), c=(1, [])),
+    reports = [
+        report("a", None, a=(1, []), b=(1, [0]), c=(1, [])),
+        report("b", None, a=(1, []), b=(1, []), c=(1, [0])),
+        report("c", None, a=(1, [0]), b=(1, []), c=(1, [])),
+        report("a", None, a=(1, []), b=(1, []), c=(1, [])),
     ]
-    assert set(_circle(readings(*words), 1) or {}) == {0, 1, 2}
-    assert _circle(readings(*words), 3) is None
+    assert set(find_cycle(samples(*reports), 1) or {}) == {0, 1, 2}
+    assert find_cycle(samples(*reports), 3) is None
 
 
 def test_who_has_handed_over_what_is_needed_is_in_nobodys_way() -> None:
     """The network may be slow: this must never be taken for a circle."""
-    assert _circle(readings(word("a", [5], a=(1, []), b=(1, [2])), SECOND), 0) is None
+    assert find_cycle(samples(report("a", [5], a=(1, []), b=(1, [2])), SECOND), 0) is None
 
 
 def test_a_rank_that_has_not_begun_the_step_is_waited_for() -> None:
-    late = word("b", None, a=(0, []), b=(1, []))
-    assert _circle(readings(FIRST, late), 0) is not None
+    late = report("b", None, a=(0, []), b=(1, []))
+    assert find_cycle(samples(FIRST, late), 0) is not None
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_waits_of_different_moments_make_no_circle(turn: int) -> None:
-    moved = readings(FIRST, SECOND)
+    moved = samples(FIRST, SECOND)
     moved[turn][1] = {**moved[turn][1], "number": 2}
-    assert _circle(moved, 0) is None
+    assert find_cycle(moved, 0) is None
 
 
 def test_a_word_that_is_not_repeated_makes_no_circle() -> None:
-    old = readings(FIRST, SECOND)
+    old = samples(FIRST, SECOND)
     old[2][1] = old[1][1]
-    assert _circle(old, 0) is None
+    assert find_cycle(old, 0) is None
 
 
 def test_both_ranks_hear_of_it() -> None:

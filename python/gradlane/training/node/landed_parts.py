@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradlane.training.node.shares import Part
+from gradlane.training.node.parts import Part
 
 
 class LandedParts:
@@ -27,61 +27,61 @@ class LandedParts:
             changed: notified when a tensor is ready.
         """
         self._changed = changed
-        self._only_first = [row["role"] != "parameter" for row in rows]
-        self._whole = [0] * len(rows)
+        self._first_step_only = [row["role"] != "parameter" for row in rows]
+        self._part_counts = [0] * len(rows)
         for part in parts:
-            self._whole[part.tensor] += 1
+            self._part_counts[part.tensor] += 1
         self._landed = [0] * len(rows)
-        self._ready = [-1] * len(rows)
-        self._news: deque[tuple[int, int, bool]] = deque()
-        self.newest = 0
+        self._ready_step = [-1] * len(rows)
+        self._unclaimed: deque[tuple[int, int, bool]] = deque()
+        self.last_ready = 0
         """The tensor that became ready last."""
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Count for another step."""
         with self._changed:
             self._landed = [0] * len(self._landed)
 
-    def note(self, part: Part, step: int, *, absent: bool) -> None:
+    def record(self, part: Part, step: int, *, absent: bool) -> None:
         """Note that a part is in its tensor."""
         tensor = part.tensor
         with self._changed:
             self._landed[tensor] += 1
-            if self._landed[tensor] == self._whole[tensor]:
-                self._ready[tensor] = step
-                self.newest = tensor
-                self._news.append((step, tensor, absent))
+            if self._landed[tensor] == self._part_counts[tensor]:
+                self._ready_step[tensor] = step
+                self.last_ready = tensor
+                self._unclaimed.append((step, tensor, absent))
                 self._changed.notify_all()
 
     def is_ready(self, tensor: int, step: int) -> bool:
         """Whether a tensor has its result of a step."""
-        return self._ready[tensor] >= step
+        return self._ready_step[tensor] >= step
 
-    def missing(self, tensors: Iterable[int], step: int) -> int | None:
+    def first_missing(self, tensors: Iterable[int], step: int) -> int | None:
         """Return the first of these that is not ready."""
-        return next((one for one in tensors if self._ready[one] < step), None)
+        return next((one for one in tensors if self._ready_step[one] < step), None)
 
-    def of_step(self, step: int) -> list[int]:
+    def tensors_in_step(self, step: int) -> list[int]:
         """Return the tensors that take part in a step: some do in the first alone."""
         return [
             tensor
-            for tensor, only_first in enumerate(self._only_first)
+            for tensor, only_first in enumerate(self._first_step_only)
             if step == 0 or not only_first
         ]
 
     @property
-    def news(self) -> int:
+    def unclaimed_count(self) -> int:
         """How many tensors became ready and were not taken."""
-        return len(self._news)
+        return len(self._unclaimed)
 
-    def take(self, step: int) -> list[tuple[int, bool]]:
+    def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) for what became ready since the last call."""
         with self._changed:
-            news, self._news = self._news, deque()
-        return [(tensor, absent) for at, tensor, absent in news if at == step]
+            unclaimed_count, self._unclaimed = self._unclaimed, deque()
+        return [(tensor, absent) for at, tensor, absent in unclaimed_count if at == step]
 
     @property
     def last_complete(self) -> int | None:
         """The last step that all tensors have their results of, None before any."""
-        last = min((self._ready[tensor] for tensor in self.of_step(1)), default=-1)
+        last = min((self._ready_step[tensor] for tensor in self.tensors_in_step(1)), default=-1)
         return last if last >= 0 else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Waits:
+class WaitStats:
     """Counts the waits of one channel."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -19,7 +19,7 @@ class Waits:
         self._rows: dict[int, dict[str, Any]] = {}
         self.waited_ns = 0
 
-    def note(self, tensor: int, step: int, waited_ns: int, *, whole_step: bool) -> None:
+    def record(self, tensor: int, step: int, waited_ns: int, *, whole_step: bool) -> None:
         """Note a wait that is over.
 
         Args:

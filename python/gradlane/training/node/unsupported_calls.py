@@ -11,7 +11,7 @@ from typing import NoReturn
 from gradlane.training.core import Blocks
 
 
-class RankCalls:
+class UnsupportedCalls:
     """The part of a channel that a node's ranks cannot have."""
 
     def step_pass(self, step: int) -> None:
