@@ -1,13 +1,13 @@
-"""A channel to all ranks of which those of a node are reached through shared memory.
+"""A channel to all ranks that reaches the ranks of its own node through shared memory.
 
-It is what the core's channel is to everything above it. A gradient goes to the ranks of this node
-that carry parts of it; when all of the node's ranks have spoken, the carrier gives the node's mean
-to the channel between nodes, and what comes back lands with every rank of the node. All ranks copy
-the same bytes, so all have the same bits. Where gradients are added up by collectives they take
-another way to the carrier and back; values of step 0 and whatever is not a gradient do not.
+It implements the core's `Channel` protocol. A gradient goes to the node leaders of its parts. Once
+all ranks of the node have contributed, the leader submits the node's mean to the channel between
+nodes, and the result lands on every rank of the node. All ranks copy the same bytes and so have the
+same bits. Gradients that collectives add up reach the leader through `CollectiveQueue` instead;
+step 0 and tensors that are not gradients never do.
 
-A rank that ends without a goodbye fails the channel at once, on its node and through the carriers
-on all others; one whose process stands still, after the silence timeout.
+A rank that ends without a goodbye fails the channel at once, on its node and, through the leaders,
+on all others. A rank whose process stands still fails it after the silence timeout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POLL_S = 1.0
 
 
 class NodeChannel(UnsupportedCalls, ChannelReports):
-    """Connections to all ranks: to those of this node, and, if this one carries, to other nodes."""
+    """Connections to the ranks of this node and, on a leader, to the other nodes."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         """Start listening to the ranks of this node.
 
         Args:
-            core: where errors come from.
+            core: defines the errors.
             link: to the ranks of this node.
             rows: the plan's tensors.
-            parts: what each rank of a node carries.
-            inter_node: the channel to the other nodes, if this rank carries.
-            source_rank: the rank whose values step 0 spreads.
-            progress_timeout_s: how long to wait for ranks that are alive but do not take part.
-            silence_timeout_s: how long the process of a rank of this node may stand still.
-            collectives: adds gradients up where they are, or None.
-            sum_backend: where they are added up, for reports.
+            parts: all parts, with their leaders.
+            inter_node: the channel to the other nodes; None unless this rank is a leader.
+            source_rank: the rank whose values step 0 broadcasts.
+            progress_timeout_s: longest wait for ranks that are alive but do not take part.
+            silence_timeout_s: longest time that a process of this node may stand still.
+            collectives: adds gradients up on their device; None: in shared memory.
+            sum_backend: for reports.
         """
         self._core = core
         self._link = link
@@ -136,11 +136,11 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._submit(tensor, step, pointer, absent=False)
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Say that there is no gradient here; a result of other ranks lands in the memory."""
+        """Report that this rank has no gradient; the other ranks' result lands in the memory."""
         self._submit(tensor, step, pointer, absent=True)
 
     def step_end(self, step: int) -> None:
-        """Say that `optimizer.step()` was called."""
+        """Record that `optimizer.step()` was called."""
         self._check()
         if self._leader is not None:
             self._leader.end_step(step)
@@ -148,7 +148,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def _submit(self, tensor: int, step: int, pointer: int, *, absent: bool) -> None:
         self._check()
         self._pointers[tensor] = pointer
-        # In step 0 only one rank's values count.
+        # In step 0 only the source's values count.
         copies = not absent and (step > 0 or self._is_source)
         for part in self._parts_of_tensor[tensor]:
             start = pointer + part.first_byte
@@ -164,29 +164,29 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
 
     @property
     def collective_tensors(self) -> int:
-        """How many tensors, the first ones, have gradients that `submit_on_device` takes."""
+        """Number of leading tensors whose gradients `submit_on_device` takes."""
         return self._collectives.tensors if self._collectives is not None else 0
 
     def submit_on_device(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
-        """Hand over a gradient where it is, or memory that a result of others lands in.
+        """Submit a gradient where it is, or memory for the result of other ranks.
 
         Args:
-            tensor: one that goes this way.
+            tensor: below `collective_tensors`.
             step: after step 0.
-            gradient: the channel's until the tensor is ready; dense, laid out as on all ranks.
-            absent: whether there is no gradient here.
+            gradient: borrowed until the tensor is ready; dense, laid out as on all ranks.
+            absent: whether this rank has no gradient.
         """
         self._check()
         assert self._collectives is not None
         self._collectives.submit(tensor, step, gradient, absent=absent)
 
     def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        """Give the nodes what collectives have added up."""
+        """Submit a mean that collectives have computed to the channel between nodes."""
         assert self._leader is not None
         self._leader.submit(NodeMean(part, step, pointer, absent))
 
     def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
-        """Let all ranks of this node have the mean of a part that this one carries."""
+        """Send the mean of an own part to all ranks of this node."""
         if self._collectives is not None and step > 0 and part.tensor < self._collectives.tensors:
             self._collectives.on_result(part, step, absent=absent)
             return
@@ -195,7 +195,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._copy_mean(part, step, absent)
 
     def _copy_mean(self, part: Part, step: int, absent: bool) -> None:
-        """Take the mean of a part from its carrier's memory."""
+        """Copy the mean of a part from its leader's memory into the tensor."""
         with self._copy_lock:
             if self._failure is not None:
                 return
@@ -206,13 +206,13 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self.on_landed(part, step, absent=absent)
 
     def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
-        """Note that the mean of a part is in its tensor."""
+        """Record that the mean of a part is in its tensor."""
         self._landed.record(part, step, absent=absent)
 
     # ---- results
 
     def wait(self, tensors: list[int], step: int) -> None:
-        """Wait until all of these are ready."""
+        """Wait until all given tensors are ready."""
         for tensor in tensors:
             self._wait_for([tensor], step, whole_step=False)
 
@@ -221,20 +221,20 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._wait_for(self._landed.tensors_in_step(step), step, whole_step=True)
 
     def needed(self, tensor: int, step: int) -> None:
-        """Say that a consumer is about to wait; nothing has to be asked for here."""
+        """Do nothing: results are not requested here."""
 
     def is_ready(self, tensor: int, step: int) -> bool:
-        """Whether a tensor is ready; does not wait."""
+        """Return whether a tensor is ready, without waiting."""
         self._check()
         return self._landed.is_ready(tensor, step)
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Return (tensor, absent) for what became ready since the last call."""
+        """Return (tensor, absent) of each tensor that became ready since the last call."""
         self._check()
         return self._landed.take_ready(step)
 
     def next_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Wait for something that `take_ready` has not returned, and return it likewise."""
+        """Wait until `take_ready` has something to return, and return it."""
         while not (taken := self.take_ready(step)):
             with self._changed:
                 self._changed.wait_for(
@@ -284,12 +284,12 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     # ---- order
 
     def all_connected(self) -> None:
-        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+        """Start the keepalive check: all ranks are connected now."""
         if self._leader is not None:
             self._leader.channel.all_connected()
 
     def switch_priorities(self, priorities: list[int]) -> None:
-        """Announce another order of urgency, one number a tensor (rank 0)."""
+        """Announce new priorities, one number a tensor (rank 0)."""
         packed = array.array("i", priorities).tobytes()
         for peer in self._link.peers:
             if peer < self._layout.leaders:
@@ -298,7 +298,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             self._call_leader(lambda leader: leader.reorder(priorities))
 
     def send_raw(self, step: int) -> None:
-        """Let contributions to a step that has just begun travel between nodes without codecs."""
+        """Send the contributions to a step that has just begun without codecs between nodes."""
         self._call_leader(lambda leader: leader.channel.send_raw(step))
 
     # ---- the end
@@ -336,7 +336,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._close_link()
 
     def abort(self, reason: str) -> None:
-        """Give up and tell every rank why."""
+        """Abort and tell every rank the reason."""
         text = f"rank {self._rank} gave up: {reason}"
         self.fail(Failure(text, self._landed.last_complete, self._rank), reason_for_nodes=reason)
         if self._leader is not None:
@@ -352,18 +352,18 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._link.close()
 
     def fail(self, failure: Failure, reason_for_nodes: str | None = None) -> None:
-        """Keep the first failure, wake who waits, and tell all other ranks.
+        """Store the first failure, wake all waiting threads and tell all other ranks.
 
         Args:
-            failure: what happened.
-            reason_for_nodes: what the other nodes are told in place of its message.
+            failure: the failure.
+            reason_for_nodes: text for the other nodes in place of its message.
         """
         with self._changed:
             if self._failure is not None:
                 return
             self._failure = failure
             self._changed.notify_all()
-        # From here on nobody touches memory of the program; a lane keeps what it uses.
+        # Afterwards no thread touches the program's memory; the queue keeps its own buffers alive.
         with self._copy_lock:
             pass
         if self._collectives is not None:
@@ -376,7 +376,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             and node == self._layout.node
             and local_rank != self._local_rank
         ):
-            # A rank that stands still reads nothing, and threads may wait for room in its socket.
+            # A stopped rank reads nothing, and threads may wait for room in its socket.
             self._link.disconnect(local_rank)
         if self._leader is not None:
             self._leader.stop_reading()
@@ -387,7 +387,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             raise self._failure.to_error(self._core)
 
     def _call_leader(self, call: Any) -> None:
-        """Call the carriage, if there is one; its failure is one of this channel."""
+        """Call the leader, if there is one; its failure fails this channel."""
         self._check()
         if self._leader is None:
             return
@@ -410,7 +410,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._link.close()
 
     def _listen(self) -> None:
-        """Hear the other ranks of this node until the end."""
+        """Handle messages of the other ranks of this node until the link stops."""
         for message in self._link.messages(self._keepalive.interval_s):
             try:
                 if message is None:
@@ -422,7 +422,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 self.fail(self._leader.to_failure(error))
 
     def _check_liveness(self) -> None:
-        """Notice ranks that say nothing, here or on other nodes, also between two steps."""
+        """Detect silent ranks on this node and on others, also between two steps."""
         if self._leader is not None and self._leader.own_parts and not self._closing:
             self._leader.channel.is_ready(0, 0)
         silent = self._keepalive.first_silent(self._departed)

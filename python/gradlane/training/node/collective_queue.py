@@ -1,19 +1,20 @@
-"""Sums of a node's ranks where their gradients are: collectives, in one order on all ranks.
+"""Collective sums of a node's ranks on the gradients' device, in one order on all ranks.
 
-Collectives must be issued in the same order everywhere, and gradients become ready in another one
-on each rank. So the first rank of the node says whose turn it is, as Horovod's coordinator does
-(Sergeev and Del Balso, arXiv:1802.05799): each rank tells it what it has, or that it has nothing;
-when all have spoken of a tensor it tells all to add that one up. Nobody ever waits inside a
-collective for a gradient that is not there, and a tensor that a rank leaves out holds up no other.
+Collectives must be issued in the same order on all ranks, but gradients become ready in a different
+order on each. So the first rank of the node is the coordinator, as in Horovod (Sergeev and Del
+Balso, arXiv:1802.05799): each rank reports to it that a tensor is ready, with a gradient or
+without. When all ranks have reported a tensor, the coordinator tells all of them to add it up. No
+rank waits inside a collective for a gradient that is not there, and a tensor that one rank leaves
+out delays no other tensor.
 
-A tensor goes through two turns. In the first each carrier gets the sum of its parts, divides it,
-copies it to the host and gives it to the channel between nodes. In the second, when the mean over
-all nodes is back, all ranks get it from its carrier, the same bits. One thread of each rank issues
-them, and is the only one that touches the group.
+A tensor needs two collectives a part. The first gives each leader the sum of its part; the leader
+divides it, copies it to the host and submits it to the channel between nodes. The second broadcasts
+the mean over all nodes from the leader, so that all ranks get the same bits. One thread of each
+rank issues the collectives, and only that thread uses the group.
 
-Order and memory: the thread reads a gradient behind what computed it, a copy to the host comes
-behind its sum, and a tensor is ready once the device has done all that. Whatever a collective uses
-is kept here until then.
+The thread orders its work behind the stream that computed a gradient. The copy to the host follows
+the sum, and a tensor is ready once the device has finished. The queue keeps every buffer of a
+collective alive until then.
 """
 
 from __future__ import annotations
@@ -40,49 +41,49 @@ from gradlane.training.node.parts import Part
 from gradlane.training.node.pending_gradient import SUM_DTYPES, PendingGradient, flat_values
 
 _COORDINATOR = 0
-"""The local rank that says whose turn it is."""
+"""Local rank that decides the order of collectives."""
 _POLL_MIN_S = 50e-6
 _POLL_MAX_S = 1e-3
 _LOSS_REPORT_S = 2.0
-"""How soon the sockets of a node name a rank that has died, at the latest."""
+"""Longest time until the sockets of a node report a rank that has died."""
 _STOP_S = 5.0
 _abandoned_groups: list[object] = []
-"""Groups of a parent, in a forked child: to end them would wait for threads that are not there."""
+"""Groups of the parent, in a forked child: ending them would wait for threads that do not exist."""
 
 
 class NodeMessenger(Protocol):
-    """What says something to the other ranks of the node."""
+    """Sends messages to the other ranks of the node."""
 
     @property
     def layout(self) -> Layout:
-        """Where this rank is."""
+        """Position of this rank."""
 
     @property
     def peers(self) -> Sequence[int]:
-        """The others, by local rank."""
+        """Local ranks of the others."""
 
     def send(
         self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
-        """Say something to a rank; one that is gone hears nothing."""
+        """Send a message; a peer that is gone is ignored."""
 
 
 class CollectiveSink(Protocol):
-    """This rank's end of the node, which hears what has come of collectives."""
+    """Receives the results of a node's collectives."""
 
     def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        """The node's mean of a part that this rank carries is in the host's memory."""
+        """Take the node's mean of an own part, which is in the host's memory."""
 
     def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
-        """The mean of a part over all nodes is in its tensor."""
+        """Record that the mean of a part over all nodes is in its tensor."""
 
     def fail(self, failure: Failure) -> None:
-        """Nothing more is to be had."""
+        """Take the failure of a collective; no results follow."""
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What a rank says about a tensor or a part, or whose turn it is; kinds are the link's."""
+    """A rank's report of a tensor or part, or the coordinator's turn; kinds are those of `link`."""
 
     kind: int
     number: int
@@ -92,7 +93,8 @@ class _Message:
 
 @dataclass
 class _InFlight:
-    """Something that the device has yet to do, the tensors that it uses, and what follows."""
+    """Work that the device has not finished, the buffers that it uses, and the callback for its
+    end."""
 
     is_done: Callable[[], bool]
     buffers: list[Tensor]
@@ -112,7 +114,7 @@ class CollectiveQueue:
         """Start the thread, which opens the group; see `wait_open`.
 
         Args:
-            link: to the other ranks of the node, which say the same of all that follows.
+            link: to the other ranks of the node, which pass the same arguments.
             parts: all parts of the channel's tensors.
             gradients: tensors like the gradients of the first tensors, all on one device; the
                 lane is for these.
@@ -168,22 +170,22 @@ class CollectiveQueue:
             ) from self._refusal
 
     def set_sink(self, sink: CollectiveSink) -> None:
-        """Tell somebody what comes of collectives; before the first gradient is given."""
+        """Set the receiver of results, before the first gradient is submitted."""
         self._sink = sink
 
     @property
     def tensors(self) -> int:
-        """How many tensors, the first ones, have gradients that come this way."""
+        """Number of leading tensors whose gradients the queue takes."""
         return len(self._parts_of_tensor)
 
     def submit(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
-        """Take a gradient, or memory for the others' mean; it is the lane's until that is there.
+        """Borrow a gradient, or memory for the others' mean, until the mean is there.
 
         Args:
             tensor: its number.
             step: of the channel.
             gradient: dense, laid out as on all ranks.
-            absent: whether this rank has none.
+            absent: whether this rank has no gradient.
         """
         mark = self._order.mark()
         parts_left = len(self._parts_of_tensor[tensor])
@@ -191,27 +193,27 @@ class CollectiveQueue:
         self._send_to_coordinator(_Message(READY, tensor, step, absent))
 
     def on_result(self, part: Part, step: int, *, absent: bool) -> None:
-        """Note that the mean of a part that this rank carries is back from the other nodes."""
+        """Record that the mean of an own part is back from the other nodes."""
         self._send_to_coordinator(_Message(MEAN, part.number, step, absent))
 
     def on_message(self, kind: int, number: int, step: int, *, absent: bool) -> None:
-        """Note what another rank of the node says; returns at once."""
+        """Queue a message of another rank of the node; returns at once."""
         self._inbox.put(_Message(kind, number, step, absent))
 
     def cancel(self) -> None:
-        """Issue nothing more, after a failure, and end what is under way; returns at once."""
+        """Issue no more collectives after a failure, and abort those in flight; returns at once."""
         self._cancelled.set()
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """End the thread and the group, when all steps are complete or the session has failed."""
+        """End the thread and the group; all steps must be complete, or the session have failed."""
         self._inbox.put(None)
         if self._thread is not threading.current_thread():
-            # A thread that is stuck in a driver is left alone: it wakes nobody any more.
+            # A thread that is stuck in a driver is abandoned: it calls back no more.
             self._thread.join(_STOP_S)
 
     def forget_in_child(self) -> None:
-        """Leave the group alone in a forked child."""
+        """Abandon the group in a forked child."""
         _abandoned_groups.append(self._group)
 
     # ---- the thread
@@ -234,7 +236,8 @@ class CollectiveQueue:
                     group.abort()
 
     def _open(self) -> None:
-        """Open the group and use it once: whoever cannot take part is noticed here."""
+        """Open the group and run one collective, so that a rank that cannot take part is noticed
+        here."""
         self._group = group = self._open_group()
         values = torch.zeros(1, dtype=torch.float32, device=self._device)
         with self._order.after(self._order.mark()):
@@ -249,7 +252,7 @@ class CollectiveQueue:
         if not self._opened.is_set():
             self._refusal = error
             return
-        # Who has died the sockets know, a moment later at most.
+        # The sockets name a rank that has died within this time.
         if not self._cancelled.wait(_LOSS_REPORT_S):
             what = f"{type(error).__name__} in a collective of node {self._layout.node}: {error}"
             assert self._sink is not None
@@ -267,7 +270,7 @@ class CollectiveQueue:
                 self._execute(message)
 
     def _next(self) -> _Message | None:
-        """Return what was said next, and see meanwhile to what the device has done."""
+        """Return the next message; poll the device meanwhile."""
         poll_s = _POLL_MIN_S
         while True:
             self._poll_device()
@@ -279,7 +282,7 @@ class CollectiveQueue:
     def _poll_device(self) -> None:
         while self._in_flight and self._in_flight[0].is_done():
             if self._cancelled.is_set():
-                # What was ended looks done, too.
+                # An aborted collective looks done, too.
                 raise CollectiveCancelledError
             first = self._in_flight.popleft()
             first.buffers.clear()
@@ -294,7 +297,7 @@ class CollectiveQueue:
             )
 
     def _count_ready(self, message: _Message) -> None:
-        """On the first rank: note that a rank has spoken of a tensor."""
+        """Count a rank's report of a tensor (coordinator)."""
         tensor = message.number
         self._ready_ranks[tensor] += 1
         self._present[tensor] |= not message.absent
@@ -304,7 +307,7 @@ class CollectiveQueue:
             self._broadcast_turn(_Message(SUM, tensor, message.step, absent))
 
     def _broadcast_turn(self, turn: _Message) -> None:
-        """On the first rank: say whose turn it is, to all ranks in one order, and take it."""
+        """Send a turn to all ranks in one order, and execute it (coordinator)."""
         for peer in self._link.peers:
             self._link.send(peer, turn.kind, turn.number, turn.step, absent=turn.absent)
         self._execute(turn)
@@ -322,13 +325,13 @@ class CollectiveQueue:
                 self._submit_mean(part, turn.step, absent=True)
 
     def _issue_sum(self, part: Part, step: int) -> None:
-        """Issue the sum of a part, and on its carrier what follows."""
+        """Issue the sum of a part; on its leader also the copy of the mean to the host."""
         pending = self._pending[part.tensor]
         assert self._group is not None
         with self._order.after(pending.mark):
             share = pending.values_of(part)
             if pending.absent:
-                # What is added to it keeps its bits, the sign of a zero included.
+                # Adding -0.0 keeps all bits, the sign of a zero included.
                 share.fill_(-0.0)
             terms = share.to(SUM_DTYPES[share.dtype])
             self._order.wait_for(self._group.reduce(terms, part.leader))
@@ -341,7 +344,7 @@ class CollectiveQueue:
         self.nbytes += part.nbytes
 
     def _issue_broadcast(self, part: Part, turn: _Message) -> None:
-        """Issue the spreading of a part's mean over all nodes."""
+        """Issue the broadcast of a part's mean over all nodes."""
         on_done = functools.partial(self._finish_part, part, turn.step, absent=turn.absent)
         if turn.absent:
             on_done()
@@ -352,7 +355,7 @@ class CollectiveQueue:
             share = pending.values_of(part)
             if part.leader == self._local_rank:
                 share.copy_(self._host_buffer(part, share.dtype), non_blocking=True)
-            # As bytes: not all backends know all dtypes, and nothing is computed here.
+            # As bytes: backends differ in the dtypes that they support.
             work = self._group.broadcast(share.view(torch.uint8), part.leader)
             self._order.wait_for(work)
             self._in_flight.append(_InFlight(self._order.completion(), [share], on_done))
@@ -368,7 +371,7 @@ class CollectiveQueue:
         pending.parts_left -= 1
         if not pending.parts_left:
             del self._pending[part.tensor]
-        # Whoever hears of it may look whether anybody else holds the memory.
+        # The receiver may check that no other reference to the memory is left.
         del pending
         assert self._sink is not None
         self._sink.on_landed(part, step, absent=absent)
@@ -383,7 +386,7 @@ class CollectiveQueue:
         return ranks
 
     def _host_buffer(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return the host's memory of a part that this rank carries; the same in all steps."""
+        """Return the host's buffer of an own part; the same in all steps."""
         buffer = self._host_buffers.get(part.number)
         if buffer is None:
             count = part.nbytes // dtype.itemsize
@@ -395,4 +398,4 @@ class CollectiveQueue:
 
 
 def _no_op() -> None:
-    """What follows where nothing does."""
+    pass

@@ -1,6 +1,6 @@
-"""Where the gradients of a node's ranks are, and whether collectives can add them up there.
+"""The choice between collectives and shared memory for the sums of a node's ranks.
 
-All ranks hear what each of them has and come to the same answer, which names its reason.
+All ranks exchange a description of their devices and reach the same decision, with its reason.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 NCCL, GLOO = "nccl", "gloo"
 _EXACT_RANKS = 2
-"""So many ranks a node have the same sum in any order: a + b is b + a."""
+"""Up to so many ranks a sum is the same in any order: a + b is b + a."""
 
 
 @dataclass(frozen=True)
 class SumBackend:
-    """Where the ranks of each node add up.
+    """The backend that adds up the gradients of a node's ranks.
 
     Attributes:
-        backend: of the collectives, `"nccl"` or `"gloo"`; empty: in the host's memory.
-        reason: why there, in words.
+        backend: `"nccl"` or `"gloo"` collectives; empty: shared memory.
+        reason: of the choice, in words.
     """
 
     backend: str
@@ -44,7 +44,7 @@ ON_HOST = SumBackend("", "nothing else was asked for")
 def agree_on_sum_backend(
     options: Options, scope: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
 ) -> SumBackend:
-    """Decide where sums are taken; a collective call of all ranks with one `local_sums`.
+    """Choose the backend of sums; a collective call of all ranks with one `local_sums`.
 
     Args:
         options: the session's.
@@ -77,11 +77,11 @@ def agree_on_sum_backend(
 
 
 def collective_obstacle(reports: Sequence[Mapping[str, Any]], local_size: int) -> str:
-    """Say why collectives cannot add up what the ranks have; empty if they can.
+    """Return why collectives cannot add up the ranks' gradients; empty if they can.
 
     Args:
-        reports: of each rank: `devices` of its gradients, `accelerator` that the first of them is,
-            `backends` that its torch has.
+        reports: by rank: `devices` of its gradients, `accelerator` of the first of them, and
+            `backends` of its torch.
         local_size: ranks of a node, which are blocks of consecutive ranks.
     """
     backend = _backend(reports)
@@ -108,7 +108,7 @@ def collective_obstacle(reports: Sequence[Mapping[str, Any]], local_size: int) -
 def default_obstacle(
     reports: Sequence[Mapping[str, Any]], local_size: int, exact_order: bool
 ) -> str:
-    """Say why collectives that could add up are not used unless asked for; empty if they are."""
+    """Return why `local_sums="auto"` does not use collectives; empty if it does."""
     if _backend(reports) != NCCL:
         return "the gradients are in the host's memory already"
     if exact_order and local_size > _EXACT_RANKS:
@@ -120,7 +120,7 @@ def default_obstacle(
 
 
 def _describe_devices(gradients: Sequence[Tensor]) -> dict[str, Any]:
-    """Return what the other ranks hear of this one."""
+    """Describe this rank's devices and backends for the other ranks."""
     devices = sorted({str(one.device) for one in gradients})
     backends = [GLOO] if dist.is_available() and dist.is_gloo_available() else []
     if dist.is_available() and dist.is_nccl_available():
@@ -133,7 +133,7 @@ def _describe_devices(gradients: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _accelerator(device: torch.device) -> str:
-    """Return what tells an accelerator from all others of its machine, in whatever process."""
+    """Return a name that no other accelerator of the machine has, in any process."""
     if device.type == "cpu":
         return ""
     unique = getattr(torch.cuda.get_device_properties(device), "uuid", None)

@@ -1,8 +1,7 @@
-"""Failures as they pass between a node's ranks, and between ranks and nodes.
+"""Failures as they pass between the ranks of a node, and between ranks and nodes.
 
-The channel between nodes numbers its ranks by nodes, and says `rank 1` for the rank that speaks for
-node 1. What is told through it in words names ranks of the whole world: such words are marked on
-the way.
+The channel between nodes numbers its ranks by nodes: its `rank 1` is the leader of node 1. Texts
+that pass through it name ranks of the whole world, and are marked as such on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from gradlane.training.core import CoreModule
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 KEEPALIVES_PER_TIMEOUT = 8
-"""Signs of life that a rank gives its node in a silence timeout."""
+"""Heartbeats of a rank in one silence timeout."""
 _MARK = "world rank"
 _RANK = re.compile(r"\brank (\d+)")
 _MARKED_RANK = re.compile(rf"\b{_MARK} (\d+)")
@@ -25,13 +24,13 @@ _NODE = re.compile(r"\b(?<!world )rank (\d+)")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a channel has ended before its time.
+    """The reason why a channel has failed.
 
     Attributes:
-        message: what happened, with ranks of the whole world, or nodes.
+        message: with ranks of the world, or nodes.
         last_complete_step: the last step that was whole, or None.
         rank: the rank at fault, or None.
-        timed_out: whether ranks were alive and did not take part.
+        timed_out: True if ranks were alive but did not take part.
     """
 
     message: str
@@ -40,31 +39,32 @@ class Failure:
     timed_out: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return what another rank of the node is told."""
+        """Serialize the failure for another rank of the node."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(text: bytes) -> Failure:
-        """Return what another rank of the node has told."""
+        """Parse a failure that another rank of the node has sent."""
         return Failure(**json.loads(text))
 
     def text_for_other_nodes(self) -> str:
-        """Return what other nodes are told: it names the rank at fault, not its node alone."""
+        """Return the message for other nodes, which names the rank at fault and not only its
+        node."""
         if self.rank is None or _RANK.search(self.message):
             return self.message
         return f"{self.message} (rank {self.rank})"
 
     def to_error(self, core: CoreModule) -> Exception:
-        """Return it as the core raises it."""
+        """Return the failure as an error of the core."""
         kind = core.ChannelTimeout if self.timed_out else core.ChannelError
         return kind(self.message, self.last_complete_step, self.rank)
 
 
 class KeepaliveMonitor:
-    """Watches the signs of life of the other ranks of a node."""
+    """Detects ranks of the node whose process stands still."""
 
     def __init__(self, timeout_s: float, peers: Iterable[int], pulse: Callable[[int], int]) -> None:
-        """Begin to watch.
+        """Start the timeouts.
 
         Args:
             timeout_s: seconds that a rank may be silent.
@@ -77,10 +77,10 @@ class KeepaliveMonitor:
         self._last = {peer: (pulse(peer), SuspendAwareDeadline(timeout_s)) for peer in peers}
 
     def first_silent(self, departed: Container[int]) -> int | None:
-        """Return a local rank that was silent for too long; to be called once an interval.
+        """Return a local rank that was silent for too long; call it once an interval.
 
         Args:
-            departed: local ranks that have left.
+            departed: local ranks that have said goodbye.
         """
         for peer, (last, deadline) in self._last.items():
             now = self._pulse(peer)
@@ -93,19 +93,19 @@ class KeepaliveMonitor:
 
 
 def mark_world_ranks(reason: str) -> str:
-    """Return words for the channel between nodes: its own ranks are nodes."""
+    """Mark the ranks in a text as ranks of the world, for the channel between nodes."""
     return _RANK.sub(rf"{_MARK} \1", reason)
 
 
 def failure_in_world_ranks(
     core: CoreModule, error: Exception, rank_of_node: Callable[[int], int]
 ) -> Failure:
-    """Return a failure of the channel between nodes, with ranks of the whole world.
+    """Convert an error of the channel between nodes into a failure with ranks of the world.
 
     Args:
-        core: where the error comes from.
+        core: defines the error.
         error: a `ChannelError` of that channel.
-        rank_of_node: the rank that speaks for a node.
+        rank_of_node: returns the leader of a node.
     """
     message = str(error.args[0]) if error.args else str(error)
     last = error.args[1] if len(error.args) > 1 else None
@@ -115,7 +115,7 @@ def failure_in_world_ranks(
 
     def named(found: re.Match[str]) -> str:
         node = int(found.group(1))
-        # Any rank of a node may have told it, or keep the node from taking part.
+        # Any rank of the node may have sent the text, or keep the node from taking part.
         return f"node {node}" if marked_rank or timed_out else f"rank {rank_of_node(node)}"
 
     message = _MARKED_RANK.sub(r"rank \1", _NODE.sub(named, message))

@@ -1,11 +1,10 @@
-"""A torch.distributed group of the ranks of one node, made from nothing but this node.
+"""A torch.distributed process group of the ranks of one node, independent of the program's groups.
 
-It stands beside the program's own groups and asks for none: its ranks meet in a store that the
-node's first rank keeps on the loopback interface, and that ends with the session. The classes are
-those that `torch.distributed.new_group` makes groups of; a group made by that function would need a
-default group of all ranks, which a program that only uses gradlane does not have.
+Its ranks meet in a store that the node's first rank hosts on the loopback interface until the
+session ends. The classes are those behind `torch.distributed.new_group`, which itself would need a
+default group of all ranks, and a program that uses only gradlane has none.
 
-One thread alone uses a group, from its making to its end.
+A single thread uses a group, from its creation to its end.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
-"""Whoever waits for a group's work here gives up long before: torch's own limits, which end the
-whole process, count time in which it was suspended as well."""
+"""Torch's own timeouts end the whole process and count suspended time, so callers time out
+earlier."""
 
 
 class Work(Protocol):
     """A collective that was issued."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether it has ended, also by an error."""
 
     def wait(self) -> bool:
         """Wait for the end on the host (Gloo), or make the current stream wait (NCCL)."""
 
 
 class Group(Protocol):
-    """What adds up and spreads among the ranks of a node."""
+    """Collectives among the ranks of a node."""
 
     def reduce(self, values: Tensor, root: int) -> Work:
-        """Give a rank of the node the sum of all ranks' values, in place of its own."""
+        """Replace the root's values by the sum of all ranks' values."""
 
     def broadcast(self, values: Tensor, root: int) -> Work:
-        """Give all ranks of the node the values of one."""
+        """Copy the root's values to all ranks of the node."""
 
     def abort(self) -> None:
-        """End the group at once, whatever is under way."""
+        """End the group at once, with collectives in flight."""
 
 
 def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) -> Store:
-    """Return a store of the ranks of this node, which others cannot reach.
+    """Return a store of the ranks of this node, which no other node can reach.
 
     Args:
-        layout: which ranks share nodes.
-        scope: where the first rank of the node says where it is.
-        timeout_s: how long to wait for a rank.
+        layout: of the ranks on nodes.
+        scope: carries the port from the node's first rank to the others.
+        timeout_s: longest wait for a rank, in seconds.
 
     Raises:
         RendezvousError: the first rank did not come.
@@ -86,7 +85,7 @@ def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) ->
 
 
 class NodeGroup:
-    """A group of torch.distributed's."""
+    """A process group of torch.distributed."""
 
     def __init__(self, backend: str, store: Store, layout: Layout) -> None:
         """Connect to the other ranks of the node; blocks until they are there.
@@ -94,23 +93,23 @@ class NodeGroup:
         Args:
             backend: `"nccl"` or `"gloo"`.
             store: of the ranks of this node.
-            layout: where this rank is.
+            layout: of the ranks on nodes.
         """
         make = _nccl if backend == NCCL else _gloo
         self._group: Any = make(store, layout.local_rank, layout.local_size)
 
     def reduce(self, values: Tensor, root: int) -> Work:
-        """Give a rank of the node the sum of all ranks' values; those of others are undefined."""
+        """Replace the root's values by the sum; those of the other ranks become undefined."""
         work: Work = self._group.reduce(values, root)
         return work
 
     def broadcast(self, values: Tensor, root: int) -> Work:
-        """Give all ranks of the node the values of one."""
+        """Copy the root's values to all ranks of the node."""
         work: Work = self._group.broadcast(values, root)
         return work
 
     def abort(self) -> None:
-        """End the group: what is under way on a device ends, too, with values of no meaning."""
+        """End the group; collectives in flight on a device end with undefined values."""
         group, self._group = self._group, None
         # By version of torch; Gloo ends as soon as nobody holds it and nothing is under way.
         for name in ("abort", "_abort", "_shutdown"):

@@ -1,4 +1,4 @@
-"""What has landed of each tensor, and which tensors are ready."""
+"""Results that have landed, by part, and the tensors that are ready."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gradlane.training.node.parts import Part
 
 
 class LandedParts:
-    """Counts the parts of tensors that have landed.
+    """Counts landed parts and tracks ready tensors.
 
-    The thread that listens to the node notes them, the program's threads ask and wait.
+    The node's listening thread records parts; the program's threads query and wait.
     """
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], changed: threading.Condition
     ) -> None:
-        """Nothing has landed.
+        """Start before the first step.
 
         Args:
             rows: the plan's tensors.
-            parts: what they are cut into.
+            parts: of the tensors.
             changed: notified when a tensor is ready.
         """
         self._changed = changed
@@ -38,12 +38,12 @@ class LandedParts:
         """The tensor that became ready last."""
 
     def begin_step(self) -> None:
-        """Count for another step."""
+        """Reset the counts for another step."""
         with self._changed:
             self._landed = [0] * len(self._landed)
 
     def record(self, part: Part, step: int, *, absent: bool) -> None:
-        """Note that a part is in its tensor."""
+        """Record that a part is in its tensor."""
         tensor = part.tensor
         with self._changed:
             self._landed[tensor] += 1
@@ -54,15 +54,15 @@ class LandedParts:
                 self._changed.notify_all()
 
     def is_ready(self, tensor: int, step: int) -> bool:
-        """Whether a tensor has its result of a step."""
+        """Return whether a tensor has its result of a step."""
         return self._ready_step[tensor] >= step
 
     def first_missing(self, tensors: Iterable[int], step: int) -> int | None:
-        """Return the first of these that is not ready."""
+        """Return the first given tensor that is not ready, or None."""
         return next((one for one in tensors if self._ready_step[one] < step), None)
 
     def tensors_in_step(self, step: int) -> list[int]:
-        """Return the tensors that take part in a step: some do in the first alone."""
+        """Return the tensors of a step; those that are not parameters take part in step 0 only."""
         return [
             tensor
             for tensor, only_first in enumerate(self._first_step_only)
@@ -71,17 +71,17 @@ class LandedParts:
 
     @property
     def unclaimed_count(self) -> int:
-        """How many tensors became ready and were not taken."""
+        """Number of ready tensors that `take_ready` has not returned."""
         return len(self._unclaimed)
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Return (tensor, absent) for what became ready since the last call."""
+        """Return (tensor, absent) of each tensor that became ready since the last call."""
         with self._changed:
             unclaimed_count, self._unclaimed = self._unclaimed, deque()
         return [(tensor, absent) for at, tensor, absent in unclaimed_count if at == step]
 
     @property
     def last_complete(self) -> int | None:
-        """The last step that all tensors have their results of, None before any."""
+        """The last step whose tensors all have their results; None before any."""
         last = min((self._ready_step[tensor] for tensor in self.tensors_in_step(1)), default=-1)
         return last if last >= 0 else None

@@ -1,7 +1,7 @@
-"""Which ranks share a node, as all ranks see it alike.
+"""The layout of ranks on nodes, the same on all ranks.
 
-Nodes are blocks of consecutive ranks, as torchrun, mpirun and srun number them. What launchers say
-is checked against the machines that ranks say they are on.
+Nodes are blocks of consecutive ranks, as torchrun, mpirun and srun number them. The launchers'
+variables are checked against the machines that the ranks report.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank stands among the ranks of its node, and its node among all.
+    """Position of a rank on its node, and of its node among all.
 
     Attributes:
         nodes: number of nodes.
         local_size: ranks on each.
         node: this rank's node; nodes are numbered by their ranks.
         local_rank: this rank's number on its node.
-        leaders: how many ranks of each node talk to the network, its first ones.
+        leaders: number of ranks of each node that talk to the network, its first ones.
     """
 
     nodes: int
@@ -37,14 +37,14 @@ class Layout:
     leaders: int
 
     def rank_of(self, node: int, local_rank: int) -> int:
-        """Return a rank's number among all."""
+        """Return the world rank of a local rank of a node."""
         return node * self.local_size + local_rank
 
 
 def agree_on_layout(
     options: Options, scope: RendezvousScope, environment: Mapping[str, str]
 ) -> Layout | None:
-    """Find the layout that all ranks can have; a collective call of all ranks with one `local`.
+    """Agree on the layout; a collective call of all ranks with one `local`.
 
     Args:
         options: the session's.
@@ -52,8 +52,8 @@ def agree_on_layout(
         environment: the launcher's variables.
 
     Returns:
-        The layout; None where every rank talks to the network by itself: with `local="auto"` where
-        ranks cannot be put together, or there is one a node.
+        The layout; None with `local="auto"` where ranks cannot be grouped by node or each node has
+        one rank, so that every rank talks to the network by itself.
 
     Raises:
         RanksDifferError: the ranks' nodes are no such blocks; the same text on every rank.
@@ -79,7 +79,7 @@ def agree_on_layout(
 
 
 def _block_obstacle(reports: Sequence[Sequence[Any]]) -> str:
-    """Say why ranks are no equal blocks of consecutive ranks, each on one machine; empty if so."""
+    """Return why the ranks are no equal blocks, each on one machine; empty if they are."""
     size = reports[0][1]
     for rank, (local_rank, local_size, node) in enumerate(reports):
         if local_size != size:

@@ -1,9 +1,9 @@
-"""What a rank does that carries for its node: add up what the node's ranks gave, send it, pass on
-the mean that comes back.
+"""The leader of parts: it adds up the node's contributions, submits the sum, and distributes the
+mean.
 
-Two threads: one adds up and hands over, in the order in which contributions become whole; one
-waits for means and lets the other ranks of the node have them. What collectives have added up
-comes whole.
+Of its two threads, one adds up and submits parts in the order in which their contributions are
+complete. The other waits for means and passes them to the ranks of the node. Means of collectives
+arrive already added up.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from gradlane.training.node.sums import Memory, copy, local_mean
 
 
 class MeanSink(Protocol):
-    """This rank's end of the node, which hears what happens here."""
+    """Receives means and failures of a node leader."""
 
     def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
-        """The mean over nodes is in the carrier's memory, for all ranks of the node."""
+        """Take the mean over nodes, which is in the leader's memory, for all ranks of the node."""
 
     def fail(self, failure: Failure) -> None:
-        """Nothing more is to be had."""
+        """Take a failure; no means follow."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank of the node has spoken about a part.
+    """One rank's contribution to a part.
 
     Attributes:
         part: the part.
-        local_rank: who.
-        step: in which step.
-        memory: where its gradient is in this process, or None: there is none.
+        local_rank: the contributing rank.
+        step: number of the step.
+        memory: its gradient in this process; None: it has no gradient.
     """
 
     part: Part
@@ -52,13 +52,13 @@ class Contribution:
 
 @dataclass(frozen=True)
 class NodeMean:
-    """What all ranks of the node have said about a part.
+    """The mean of a part over the ranks of the node.
 
     Attributes:
         part: the part.
-        step: in which step.
-        pointer: where the mean over the node's ranks is, and that over all nodes is to come.
-        absent: whether none of them has anything.
+        step: number of the step.
+        pointer: address of the mean over the node, which the mean over all nodes replaces.
+        absent: True if no rank of the node has a gradient.
     """
 
     part: Part
@@ -74,7 +74,7 @@ class _PartProgress:
 
 
 class NodeLeader:
-    """The parts that this rank carries, and its channel to the carriers of the other nodes."""
+    """The parts of this leader, and its channel to the leaders of the other nodes."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class NodeLeader:
         """Start the threads.
 
         Args:
-            core: where errors come from.
+            core: defines the errors.
             channel: to the same local rank of every other node.
             link: to the other ranks of this node.
             parts: all parts.
-            sink: hears of means and failures.
-            source: local rank whose values step 0 spreads, if it is one of this node.
-            first_node: the node that is the channel's first, the others follow in their order.
+            sink: receives means and failures.
+            source: local rank whose values step 0 broadcasts; None if it is on another node.
+            first_node: the first node of the channel; the others follow in their order.
         """
         self.channel = channel
         self._core = core
@@ -136,19 +136,19 @@ class NodeLeader:
         self._begun_steps.put(step)
 
     def submit(self, item: Contribution | NodeMean) -> None:
-        """Note what a rank of the node says, this one included, or all; returns at once."""
+        """Queue a contribution of a rank of the node, or a node's mean; returns at once."""
         self._inbox.put(item)
 
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended its step."""
+        """Record that this rank has ended its step."""
         self._inbox.put(step)
 
     def reorder(self, priorities: Sequence[int]) -> None:
-        """Announce another order of urgency of the tensors to all nodes."""
+        """Announce new priorities of the tensors to all nodes."""
         self.channel.switch_priorities([priorities[part.tensor] for part in self.own_parts])
 
     def stop_reading(self) -> None:
-        """Read no gradients from now on, after a failure; waits for the one that is being read."""
+        """Stop reading gradients after a failure; waits for the one that is being read."""
         with self._sum_lock:
             self._may_read = False
 
@@ -161,12 +161,12 @@ class NodeLeader:
                 thread.join()
 
     def abort(self, reason: str) -> None:
-        """Give up and tell all nodes why."""
+        """Abort and tell all nodes the reason."""
         with contextlib.suppress(self._core.ChannelError):
             self.channel.abort(mark_world_ranks(reason))
 
     def to_failure(self, error: Exception) -> Failure:
-        """Return a failure of the channel between nodes in ranks of the whole world."""
+        """Convert an error of the channel between nodes into a failure with ranks of the world."""
 
         def rank_of_node(node: int) -> int:
             return self._layout.rank_of(
@@ -185,7 +185,7 @@ class NodeLeader:
         except Exception as error:
             what = f"{type(error).__name__} while adding up for a node: {error}"
             self._sink.fail(Failure(what, None, None))
-        # Whoever begins a step hears of the failure from the channel.
+        # `begin_step` raises the failure from the channel.
         self._step_ended.set()
 
     def _sum_loop(self) -> None:
@@ -229,7 +229,7 @@ class NodeLeader:
 
     def _write_mean(self, part: Part, step: int, present: dict[int, Memory], pointer: int) -> None:
         if step == 0:
-            # Values are spread, not averaged; on all nodes but one nobody looks at these.
+            # Step 0 broadcasts the source's values; those of other nodes are not read.
             if self._source is not None and self._source in present:
                 copy(present[self._source][0], pointer, part.nbytes)
             return

@@ -1,9 +1,9 @@
-"""Connections between the ranks of one node: shared memory, and a socket that says what is in it.
+"""Connections between the ranks of one node: shared memory, and sockets for messages about it.
 
-Every rank has one piece of anonymous shared memory, which the others map. Nothing of it has a name
-in the file system, so nothing is left behind after any kind of end. Between two ranks there is one
-Unix socket; its end is the end of the rank, also of one that was killed. At the end of its memory a
-rank's process counts up while it runs, so that the others notice one that stands still.
+Every rank has one block of anonymous shared memory, which the others map. It has no name in the
+file system, so nothing is left behind however a process ends. One Unix socket connects each pair of
+ranks; it closes when a rank ends, also when it is killed. At the end of its memory a rank's process
+increments a counter while it runs, so that the others notice a process that stands still.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gradlane.training.node.layout import Layout
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CONTRIBUTION, RESULT, ORDER, FAILED, BYE, DISCONNECTED = range(6)
-"""Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of
-urgency; the sender's session has failed; goodbye; the sender is gone (told by the link itself)."""
+"""Kinds of messages: a contribution is in the sender's memory; a mean is there; new priorities; the
+sender's session has failed; goodbye; the sender has disconnected (reported by the link itself)."""
 READY, MEAN, SUM, BROADCAST = range(6, 10)
-"""Those about collectives. To the first rank of the node: the sender's gradient of a tensor is on
-its device; the sender has the mean of a part over all nodes. From it: all add a tensor up now; all
-take the mean of a part now."""
+"""Kinds for collectives. To the coordinator: the sender's gradient of a tensor is on its device;
+the sender has the mean of a part over all nodes. From the coordinator: all ranks add up a tensor
+now; all ranks receive the mean of a part now."""
 COLLECTIVE_KINDS = (READY, MEAN, SUM, BROADCAST)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
@@ -43,12 +43,12 @@ _PULSE_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank of the node says.
+    """A message of a rank of the node.
 
     Attributes:
         sender: its local rank.
         kind: `CONTRIBUTION` to `BROADCAST`.
-        absent: whether there is nothing, of messages about gradients and means.
+        absent: True if there is no gradient or mean.
         part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.
         text: of `ORDER` and `FAILED`.
@@ -76,11 +76,11 @@ class LocalLink:
         """Make this rank's memory, exchange it with all others and map theirs.
 
         Args:
-            layout: where this rank is.
+            layout: of the ranks on nodes.
             nbytes: of every rank's memory.
             sockets: connected to each other rank of the node, by local rank.
-            core: counts signs of life.
-            interval_s: seconds from one sign of life to the next.
+            core: increments the heartbeat counter.
+            interval_s: seconds between heartbeats.
         """
         self.layout = layout
         self.peers = sorted(sockets)
@@ -114,17 +114,17 @@ class LocalLink:
         self._pulse = core.Pulse(self.address(layout.local_rank, self._pulse_offset), interval_s)
 
     def pulse(self, peer: int) -> int:
-        """Return a number that changes as long as a rank's process runs."""
+        """Return a rank's heartbeat counter, which changes while its process runs."""
         return ctypes.c_uint64.from_address(self.address(peer, self._pulse_offset)).value
 
     def address(self, local_rank: int, offset: int) -> int:
-        """Return where an offset in a rank's memory is in this process."""
+        """Return the address in this process of an offset in a rank's memory."""
         return self._addresses[local_rank] + offset
 
     def send(
         self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
-        """Say something to a rank; one that is gone hears nothing."""
+        """Send a message; a peer that is gone is ignored."""
         with contextlib.suppress(OSError):
             self._sockets[peer].send(_HEADER.pack(kind, absent, 0, part, step))
 
@@ -135,17 +135,17 @@ class LocalLink:
             peer: its local rank.
             kind: `ORDER` or `FAILED`.
             text: at most a megabyte.
-            waits: whether to wait for room; without, a rank that does not listen hears nothing.
+            waits: whether to wait for room; if not, a full socket drops the text.
         """
         flags = 0 if waits else socket.MSG_DONTWAIT
         with contextlib.suppress(OSError):
             self._sockets[peer].send(_HEADER.pack(kind, 0, 0, 0, 0) + text, flags)
 
     def messages(self, interval_s: float) -> Iterator[Message | None]:
-        """Yield what the others say until `close`; a rank that ends says `DISCONNECTED` once.
+        """Yield messages until `close`; a rank that ends yields one `DISCONNECTED`.
 
         Args:
-            interval_s: seconds after which None comes in between.
+            interval_s: seconds between the None values that it yields as well.
         """
         due_s = time.monotonic() + interval_s
         while True:
@@ -173,12 +173,12 @@ class LocalLink:
             self._wake_sender.send(b"w")
 
     def disconnect(self, peer: int) -> None:
-        """Say nothing more to a rank; a thread that waits for room there waits no longer."""
+        """Shut down the connection to a rank; threads that wait for room there return."""
         with contextlib.suppress(OSError):
             self._sockets[peer].shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the sockets; memory stays as long as this object."""
+        """Close the sockets; the memory lives as long as this object."""
         self._pulse.stop()
         for one in (*self._sockets.values(), self._wake_sender, self._wake_receiver):
             one.close()
@@ -198,15 +198,15 @@ def connect(
     core: CoreModule,
     interval_s: float,
 ) -> LocalLink:
-    """Connect the ranks of this node, each with each.
+    """Connect the ranks of this node with each other.
 
     Args:
-        layout: where this rank is.
-        scope: where ranks leave the paths of their sockets.
+        layout: of the ranks on nodes.
+        scope: carries the paths of the sockets.
         nbytes: of every rank's shared memory.
-        timeout_s: how long to wait for a rank.
-        core: counts signs of life.
-        interval_s: seconds from one sign of life to the next.
+        timeout_s: longest wait for a rank, in seconds.
+        core: increments the heartbeat counter.
+        interval_s: seconds between heartbeats.
 
     Raises:
         RendezvousError: a rank did not come.
@@ -266,7 +266,7 @@ def _connect_to(
             peer_socket.connect(path)
             break
         except (BlockingIOError, InterruptedError):
-            # The other one's queue of callers is full.
+            # The peer's backlog is full.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.01)

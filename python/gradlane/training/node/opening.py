@@ -1,4 +1,4 @@
-"""How a channel is opened whose ranks add up on their nodes first."""
+"""Opening of a channel whose ranks add up on their nodes first."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def open_node_channel(
     open_inter_node: OpenInterNode,
     gradients: Sequence[Tensor] = (),
 ) -> NodeChannel:
-    """Connect the ranks of this node, and, if this one carries, the nodes.
+    """Connect the ranks of this node and, on a leader, the nodes.
 
     Args:
         core: the compiled core or its double.
         options: the session's.
         scope: where the ranks agree.
         rows: the plan's tensors.
-        layout: which ranks share nodes.
-        source_rank: the rank whose values step 0 spreads.
+        layout: of the ranks on nodes.
+        source_rank: the rank whose values step 0 broadcasts.
         open_inter_node: opens the channel between nodes.
         gradients: tensors like the gradients of the first tensors, where they are torch's.
 
     Raises:
-        ValueError: a tensor travels in a way that sums on nodes do not go with, or collectives
-            were asked for and cannot be.
+        ValueError: a tensor's scheme or codec excludes sums on nodes, or collectives were asked
+            for and cannot be used.
         RendezvousError: ranks cannot reach each other.
     """
     _check_rows(rows)

@@ -1,7 +1,6 @@
-"""What each rank of a node carries to the network: whole tensors, or an equal share of each.
+"""Assignment of tensors to the leaders of a node: whole tensors, or an equal share of each.
 
-All ranks compute the same from the tensor table alone. A part keeps the place of its tensor in the
-order of urgency.
+All ranks compute the same parts from the tensor table. A part has the priority of its tensor.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import Any
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "u8": 1}
 _ALIGNMENT_BYTES = 64
 _SPLIT_FROM_ELEMS = 4096
-"""Smaller tensors go whole: a share would be less than a frame's headers are worth."""
+"""Smaller tensors stay whole: the headers of more frames would cost more than a share saves."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A range of one tensor that one rank of each node carries.
+    """A range of one tensor with its leader on each node.
 
     Attributes:
         number: of the part.
         tensor: number of its tensor.
-        dtype: in the core's terms.
-        first_byte: where it begins in the tensor.
+        dtype: as the core names it.
+        first_byte: its first byte in the tensor.
         nbytes: its length.
-        leader: local rank that carries it.
-        offset: where it is in every rank's shared memory.
-        only_first: whether it takes part in step 0 alone.
+        leader: local rank of its leader.
+        offset: in every rank's shared memory.
+        only_first: True if it takes part in step 0 only.
     """
 
     number: int
@@ -42,11 +41,11 @@ class Part:
 
 
 def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part]:
-    """Cut the tensors of a plan.
+    """Cut the tensors of a plan into parts.
 
     Args:
         rows: the plan's tensors, with `numel`, `dtype` and `role`.
-        leaders: ranks of a node that carry; with one it carries every tensor whole.
+        leaders: of a node; a single one leads every tensor whole.
     """
     parts: list[Part] = []
     loads = [0] * leaders
@@ -55,7 +54,7 @@ def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part
         numel, dtype = int(row["numel"]), str(row["dtype"])
         size = ELEMENT_BYTES[dtype]
         if leaders == 1 or numel < _SPLIT_FROM_ELEMS:
-            # The one with the least so far; the first of several.
+            # The first leader with the least load so far.
             pieces = [(min(range(leaders), key=loads.__getitem__), 0, numel)]
         else:
             bounds = [numel * index // leaders for index in range(leaders + 1)]
@@ -71,14 +70,14 @@ def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part
 
 
 def shared_memory_bytes(parts: Sequence[Part]) -> int:
-    """Return the bytes of shared memory that every rank of a node has."""
+    """Return the bytes of shared memory of each rank of a node."""
     return max((part.offset + part.nbytes for part in parts), default=0)
 
 
 def rows_of_leader(
     rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], leader: int
 ) -> list[dict[str, Any]]:
-    """Return the plan's rows of what a rank carries, in the order of its parts."""
+    """Return the plan's rows for a leader's parts, in the order of its parts."""
     leader_rows = []
     for part in parts:
         if part.leader != leader:

@@ -1,4 +1,4 @@
-"""Gradients while collectives use them: their numbers in the order of memory, cut into parts."""
+"""Gradients that collectives use: their values in memory order, cut into parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUM_DTYPES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }
-"""What sums are taken in: halves in f32, and rounded once, as in the host's memory."""
+"""Dtypes of sums: halves add up in f32 and round once, as in shared memory."""
 
 
 @dataclass
@@ -23,8 +23,8 @@ class PendingGradient:
     """This rank's gradient of a tensor in the current step.
 
     Attributes:
-        values: all of them, in the order of memory; complex ones are pairs.
-        absent: whether there is none, and the memory waits for the others' mean.
+        values: in memory order; complex numbers are pairs.
+        absent: True if this rank has no gradient and the memory is for the others' mean.
         mark: when whatever uses the memory so far is done.
         parts_left: parts whose mean is not in place yet.
     """
@@ -35,13 +35,13 @@ class PendingGradient:
     parts_left: int
 
     def values_of(self, part: Part) -> Tensor:
-        """Return the numbers of a part, in place."""
+        """Return a view of the values of a part."""
         size = self.values.element_size()
         first = part.first_byte // size
         return self.values[first : first + part.nbytes // size]
 
 
 def flat_values(gradient: Tensor) -> Tensor:
-    """View a dense tensor's numbers in the order of memory; complex ones are pairs."""
+    """Return a dense tensor's values in memory order; complex numbers are pairs."""
     flat = gradient.detach().as_strided((gradient.numel(),), (1,))
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

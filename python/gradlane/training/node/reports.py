@@ -1,4 +1,4 @@
-"""What a channel of a node counts, and what it records: nodes' rows under ranks of the world."""
+"""Counters and traces of a node's channel, with ranks of the world in place of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradlane.training.node.wait_stats import WaitStats
 
 
 class ChannelReports:
-    """The part of a node's channel that reports."""
+    """The reporting methods of a node's channel."""
 
     _leader: NodeLeader | None
     _collectives: CollectiveQueue | None
@@ -25,7 +25,7 @@ class ChannelReports:
     _waits: WaitStats
 
     def metrics_json(self) -> str:
-        """Return counters as a JSON object: the network's if this rank carries, and waits."""
+        """Return counters as a JSON object: the network's on a leader, and waits."""
         reading: dict[str, Any] = {}
         if self._leader is not None:
             reading = json.loads(self._leader.channel.metrics_json())
@@ -48,11 +48,11 @@ class ChannelReports:
         return json.dumps(reading)
 
     def waited_ns(self) -> int:
-        """Return how long threads of the program have waited so far, in nanoseconds."""
+        """Return the time that threads of the program have waited so far, in nanoseconds."""
         return self._waits.waited_ns
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace of frames between nodes."""
+        """Return and clear the trace of frames between nodes."""
         if self._leader is None:
             return []
         return [
@@ -61,7 +61,7 @@ class ChannelReports:
         ]
 
     def take_timeline(self) -> tuple[list[CoreRow], int]:
-        """Return and forget the trace between nodes, and how much of it was not kept."""
+        """Return and clear the trace between nodes, and the number of rows that were dropped."""
         if self._leader is None:
             return [], 0
         rows, dropped = self._leader.channel.take_timeline()
