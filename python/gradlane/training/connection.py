@@ -1,4 +1,4 @@
-"""How a channel is opened between all ranks: plan, secret, addresses, connections; and closed."""
+"""Opening and closing of a channel between all ranks: plan, secret, addresses, connections."""
 
 from __future__ import annotations
 
@@ -30,35 +30,34 @@ from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncemen
 
 
 class ModelFollower(Protocol):
-    """Follows the models of a session as they are prepared, such as to take checkpoints."""
+    """Follows the models of a session as they are prepared, for instance to take checkpoints."""
 
     def follow(self, prepared: Any, scope: RendezvousScope) -> None:
-        """Begin with a model; a collective call.
+        """Start with a model; a collective call.
 
         Args:
             prepared: the prepared model.
-            scope: where the ranks agree.
+            scope: for the agreement of the ranks.
         """
 
 
 @dataclass(frozen=True)
 class SessionContext:
-    """What a session gives each of its models.
+    """The session's state that each of its models uses.
 
     Attributes:
         core: the compiled core or its double.
         options: the session's.
-        rank_info: this rank's.
+        rank_info: this rank.
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
-        deadlocks: looks out for ranks that wait for each other.
-        observer: knows what all models count.
-        checkpoints: takes them, or None.
-        recorder: what a timeline is recorded with, or None.
-        schemes: how tensors are aggregated, by name, where a plan says it; others go by the
-            strategy.
-        announcements: rank 0's word to ranks that only serve, or None.
+        deadlocks: detects ranks that wait for each other.
+        observer: has the metrics of all models.
+        checkpoints: takes checkpoints, or None.
+        recorder: of a timeline, or None.
+        schemes: aggregation schemes of a plan, by tensor name; other tensors use the strategy's.
+        announcements: of channels to dedicated servers, on rank 0, or None.
     """
 
     core: CoreModule
@@ -87,12 +86,12 @@ def open_channel(
     """Connect to all ranks.
 
     Args:
-        ctx: what the session gives.
-        scope: where the ranks agree; for this channel alone.
+        ctx: of the session.
+        scope: of this channel.
         rows: the plan's tensors.
         update: where the optimizer runs.
-        first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
-            it follow in their order.
+        first: the rank that is rank 0 of the channel, whose values step 0 broadcasts; the ranks
+            after it follow in their order.
         gradients: tensors like the gradients of the first rows, where those are torch's.
 
     Raises:
@@ -113,10 +112,10 @@ def open_channel(
 
 
 def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[int]:
-    """Return the ranks of the world by their numbers in a channel's errors.
+    """Return the world ranks by their number in a channel's errors.
 
     Args:
-        ctx: what the session gives.
+        ctx: of the session.
         channel: as `open_channel` has returned it.
         first: as `open_channel` was given it.
     """
@@ -135,7 +134,7 @@ def _open(
     gradients: Sequence[Tensor],
 ) -> Channel:
     options, rank_info = ctx.options, ctx.rank_info
-    # Who sends factors knows which tensors have any, and says so in their rows.
+    # The rows of tensors with factors name their scheme already.
     schemes = {name: one for name, one in ctx.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
@@ -169,14 +168,14 @@ def _connect(
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
     options, rank_info = ctx.options, ctx.rank_info
-    # Ranks that only serve are the last ones of each channel.
+    # Dedicated servers are the last ranks of each channel.
     everyone = [*ranks, *range(rank_info.world_size, rank_info.ranks)]
-    # Ranks that carry for their nodes have a channel for each local rank.
+    # Node leaders have one channel for each local rank.
     job = scope.name if len(ranks) == rank_info.world_size else f"{scope.name}/{ranks[0]}"
     settings = _channel_options(
         ctx, job, scope.generation, ranks.index(rank_info.rank), len(everyone)
     )
-    # A core that knows nothing of them is asked for nothing of them.
+    # A core without these options still works where they are not used.
     optional: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
     if rank_info.serving:
         optional["workers"] = len(ranks)
@@ -242,13 +241,13 @@ def shutdown_channel(
     scope: RendezvousScope,
     timeout_s: float,
 ) -> bool:
-    """Close a channel in good order, and pass on what its ranks have waited for.
+    """Close a channel in good order, and share the wait statistics of its ranks.
 
     Args:
-        ctx: what the session gives.
-        channel: it sends what is owed, and waits until every rank has said goodbye.
-        watch: knows what this rank has waited for, and on rank 0 hears of the others.
-        scope: where word is left.
+        ctx: of the session.
+        channel: sends what is due, and waits for the goodbye of every rank.
+        watch: has this rank's wait statistics; on rank 0 collects the others'.
+        scope: of this channel.
         timeout_s: for all goodbyes.
 
     Returns:
@@ -270,7 +269,7 @@ def shutdown_channel(
 
 
 def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
-    """Return the addresses to try to listen on, and the one that others use if it is another.
+    """Return the addresses to listen on, and the advertised one if it differs.
 
     Raises:
         RendezvousError: none is found.
@@ -283,7 +282,7 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
             return [addresses.interface_address(interface)], advertised
         if advertised:
             literal = addresses.resolve(advertised)
-            # Behind address translation the advertised address is none of this machine's.
+            # Behind address translation this machine does not have the advertised address.
             return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
         if ctx.rank_info.ranks == 1:
             return ["127.0.0.1"], None
@@ -296,7 +295,7 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
 
 
 def listen(ctx: SessionContext) -> tuple[Listener, str]:
-    """Bind a socket; returns it and the address that others reach it at."""
+    """Bind a socket; return it and its address for other ranks."""
     low, high = ctx.options.ports or (0, 0)
     hosts, advertised = listening_hosts(ctx)
     for host in hosts:

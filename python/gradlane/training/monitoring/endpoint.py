@@ -1,7 +1,7 @@
-"""A page over HTTP for a few callers at a time, answered by one thread.
+"""A page over HTTP for a few clients at a time, served by one thread.
 
-Whatever callers do costs the program a bounded part of that thread, `CLIENTS_MAX` descriptors, and
-a new page once in `PAGE_AGE_S` at most. Nothing that a caller says is repeated, printed or logged.
+Clients can use only a bounded part of that thread, `CLIENTS_MAX` descriptors, and a new page every
+`PAGE_AGE_S`. No text of a client is repeated, printed or logged.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import time
 from collections.abc import Callable
 
 CLIENTS_MAX = 8
-"""Connections at a time. The oldest is closed for one more, so that slow ones keep nobody out."""
+"""Most connections at a time. A new one closes the oldest, so slow clients block no others."""
 REQUEST_TIMEOUT_S = 5.0
-"""Seconds from a call to the last byte of its answer."""
+"""Seconds from a connection to the last byte of its response."""
 REQUEST_BYTES_MAX = 8192
 PAGE_AGE_S = 1.0
-"""Seconds that a page is answered with before another one is made."""
+"""Seconds for which a page is served before a new one is made."""
 _LOOP_MIN_S = 0.01
-"""Least seconds from one turn of the loop to the next; each accepts one caller and reads once."""
+"""Least seconds between iterations of the loop; each accepts one client and reads once from
+each."""
 _READ_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class _Client:
-    """One connection: a request comes in, an answer goes out, the rest is read and dropped."""
+    """A connection: reads a request, writes a response, and drops further input."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self.connection = connection
@@ -42,10 +43,10 @@ class _Client:
 
 
 class Endpoint:
-    """Answers `GET /metrics` and `GET /` with a page."""
+    """Serves a page for `GET /metrics` and `GET /`."""
 
     def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
-        """Listen from now on.
+        """Start to listen.
 
         Args:
             host: address or name to listen on; `0.0.0.0` and `::` are all.
@@ -69,20 +70,20 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port number."""
         return self.address[1]
 
     def close(self) -> None:
-        """Stop answering, and hang up on all callers."""
+        """Stop, and disconnect all clients."""
         self._closing.set()
         with contextlib.suppress(OSError):
-            # Wakes the thread up, which sleeps until somebody calls.
+            # Wakes the thread, which sleeps until a client connects.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._close_sockets()
 
     def forget_in_child(self) -> None:
-        """Let go of all sockets in a forked child, which has no thread to answer."""
+        """Close all sockets in a forked child, which has no thread to serve them."""
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -104,7 +105,7 @@ class Endpoint:
             self._closing.wait(_LOOP_MIN_S)
 
     def _wait(self) -> set[int]:
-        """Wait for a caller or a deadline, and return the descriptors that are ready."""
+        """Wait for a client or a deadline, and return the descriptors that are ready."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for client in self._clients:
@@ -119,7 +120,7 @@ class Endpoint:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # The caller is gone, or descriptors have run out for a while.
+            # The client is gone, or descriptors have run out for a while.
             return
         connection.setblocking(False)
         if len(self._clients) == CLIENTS_MAX:
@@ -131,7 +132,7 @@ class Endpoint:
         client.connection.close()
 
     def _serve(self, client: _Client) -> bool:
-        """Read or write once; return whether the caller is still to be heard."""
+        """Read or write once; return whether the connection stays open."""
         try:
             if client.response:
                 sent = client.connection.send(client.response)
@@ -166,7 +167,7 @@ class Endpoint:
         try:
             page = self._fresh_page()
         except Exception:
-            # The session ends, say. A report ends no training, and strangers need no reason.
+            # The session may be ending. A report ends no training, and clients get no reason.
             return _response("503 Service Unavailable")
         headers = [f"Content-Type: {self._content_type}"]
         return _response("200 OK", headers, page, is_head=method == b"HEAD")
@@ -193,13 +194,13 @@ def _response(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on the first address of a host that can be listened on, without blocking."""
+    """Listen on the first address of a host, without blocking."""
     if not 0 <= port <= 65535:
         raise ValueError("there are ports 0 to 65535")
     flags = socket.AI_PASSIVE
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     family, _, _, _, (literal, _, *zone) = found[0]
-    # `::` takes callers over IPv4 as well, where the system can.
+    # `::` accepts clients over IPv4 as well, if the system can.
     both = host == "::" and socket.has_dualstack_ipv6()
     address = (literal, port, *zone)
     listener = socket.create_server(address, family=family, dualstack_ipv6=both)

@@ -1,8 +1,8 @@
-"""The numbers of `Session.metrics()`: their names, and how they come from the core's counters.
+"""The numbers of `Session.metrics()`: their names, and their computation from the core's counters.
 
-All are plain dictionaries, lists and numbers, so that `json.dumps` takes them. Names carry units:
-`*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counters only grow; what is
-called `queued_*` or `*_in_flight` is a state of this moment.
+All values are plain dictionaries, lists and numbers, so that `json.dumps` takes them. Names carry
+units: `*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counters only grow;
+`queued_*` and `*_in_flight` are momentary states.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 Reading = dict[str, Any]
-"""A channel's counters, as the core says them."""
+"""A channel's counters, as the core reports them."""
 
 
 class PeerMetrics(TypedDict):
-    """What went to and came from one rank, and what waits for it; zeros for this rank itself.
+    """Traffic with one rank, and its queues; zeros for this rank itself.
 
     `tx_bytes` and `rx_bytes` are payloads and gradlane's own headers, without those of TCP and IP;
-    a payload's bytes count when its frame is whole. A message is a slice, or word of one.
+    a payload's bytes count when its frame is whole. A message is a slice, or a notice of one.
     `owned_bytes`, also of this rank itself, are those of gradients that the rank adds up, or makes
     of factors for all.
     """
@@ -37,7 +37,7 @@ class PeerMetrics(TypedDict):
 
 
 class TensorWait(TypedDict):
-    """How long this rank's program waited for one tensor's result.
+    """Waits of this rank's program for one tensor's result.
 
     `count`, `wait_s`, `wait_s_mean` and `wait_s_max` are of waits for the tensor itself, as before
     a module's forward; `max_step` and `last_step` the training steps of the longest and the last of
@@ -59,7 +59,7 @@ class TensorWait(TypedDict):
 
 
 class Straggler(TypedDict):
-    """How late one rank's contributions to slices that this rank owns were.
+    """Lateness of one rank's contributions to slices that this rank owns.
 
     `last_count` says to how many it was the last rank to contribute, `last_share` to which share of
     all. `late_s` is how much later that was than the rank before it: what all would have gained,
@@ -77,7 +77,7 @@ class Straggler(TypedDict):
 
 
 class LeftOut(TypedDict):
-    """How often steps went on without one rank (`stragglers="drop"` or `"backup=b"`).
+    """Steps that went on without one rank (`stragglers="drop"` or `"backup=b"`).
 
     `left_out_share` is of all steps whose contributors were chosen. On rank 0, which chooses them,
     `late_s_mean` and `late_s_max` say how much later than the decision its gradients were there, in
@@ -94,7 +94,7 @@ class LeftOut(TypedDict):
 
 
 class StepTimes(TypedDict):
-    """How long steps take, from first gradient to first gradient.
+    """Step times, from first gradient to first gradient.
 
     Evaluation and saving between two steps are part of the first of them, so that the medians, of
     the last 128 steps, say more than the means. `wait_share` is the share of all steps' time that
@@ -112,7 +112,7 @@ class StepTimes(TypedDict):
 
 
 class Metrics(TypedDict):
-    """What `Session.metrics()` returns: sums over all models of the session, on this rank.
+    """The result of `Session.metrics()`: sums over all models of the session, on this rank.
 
     `step` is the number of the current training step, of the model with the most. `codec_ratio`
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
@@ -197,11 +197,11 @@ _STATES = (
 _PEERS_ONLY = ("in_flight_bytes", "owned_bytes")
 _MAXIMA = ("plan_version",)
 _STEP_OF_MAX = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
-"""Largest values, and the step that each was in."""
+"""Maximum counters, and the step of each maximum."""
 
 
 def join_readings(before: Reading, now: Reading) -> Reading:
-    """Join the counters of a model's closed channel with those of the one that it has now."""
+    """Add the counters of a model's closed channel to those of its current one."""
     joined = {**now, **{name: now.get(name, 0) + before.get(name, 0) for name in (*_SUMS, "step")}}
     joined["peers"] = _join_tables(before, now, "peers")
     for name in ("stragglers", "left_out"):
@@ -221,8 +221,8 @@ def metrics_of(
     Args:
         rank: this rank.
         world_size: number of ranks.
-        steps: how long steps take.
-        readings: a model's counters each; whatever a core does not count is 0.
+        steps: step times.
+        readings: counters, one for each model; a missing counter is 0.
     """
 
     def total(name: str) -> Any:
@@ -261,7 +261,7 @@ def metrics_of(
 
 
 def tensor_wait_row(model: int, row: Mapping[str, Any]) -> TensorWait:
-    """Return a core's row of waits by the names of `TensorWait`."""
+    """Convert a core's row of waits to a `TensorWait`."""
     count, wait_s = int(row["count"]), float(row["wait_s"])
     return {
         "model": model,
@@ -279,7 +279,7 @@ def tensor_wait_row(model: int, row: Mapping[str, Any]) -> TensorWait:
 
 
 def sum_by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
-    """Add up waits by the module that owns each tensor; what belongs to none stays as it is."""
+    """Sum up waits by the module that owns each tensor; tensors without a module stay."""
     layers: dict[tuple[int, str], TensorWait] = {}
     for wait in waits:
         layer = layer_of(wait["name"])
@@ -299,7 +299,7 @@ def sum_by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
 
 
 def layer_of(tensor: str) -> str:
-    """Return the name of the module that a parameter belongs to: `fc` of `fc.weight`.
+    """Return the name of the module that owns a parameter: `fc` for `fc.weight`.
 
     A parameter of the model itself, and gradlane's own tensors, keep their name.
     """
@@ -308,12 +308,12 @@ def layer_of(tensor: str) -> str:
 
 
 def waited_s(wait: TensorWait) -> float:
-    """Return all seconds of waits that ended with a tensor or a layer."""
+    """Return the seconds of all waits for a tensor or layer, whole-step waits included."""
     return wait["wait_s"] + wait["whole_step_s"]
 
 
 def straggler_row(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
-    """Return a core's row of late contributions by the names of `Straggler`."""
+    """Convert a core's row of late contributions to a `Straggler`."""
     count, late_s = int(row["last_count"]), float(row["late_s"])
     return {
         "rank": rank,
@@ -327,7 +327,7 @@ def straggler_row(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler
 
 
 def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
-    """Return a core's row of steps without a rank by the names of `LeftOut`."""
+    """Convert a core's row of steps without a rank to a `LeftOut`."""
     steps, count = int(row["left_out_steps"]), int(row["late_count"])
     return {
         "rank": rank,
@@ -341,7 +341,7 @@ def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
 
 
 def renumber_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
-    """Number steps as the program does: a channel also counts those that were no training."""
+    """Number steps as the program does: a channel also counts steps outside of training."""
 
     def renumbered(row: Mapping[str, Any]) -> Reading:
         steps = ("wait_step_max", "wait_step_last", "late_step_max")

@@ -1,7 +1,7 @@
-"""What a session knows of its models while they train: counters, step times, who is told of them.
+"""Observation of a session's models while they train: counters, step times, and their outputs.
 
-Everything here may be called from any thread. Nothing here ends a training: what cannot be
-reported is warned of once and left out.
+All methods may be called from any thread. No failure here ends a training: an output that fails is
+warned of once and dropped.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 class StepNumbers(Protocol):
-    """A model's steps as this file sees them."""
+    """Step numbers of a model."""
 
     @property
     def step(self) -> int:
         """Number of the current training step."""
 
     def training_step_of(self, step: int) -> int:
-        """Number of the training step that a step of the channel was, or came after."""
+        """Return the training step that a step of the channel was, or came after."""
 
 
 AfterStep = Callable[[int], None]
-"""Called with the number of a training step that is done with, between it and the next one."""
+"""Called with the number of a finished training step, before the next one begins."""
 
 
 class ModelWatch:
-    """One model, on whatever channel it is."""
+    """The observation of one model, across channels."""
 
     def __init__(self, number: int, after_step: Callable[[ModelWatch, int], None]) -> None:
-        """Watch nothing yet.
+        """Start without a channel.
 
         Args:
             number: of the model, in the order of preparation, from 1.
-            after_step: called with this and the number of each training step that is done with.
+            after_step: called with this and the number of each finished training step.
         """
         self.number = number
         self.step_timer = StepTimer()
         self.peer_reports: list[Reading] = []
-        """What the other ranks said when they closed; rank 0's alone has it."""
+        """The other ranks' reports at their close, on rank 0."""
         self._after_step = after_step
         self._channel: Channel | None = None
         self._steps: StepNumbers | None = None
         self._earlier: Reading = {}
 
     def follow(self, channel: Channel, steps: StepNumbers) -> None:
-        """Watch a channel, in place of the one before, which must be closed."""
+        """Observe a channel in place of the previous one, which must be closed."""
         self._earlier = self.reading()
         self._channel, self._steps = channel, steps
         self.step_timer.use_channel(channel.waited_ns)
 
     def step_begins(self, step: int) -> None:
-        """Note that a training step begins; all before it are done with."""
+        """Record that a training step begins; all earlier ones are finished."""
         self.step_timer.step_begins()
         if step > 1:
             self._after_step(self, self._earlier.get("step", 0) + step - 1)
@@ -90,7 +90,7 @@ class ModelWatch:
         return join_readings(self._earlier, now) if self._earlier else now
 
     def publish_lateness(self, scope: RendezvousScope) -> None:
-        """Leave word for rank 0 of what this rank's slices have waited for."""
+        """Publish for rank 0 how late contributions to this rank's slices were."""
         if scope.rank_info.world_size == 1:
             return
         reading = self.reading()
@@ -99,14 +99,14 @@ class ModelWatch:
             scope.put(f"metrics/{scope.rank_info.rank}", json.dumps(record))
 
     def collect_lateness(self, scope: RendezvousScope) -> None:
-        """Read what the other ranks have left, on rank 0, once they have said goodbye."""
+        """Collect the other ranks' reports on rank 0, once they have said goodbye."""
         if scope.rank_info.rank != 0 or scope.rank_info.world_size == 1:
             return
         self.peer_reports = []
         with contextlib.suppress(RendezvousError):
             for rank in range(scope.rank_info.world_size):
                 record = scope.peek(f"metrics/{rank}")
-                # Anybody may have written it: a report that is none is left out, and ends nothing.
+                # Any process may have written it: an invalid report is dropped.
                 with contextlib.suppress(Exception):
                     peer_reports = json.loads(record or b"")
                     late_ranks([peer_reports])
@@ -114,13 +114,13 @@ class ModelWatch:
 
 
 class Observer:
-    """All models of one session."""
+    """The observation of all models of one session."""
 
     def __init__(self, rank_info: RankInfo, *, prints_summary: bool) -> None:
-        """Watch nothing yet.
+        """Start without models.
 
         Args:
-            rank_info: this rank's.
+            rank_info: this rank.
             prints_summary: whether rank 0 prints a line at the end.
         """
         self._rank_info = rank_info
@@ -132,7 +132,7 @@ class Observer:
         self._is_forked_child = False
 
     def watch(self, model: object, channel: Channel, steps: StepNumbers) -> ModelWatch:
-        """Watch a model, or arrays, on a channel; also what was on another one before."""
+        """Observe a model, or arrays, on a channel; also one that was on another channel before."""
         watch = self._numbers.get(model)
         if watch is None:
             watch = ModelWatch(len(self._watches) + 1, self._after_step)
@@ -142,14 +142,14 @@ class Observer:
         return watch
 
     def add_step_listener(self, after_step: AfterStep) -> None:
-        """Have something called after each training step of the first model."""
+        """Call a function after each training step of the first model."""
         self._listeners.append(after_step)
 
     def metrics(self) -> Metrics:
-        """Return all numbers as they are now.
+        """Return all metrics.
 
         Raises:
-            SessionClosedError: in a forked child, where nobody counts.
+            SessionClosedError: in a forked child, which has no counters.
         """
         if self._is_forked_child:
             raise SessionClosedError(
@@ -172,7 +172,7 @@ class Observer:
         self.add_step_listener(ScalarLog(writer, every, self.metrics).after_step)
 
     def serve(self, host: str, port: int) -> None:
-        """Answer Prometheus.
+        """Serve the metrics to Prometheus.
 
         Raises:
             ValueError: the address cannot be listened on.
@@ -181,11 +181,11 @@ class Observer:
 
     @property
     def prometheus_port(self) -> int | None:
-        """Port that is answered at, or None."""
+        """Port of the Prometheus endpoint, or None."""
         return self._endpoint.port if self._endpoint is not None else None
 
     def close(self) -> None:
-        """Stop answering; print the line at the end, if it is wanted and there is one to print."""
+        """Close the endpoint and print the summary line, if it is enabled and there were steps."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
@@ -199,7 +199,7 @@ class Observer:
                 print(escaped(line), file=sys.stderr, flush=True)
 
     def forget_in_child(self) -> None:
-        """Report nothing in a forked child."""
+        """Disable all outputs in a forked child."""
         self._is_forked_child = True
         self._prints_summary = False
         self._listeners.clear()
@@ -232,7 +232,7 @@ class Observer:
 
 
 def make_observer(options: Options, rank_info: RankInfo) -> Observer:
-    """Return the observer of a session, answering Prometheus where that is asked for.
+    """Return the observer of a session, with a Prometheus endpoint if the options ask for one.
 
     Raises:
         ValueError: the address of `options.prometheus` cannot be listened on.

@@ -1,4 +1,4 @@
-"""Timelines of real runs, from what one rank has recorded."""
+"""Timelines of real runs, from the recordings of one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import CoreRow
 
 _SLICED = ("push", "broadcast", "notify", "pull", "ring-scale", "ring-reduce", "ring-gather")
-"""Kinds of frames that are about a slice."""
+"""Kinds of frames that concern a slice."""
 _LANES = {
     "push": "push",
     "broadcast": "broadcast",
@@ -20,7 +20,7 @@ _LANES = {
     "ring-reduce": "push",
     "ring-gather": "broadcast",
 }
-"""Lanes in which frames leave; others leave in `control`."""
+"""Lanes of sent frames by kind; other kinds are in `control`."""
 NOTES = (
     "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
     "what arrives from its header to its last byte; counters spread bytes over that time",
@@ -29,7 +29,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that the program's own threads did."""
+    """An interval in the program's own threads."""
 
     lane: str
     """`forward`, `backward`, `wait` or `update`."""
@@ -37,17 +37,17 @@ class Mark:
     end_ns: int
     step: int
     tensors: tuple[int, ...] = ()
-    """What was waited for; empty: the whole step."""
+    """Tensors that were waited for; empty: the whole step."""
 
 
 class SpanSource(Protocol):
-    """What one model's recording holds."""
+    """The recording of one model."""
 
     names: Sequence[str]
     """Names of tensors by their number."""
 
     def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return what the program did, what the core did, and how much was not kept."""
+        """Return and clear the program's marks, the core's rows, and the number of dropped rows."""
 
 
 def recorded_timeline(
@@ -58,7 +58,7 @@ def recorded_timeline(
     Args:
         rank: the rank.
         recordings: one for each model.
-        facts: what belongs to the file.
+        facts: for the file.
     """
     spans: list[Span] = []
     dropped = 0
@@ -81,13 +81,13 @@ def recorded_timeline(
 
 
 def rank_path(path: Path, rank: int) -> Path:
-    """Return where a rank's own file goes: `trace.json` becomes `trace.rank0.json`."""
+    """Return the path of a rank's own file: `trace.json` becomes `trace.rank0.json`."""
     stem, _, suffixes = path.name.partition(".")
     return path.with_name(f"{stem}.rank{rank}.{suffixes or 'json'}")
 
 
 def host_boot_id() -> str:
-    """Return a name for the machine whose clock counts here: that of its last start."""
+    """Return a name of the machine whose clock the times are from: that of its last boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -95,7 +95,7 @@ def host_boot_id() -> str:
 
 
 def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
-    """Yield what the program did; waits and updates interrupt forward and backward."""
+    """Yield the program's spans; waits and updates interrupt forward and backward."""
     breaks = sorted(
         (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
     )
@@ -116,7 +116,7 @@ def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> It
 def _subtract_breaks(
     begin_ns: int, end_ns: int, breaks: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a time in which there was no break; breaks are in order."""
+    """Yield the parts of an interval outside of the breaks, which are in order."""
     for break_begin_ns, break_end_ns in breaks:
         if break_end_ns <= begin_ns:
             continue

@@ -1,7 +1,7 @@
-"""Listens to a real run, and writes its timeline at the end: one file a rank.
+"""Recording of a real run, written as a timeline at the end: one file a rank.
 
-Nothing of this exists unless it was asked for (`gradlane.init(trace_path=...)`, `GRADLANE_TRACE`);
-then memory is bounded: the last spans are kept, and the file says how many were not.
+Recording is off unless requested (`gradlane.init(trace_path=...)`, `GRADLANE_TRACE`). Its memory is
+bounded: the last spans are kept, and the file holds the number of those that were dropped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
 
 MARKS_MAX = 1 << 18
-"""Marks of the program that are kept of a model; a mark is some hundred bytes."""
+"""Most marks kept of a model; a mark is some hundred bytes."""
 WAIT_MIN_NS = 10_000
-"""What takes less was no wait: the tensor was there."""
+"""Shorter waits are not recorded: the tensor was ready."""
 _OUTPUTS_MAX = 16
 
 
@@ -37,12 +37,12 @@ class Recorder:
     """Records all models of a session."""
 
     def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
-        """Record for a file.
+        """Start without models.
 
         Args:
-            path: the file as the user named it; each rank writes `rank_path` of it.
+            path: the user's path; each rank writes `rank_path` of it.
             rank: this rank.
-            facts: what belongs to the file.
+            facts: for the file.
         """
         self._path = rank_path(path, rank)
         self._rank = rank
@@ -50,7 +50,7 @@ class Recorder:
         self._recordings: list[Recording] = []
 
     def record(self, channel: Channel, names: Sequence[str]) -> Recording:
-        """Begin to record a model.
+        """Start to record a model.
 
         Args:
             channel: the model's.
@@ -61,7 +61,7 @@ class Recorder:
         return recording
 
     def write(self) -> None:
-        """Write the file. What goes wrong is a warning: the run itself is not concerned."""
+        """Write the file; an error is a warning, since the run itself is not affected."""
         try:
             timeline = recorded_timeline(self._rank, self._recordings, self._facts)
             write_chrome(timeline, self._path)
@@ -74,13 +74,13 @@ class Recorder:
 
 
 def resolve_trace_path(path: str | Path | None) -> Path | None:
-    """Return the file that a program asks for, or `GRADLANE_TRACE`; None for no timeline."""
+    """Return the trace file of the program, or of `GRADLANE_TRACE`; None: no timeline."""
     text = path if path is not None else os.environ.get("GRADLANE_TRACE")
     return Path(text) if text else None
 
 
 def make_recorder(options: Options, rank_info: RankInfo) -> Recorder | None:
-    """Return the recorder of a session that is to be recorded."""
+    """Return the recorder of a session; None if it is not to be recorded."""
     if options.trace_path is None:
         return None
     facts = {
@@ -97,7 +97,7 @@ class Recording:
     """Records one model."""
 
     def __init__(self, channel: Channel, names: Sequence[str]) -> None:
-        """Listen to a channel."""
+        """Wrap a channel."""
         self.names = names
         self.channel = cast(Channel, _RecordingChannel(channel, self))
         self._core = channel
@@ -110,7 +110,7 @@ class Recording:
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Note forward and backward of the model as a whole."""
+        """Record forward and backward of the whole model."""
         before, after = _Hook(self._before_forward), _Hook(self._after_forward)
         self._handles += [
             model.register_forward_pre_hook(before, prepend=True),
@@ -118,13 +118,13 @@ class Recording:
         ]
 
     def remove_hooks(self) -> None:
-        """Take the hooks off again."""
+        """Remove the model's hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def timed_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the optimizer's step, timed."""
+        """Return the optimizer's step function, with its time recorded."""
 
         @functools.wraps(step)
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -137,17 +137,17 @@ class Recording:
         return timed
 
     def begin_step(self, step: int) -> None:
-        """A step has begun on the channel."""
+        """Record that a step has begun on the channel."""
         self._step = step
 
     def note(self, mark: Mark) -> None:
-        """Keep a mark."""
+        """Add a mark."""
         if len(self._marks) == MARKS_MAX:
             self._dropped += 1
         self._marks.append(mark)
 
     def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return what was recorded, and how much of it was not kept."""
+        """Return the marks, the core's rows, and the number of dropped rows."""
         rows, dropped = self._core.take_timeline()
         return list(self._marks), rows, self._dropped + dropped
 
@@ -179,7 +179,7 @@ class Recording:
 
 
 class _RecordingChannel:
-    """A channel that tells a recording when the program begins steps and waits."""
+    """A channel that records when the program begins steps and waits."""
 
     def __init__(self, channel: Channel, recording: Recording) -> None:
         self._channel = channel
@@ -221,7 +221,7 @@ class _RecordingChannel:
 
 
 class _Hook:
-    """A hook of a module; copies and pickles of the module carry one that does nothing."""
+    """A module hook that does nothing in copies and pickles of the module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -246,7 +246,7 @@ def _return_no_op() -> Callable[..., None]:
 
 
 def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned."""
+    """Yield the tensors in a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif depth > 0 and isinstance(output, (list, tuple, dict)):

@@ -1,4 +1,4 @@
-"""One line at the end of a run: how much of a step waited, for which layer and for which rank."""
+"""The summary line of a run: the share of waiting, the slowest layer and the latest rank."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 
 _NOTABLE_RATIO = 1.5
-"""A rank is named when it comes last so many times as often as chance has it."""
+"""A rank is named if it comes last this many times as often as by chance."""
 
 
 _NEGLIGIBLE_SHARE = 0.005
-"""Of so small a share of the time nobody needs to know more."""
+"""Smaller shares of the time are not explained."""
 
 
 @dataclass(frozen=True)
 class LateRank:
-    """How often a rank was the last one, over the slices of all owners.
+    """Lateness of a rank, over the slices of all owners.
 
     Attributes:
         rank: the rank.
-        last_share: share of the slices that it was the last rank to contribute to.
-        late_s_mean: how much later than the rank before it that was, in the mean.
+        last_share: share of the slices to which it contributed last.
+        late_s_mean: mean seconds after the rank before it.
     """
 
     rank: int
@@ -32,10 +32,10 @@ class LateRank:
 
 
 def late_ranks(owner_reports: Iterable[Mapping[str, Any]]) -> list[LateRank]:
-    """Add up what owners have seen; the rank that was last most often comes first.
+    """Sum up the owners' reports; the rank that was last most often comes first.
 
     Args:
-        owner_reports: of each owner, `stragglers` (rows by rank, with `last_count` and `late_s`) and
+        owner_reports: by owner, `stragglers` (rows by rank, with `last_count` and `late_s`) and
             `gathered_slices`.
     """
     gathered = 0

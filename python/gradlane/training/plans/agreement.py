@@ -1,6 +1,6 @@
-"""How all ranks come to the same plan: rank 0's counts, and whoever was given another one is told.
+"""Agreement of all ranks on the plan that rank 0 was given.
 
-Only rank 0 needs a plan's file; where another rank has it too, it must be the same plan.
+Only rank 0 needs a plan file. If another rank has one, it must be the same plan.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PlanArgument = Union[Plan, str, "PathLike[str]", None]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do.
+    """The plan, or the rule for one, of all ranks.
 
     Attributes:
-        plan: the plan that was given, or None.
-        rule: by which a plan is to be found while training, a name of `PLAN_RULES`, or empty.
+        plan: the given plan, or None.
+        rule: for finding a plan while training, a name of `PLAN_RULES`, or empty.
     """
 
     plan: Plan | None
@@ -36,7 +36,7 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Own:
-    """What this rank was given: how messages call it, and the plan where there is one here."""
+    """This rank's argument: its label in messages, and its plan if the rank has it."""
 
     label: str
     plan: Plan | None = None
@@ -50,18 +50,18 @@ def agree_on_plan(
     sizes: Mapping[str, int],
     unable: GradlaneError | ValueError | None = None,
 ) -> Agreed:
-    """Find out whether all ranks were given the same, and return it; a collective call.
+    """Check that all ranks were given the same plan, and return it; a collective call.
 
     Args:
-        scope: where the ranks agree; for nothing else.
-        given: what this rank was given.
+        scope: for this agreement alone.
+        given: this rank's argument.
         sizes: the trained parameters' numbers of elements, by name.
-        unable: why this rank cannot take part, whatever the plan; the others are told.
+        unable: why this rank cannot take part with any plan; sent to the others.
 
     Raises:
         GradlaneError, ValueError: `unable`.
         ValueError: this rank's plan cannot be read, or is for another model.
-        RanksDifferError: another rank's, or the ranks were given different ones; on every rank.
+        RanksDifferError: another rank's plan is, or the plans differ; on every rank.
         RendezvousError: a rank did not appear.
     """
     own = _read(given, scope.rank_info.rank)
@@ -107,7 +107,7 @@ def _read(given: PlanArgument, rank: int) -> _Own:
 
 
 def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
-    """Say why rank 0's plan is none for the model of this rank; empty if it is."""
+    """Return why rank 0's plan does not fit this rank's model; empty if it does."""
     if first.plan is not None:
         try:
             first.plan.check_fits(sizes, first.label)
@@ -117,7 +117,7 @@ def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
 
 
 def _difference(first: _Own, own: _Own, rank: int) -> str:
-    """Say what else this rank was given than rank 0; empty if it is the same."""
+    """Return how this rank's argument differs from rank 0's; empty if it does not."""
     if own.from_rank_0 and first.plan is not None:
         return ""
     if own.plan is not None and first.plan is not None:
@@ -130,7 +130,7 @@ def _difference(first: _Own, own: _Own, rank: int) -> str:
 
 
 def _verdict(scope: RendezvousScope, problem: str) -> str:
-    """Tell rank 0 what is wrong here, and return the first thing that is wrong anywhere."""
+    """Tell rank 0 this rank's problem, and return the first problem of any rank."""
     rank_info = scope.rank_info
     if rank_info.rank == 0:
         problems = [problem]

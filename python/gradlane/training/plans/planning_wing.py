@@ -1,4 +1,4 @@
-"""The one way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
+"""The only way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PlanSearch(Protocol):
     """Records a model's first steps and finds a plan for it."""
 
     def after_step(self) -> None:
-        """Note the end of a training step."""
+        """Record the end of a training step."""
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
 
 
 def measure_links(

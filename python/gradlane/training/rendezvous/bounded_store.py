@@ -1,11 +1,11 @@
-"""The rendezvous store, with calls that end.
+"""The rendezvous store, with calls that time out.
 
-Torch's `TCPStore` waits for an answer in `recv`, whatever its timeout: a host that stands still, or
-a link that is down, holds a caller for ever. So one daemon thread makes all calls on a store, and
-callers wait for that thread, in short slices and with a limit. A thread that never comes back holds
-up neither its callers nor the end of the process.
+Torch's `TCPStore` waits for a response in `recv`, whatever its timeout: a stopped host or a cut
+link would block a caller forever. So one daemon thread makes all calls on a store, and callers wait
+for that thread in short slices, up to a limit. A stuck thread blocks neither its callers nor the
+end of the process.
 
-No other module calls a store; `test_bounded_store.py` reads the sources for that.
+No other module calls a store; `test_bounded_store.py` checks the sources for that.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _LIMIT_MIN_S = 1.0
 _DRAIN_S = 2.0
 _PAUSE_S = 0.02
 _CAUSE_WAIT_S = 1.0
-"""How long a rank that has lost the store waits for its channel to say whose loss that is."""
+"""Time that a rank that has lost the store gives its channel to name the lost rank."""
 
 PollHook = Callable[[], object]
 """Called while waiting; raises when waiting has become useless."""
 
 
 class StoreLostError(RendezvousError):
-    """The rendezvous store is gone, or does not answer."""
+    """The rendezvous store is gone, or does not respond."""
 
 
 class _Call:
-    """One call, and its result once it is done."""
+    """A call, and its result once it is done."""
 
     def __init__(self, operation: Callable[[], Any]) -> None:
         self.operation = operation
@@ -61,7 +61,7 @@ class _Worker:
         self._calls.put(None)
 
     def stop(self) -> None:
-        """Make the calls that are queued and no more; wait for that unless one hangs."""
+        """Finish the queued calls and end the thread; do not wait for a stuck call."""
         self._calls.put(None)
         if not self.is_stuck:
             self._thread.join(_DRAIN_S)
@@ -91,7 +91,7 @@ def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
         except Exception as error:
             call.error = error
         call.done.set()
-        # The thread keeps nothing of a store that its session has let go.
+        # The thread keeps no reference to a store that its session has released.
         del call
 
 
@@ -99,12 +99,12 @@ class BoundedStore:
     """A store, or its keys under one prefix."""
 
     def __init__(self, rank: int, where: str, limit_s: float) -> None:
-        """Begin without a store; `connect` follows.
+        """Start without a store; `connect` follows.
 
         Args:
             rank: this rank, for errors.
             where: the store's address and host, for errors.
-            limit_s: seconds that a store may take to answer.
+            limit_s: longest response time of the store, in seconds.
         """
         self._rank = rank
         self._where = where
@@ -115,7 +115,7 @@ class BoundedStore:
 
     @classmethod
     def wrapping(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
-        """Return a store that is connected already."""
+        """Wrap a store that is connected already."""
         bounded = cls(rank, where, limit_s)
         bounded._store = store
         return bounded
@@ -124,11 +124,11 @@ class BoundedStore:
         """Connect to the store.
 
         Args:
-            open_store: returns the store, in the thread; its errors are raised here.
+            open_store: returns the store; runs in the thread, its errors are raised here.
             timeout_s: seconds that it may take.
 
         Returns:
-            The store; None if it did not answer in time.
+            The store; None if it did not respond in time.
         """
         call = self._worker.submit(open_store)
         if not self._worker.wait(call, timeout_s, None):
@@ -141,12 +141,12 @@ class BoundedStore:
 
     @property
     def store(self) -> Store:
-        """The store itself, to ask for its address."""
+        """The store itself, for its address."""
         store: Store = self._store
         return store
 
     def with_prefix(self, prefix: str) -> BoundedStore:
-        """Return the same store for keys that begin with a prefix."""
+        """Return the same store for keys with a prefix."""
         part = object.__new__(BoundedStore)
         part.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
         return part
@@ -155,24 +155,23 @@ class BoundedStore:
         """Write a key.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
         self._run(lambda store: store.set(self._prefix + key, value), None, on_poll)
 
     def read_first(
         self, *keys: str, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> tuple[str, bytes] | None:
-        """Return the first of some keys that is there, with its value, without waiting for any.
+        """Return the first of some keys that exists, with its value, without waiting for any.
 
         Args:
-            keys: in the order in which they are looked for; a later one counts only if the earlier
-                ones are still absent after it was found, so a rank that writes an earlier one
-                first is read in that order.
-            limit_s: seconds that the store may take to answer, where that is less than usual.
+            keys: in order of precedence; a later one counts only if the earlier ones are still
+                absent after it was found, so writes in that order are read in that order.
+            limit_s: longest response time, if shorter than the usual one.
             on_poll: called while waiting.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
 
         def read(store: Any) -> tuple[str, bytes] | None:
@@ -191,15 +190,15 @@ class BoundedStore:
     def read(
         self, key: str, *, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> bytes | None:
-        """Return the value of a key; None if it is not there. As `read_first`."""
+        """Return the value of a key, or None if it is not there; errors as for `read_first`."""
         found = self.read_first(key, limit_s=limit_s, on_poll=on_poll)
         return None if found is None else found[1]
 
     def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
-        """Write a key unless it is there; return its value.
+        """Write a key unless it exists; return its value.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
         stored: bytes = self._run(
             lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
@@ -207,23 +206,23 @@ class BoundedStore:
         return stored.decode()
 
     def increment(self, key: str, *, on_poll: PollHook | None = None) -> int:
-        """Add one to a number that begins at 0; return it.
+        """Add one to a counter that starts at 0; return it.
 
         Args:
-            key: of the number.
+            key: of the counter.
             on_poll: called while waiting.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
         number: int = self._run(lambda store: store.add(self._prefix + key, 1), None, on_poll)
         return number
 
     def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
-        """Wait until all of some keys are there, or a limit is over.
+        """Wait until all given keys exist, up to a limit.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
         deadline = SuspendAwareDeadline(limit_s)
         while keys := [key for key in keys if self.read(key, limit_s=deadline.remaining_s) is None]:
@@ -232,17 +231,17 @@ class BoundedStore:
             time.sleep(_PAUSE_S)
 
     def delete(self, key: str) -> None:
-        """Remove a key sometime, where the store can; nobody waits for that."""
+        """Delete a key in the background, if the store supports it."""
         if not self._worker.is_stuck:
             store, whole = self._store, self._prefix + key
             self._worker.submit(lambda: store.delete_key(whole))
 
     def drain(self) -> None:
-        """Wait until the calls that nobody waits for are done, for a short time at most."""
+        """Wait shortly for background calls to finish."""
         self._worker.wait(self._worker.submit(lambda: None), _DRAIN_S, None)
 
     def close(self) -> None:
-        """Let the store go; later calls fail."""
+        """Release the store; later calls fail."""
         self._worker.stop()
 
     def _run(
@@ -275,7 +274,7 @@ class BoundedStore:
 
 
 def _wait_for_cause(on_poll: PollHook, limit_s: float) -> None:
-    """Let a channel raise first, which knows which rank or link was lost."""
+    """Let the channel raise first, which knows the lost rank or link."""
     deadline_s = time.monotonic() + limit_s
     on_poll()
     while time.monotonic() < deadline_s:

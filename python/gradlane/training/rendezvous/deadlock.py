@@ -1,15 +1,15 @@
-"""Finds out when ranks wait for each other for ever, each for what another one holds back.
+"""Detection of deadlocks between ranks that wait for gradients that others have not submitted.
 
-With several models in a session a rank can wait for one model's gradients while the others wait for
-another model's: something that waits was done on some ranks only, or in another order. Nobody is
-dead or silent then, and only the progress timeout would tell. So a thread looks at waits that last,
-tells the other ranks through the rendezvous store what this rank waits for and what it still holds
-back, and looks for a circle.
+With several models in a session, a rank can wait for one model's gradients while the others wait
+for another model's: some call that waits was made on some ranks only, or in a different order. No
+rank is dead or silent then, and only the progress timeout would end the wait. So a thread watches
+waits that last, publishes through the rendezvous store what this rank waits for and which tensors
+it has not submitted, and looks for a cycle.
 
-A circle is reported only if all its ranks were in the same waits at one moment: everybody repeats
-its word as long as the wait lasts, and counts. Whoever reads all words, reads them again, and then
-sees every count go on knows that all were waiting at the second reading. Nothing rests on how fast
-a network is: a rank that has handed over what another one waits for is in nobody's way.
+A cycle is reported only if all its ranks were in the same waits at one moment. Each rank repeats
+its report with a rising count while its wait lasts. A rank that reads all reports twice, and then
+sees every count rise, knows that all were waiting at the second reading. The speed of the network
+does not matter: a rank that has submitted a needed tensor blocks no other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TICK_S = 0.5
 
 
 class WatchedExchange(Protocol):
-    """A model's exchange as this file sees it."""
+    """The exchange of a model's gradients."""
 
     step: int
 
     def unsubmitted_tensors(self) -> list[int]:
-        """Numbers of the tensors that were not handed over in the current step."""
+        """Return the tensors that were not submitted in the current step."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class _Wait:
 
 
 class DeadlockDetector:
-    """The watch of one session."""
+    """The deadlock detection of one session."""
 
     def __init__(self, store: BoundedStore, rank_info: RankInfo) -> None:
-        """Watch nothing yet; the thread starts with the second model.
+        """Start without models; the thread starts with the second one.
 
         Args:
             store: the rendezvous store.
@@ -66,7 +66,7 @@ class DeadlockDetector:
         self._thread: threading.Thread | None = None
 
     def use_incarnation(self, incarnation: str) -> None:
-        """Look for the other ranks' words among those of this start alone, before any model."""
+        """Read only the reports of this incarnation; call it before any model."""
         self._store = self._whole_store.with_prefix(
             f"gradlane/{self._rank_info.job}/{incarnation}/standstill"
         )
@@ -77,7 +77,7 @@ class DeadlockDetector:
         Args:
             name: the same on every rank.
             model: its exchange.
-            on_deadlock: called with the reason, in the thread of the watch.
+            on_deadlock: called with the reason, in the detector's thread.
         """
         self._models[name] = (model, on_deadlock)
         if len(self._models) > 1 and self._thread is None and self._rank_info.world_size > 1:
@@ -85,11 +85,11 @@ class DeadlockDetector:
             self._thread.start()
 
     def unwatch(self, name: str) -> None:
-        """Watch a model no longer."""
+        """Stop watching a model."""
         self._models.pop(name, None)
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -97,7 +97,7 @@ class DeadlockDetector:
 
     @contextlib.contextmanager
     def waiting(self, name: str, step: int, needed: list[int] | None) -> Iterator[None]:
-        """Note that this rank waits for tensors of a step, or for all of them."""
+        """Record that this rank waits for tensors of a step, or for all of them (None)."""
         outer = self._wait
         self._wait = _Wait(
             next(self._numbers), name, step, None if needed is None else tuple(needed)
@@ -121,7 +121,7 @@ class DeadlockDetector:
             with contextlib.suppress(RendezvousError):
                 report = json.dumps(self._report(wait, count))
                 if self._wait is not wait:
-                    # The wait has ended while the word was written: it may be half of the next.
+                    # The wait ended during the report, which may mix two waits.
                     continue
                 self._store.set(str(self._rank_info.rank), report, on_poll=self._raise_if_closing)
                 samples = [*samples[-2:], self._read_reports()]
@@ -151,7 +151,7 @@ class DeadlockDetector:
         return {rank: json.loads(report) for rank, report in texts.items() if report is not None}
 
     def _raise_if_closing(self) -> None:
-        """Leave a store that does not answer: whoever closes waits for the thread."""
+        """Raise when the session ends, so that a store that does not respond cannot delay it."""
         if self._closing.is_set():
             raise RendezvousError("the session ends")
 
@@ -177,7 +177,8 @@ class DeadlockDetector:
 def find_cycle(
     samples: list[dict[int, dict[str, Any]]], own: int
 ) -> dict[int, dict[str, Any]] | None:
-    """Return the ranks of a circle that a rank is in, and their words, if there is one for sure."""
+    """Return the ranks of a certain cycle with a rank in it, and their reports; None if there is
+    none."""
     if len(samples) < 3:
         return None
     first, second, third = samples
@@ -202,7 +203,7 @@ def find_cycle(
 
 
 def _blockers_of(reports: Mapping[int, dict[str, Any]], rank: int) -> list[int]:
-    """Ranks that have not handed over what a rank waits for."""
+    """Return the ranks that have not submitted what a rank waits for."""
     model, step, needed = reports[rank]["waits"]
     found = []
     for other, report in reports.items():

@@ -1,13 +1,13 @@
-"""Which start of a job's ranks this is, as the processes that are there agree on it.
+"""Agreement of all ranks on the incarnation of their job: one start of its processes.
 
-What ranks leave in the rendezvous store must not be read by those of another start: a secret or an
-address of processes that have ended would lead nowhere. Launchers count restarts, but torchrun's
-count is one of each node: where a rank fails, the agent of its node counts a restart, and another
-node's agent, which starts its ranks again with it, may not; where a node joins, nobody counts. So
-rank 0 draws a name for the start and tells it to each process that asks. A process asks with a
-number that it has drawn itself, so that it knows an answer to itself from one to the process
-before it. Nobody goes on before all have heard the answer: a rank that does not come is named by
-rank 0, and in its words by all others.
+What ranks leave in the rendezvous store must not be read by a later start: the secret or address of
+a process that has ended leads nowhere. Launchers count restarts, but torchrun counts them on each
+node. Where a rank fails, the agent of its node counts a restart; another node's agent, which
+restarts its ranks as well, may not; and where a node joins, no agent counts. So rank 0 draws a name
+for the incarnation and sends it to each process that requests it. A request carries a number that
+the process has drawn itself, so a process recognizes replies to its predecessor. No rank goes on
+before all have acknowledged the reply: rank 0 names a missing rank, and all others raise the same
+error.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Incarnation:
     """One start of all ranks.
 
     Attributes:
-        name: in keys of the store and in the job that connections are for.
-        generation: in every frame: rank 0's count of restarts.
+        name: part of store keys and of the job name of connections.
+        generation: rank 0's count of restarts, sent in every frame.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Incarnation:
 
 
 _incarnations: dict[RankInfo, Incarnation] = {}
-"""What the ranks of a job have agreed on, by this one's place."""
+"""The agreed incarnation, by this rank's info."""
 
 
 def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
-    """Return which start this process is of; the first time it asks the others.
+    """Return the incarnation of this process; the first call asks the other ranks.
 
-    Args and errors: as `agree_on_incarnation`.
+    Args and errors: as for `agree_on_incarnation`.
     """
     if rank_info not in _incarnations:
         _incarnations[rank_info] = agree_on_incarnation(store, rank_info, timeout_s)
@@ -54,15 +54,15 @@ def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -
 
 
 def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
-    """Find out which start this is; a collective call of all ranks, those that only serve too.
+    """Agree on the incarnation; a collective call of all ranks, dedicated servers included.
 
     Args:
         store: the rendezvous store.
         rank_info: this rank's.
-        timeout_s: how long to wait for other ranks, in seconds.
+        timeout_s: longest wait for other ranks, in seconds.
 
     Raises:
-        RendezvousError: a rank did not appear, or the store is gone or does not answer.
+        RendezvousError: a rank did not appear, or the store is gone or does not respond.
     """
     if rank_info.ranks == 1:
         return Incarnation(str(rank_info.restart), rank_info.restart)
@@ -77,7 +77,7 @@ def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: fl
 def _announce(
     store: BoundedStore, rank_info: RankInfo, incarnation: Incarnation, timeout_s: float
 ) -> None:
-    """Answer every rank, also one that comes again, until all have heard the answer."""
+    """Reply to every rank, also to a restarted one, until all have acknowledged."""
     replied: dict[int, str] = {}
     missing = list(range(1, rank_info.ranks))
     deadline = SuspendAwareDeadline(timeout_s)
@@ -124,7 +124,7 @@ def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Inca
         if request == own_request and name != acknowledged:
             store.set(f"heard/{rank_info.rank}", name)
             acknowledged = name
-            # Rank 0 began to wait for the others before it answered, and speaks first.
+            # Rank 0 began to wait before it replied, so it times out first.
             deadline = SuspendAwareDeadline(timeout_s + _RANK_0_GRACE_S)
         if request == own_request and reason:
             if reason[0]:

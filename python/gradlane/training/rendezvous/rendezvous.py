@@ -1,9 +1,9 @@
-"""How ranks find each other and agree before the first byte of training: through the c10d store.
+"""Agreement of all ranks before the first byte of training, through the c10d store.
 
-Everything is a key under `gradlane/{job}/{start}/{channel}`, so restarts and models never meet in
-one key. A rank that waits for a key names the rank that has not written it. Until the ranks are
-connected, the first one that cannot go on leaves its reason there, which all others raise as well:
-rank 0 stays for a moment so that they can read it, since the store may end with its process.
+Every key is under `gradlane/{job}/{incarnation}/{channel}`, so restarts and models never share
+keys. A rank that waits for a key names the rank that has not written it. Until the ranks are
+connected, the first rank that cannot go on stores its reason, which all others raise as well. Rank
+0 then stays for a moment so that the others can read it, since the store may end with its process.
 """
 
 from __future__ import annotations
@@ -30,38 +30,33 @@ from gradlane.training.rendezvous.environment import RankInfo, find_store_addres
 from gradlane.training.rendezvous.incarnation import Incarnation
 
 _OWN_SECRET = b"private"
-"""In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
+"""Stored in place of a secret that every rank has from `GRADLANE_SECRET`."""
 _SECRET_BYTES = 32
 _CLOSING_KEYS = ("ending/", "metrics/")
 """Keys that rank 0 reads when all ranks have said goodbye."""
 _CHECKPOINT_KEYS = "checkpoint/"
-"""Keys that are read while the last checkpoint is still written, and removed by who reads them."""
+"""Keys of a checkpoint that may still be being written; their reader deletes them."""
 _ABORT_KEY = "reason"
-"""The key of why the ranks of a meeting are not connected: the first reason that any rank gave."""
+"""The key with the first reason why the ranks of a scope are not connected."""
 _ABORT_POLL_S = 0.25
-"""How often a rank that connects looks for the reason of one that gave up."""
+"""Interval at which a connecting rank polls for another rank's abort."""
 _PROBE_S = 0.5
 _REPORT_S = 2.0
-"""How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
-to read it."""
+"""Longest time that an aborting rank waits for the store, and rank 0 for its readers."""
 
 
 def open_store(
     rank_info: RankInfo, environment: Mapping[str, str], timeout_s: float, store_timeout_s: float
 ) -> BoundedStore:
-    """Return torch.distributed's default store, or else open the one that torchrun would use.
+    """Return torch.distributed's default store, or open the one that torchrun would use.
 
     Rank 0 hosts it, unless torchrun's agent does.
 
-    Args:
-        rank_info: this rank's.
-        environment: the launcher's variables.
-        timeout_s: seconds that connecting may take.
-        store_timeout_s: seconds that each answer may take afterwards.
+    Args: rank_info: this rank. environment: the launcher's variables. timeout_s: longest time to
+    connect, in seconds. store_timeout_s: longest response time afterwards, in seconds.
 
-    Raises:
-        ValueError: the environment names no host.
-        RendezvousError: the store cannot be reached in time.
+    Raises: ValueError: the environment names no host. RendezvousError: the store cannot be reached
+    in time.
     """
     import torch.distributed as dist
 
@@ -115,9 +110,9 @@ def open_store(
 
 
 def store_timeout_s(options: Options) -> float:
-    """Return how many seconds the store may take for an answer.
+    """Return the longest response time of the store, in seconds.
 
-    A little longer than a rank may be silent: the channel names the rank whose host is gone.
+    It exceeds the silence timeout a little, so that the channel names the rank whose host is gone.
     """
     return 1.25 * options.silence_timeout_s + 1.0
 
@@ -129,21 +124,21 @@ def wrap_store(
     store_timeout_s: float,
     host_text: str = "which rank 0 or its launcher keeps",
 ) -> BoundedStore:
-    """Return a store that is open with calls that end.
+    """Wrap an open store so that its calls time out.
 
     Args:
         store: of any kind.
-        rank_info: this rank's.
+        rank_info: this rank.
         environment: the launcher's variables.
-        store_timeout_s: seconds that each answer may take.
-        host_text: the process that the store ends with, for errors.
+        store_timeout_s: longest response time, in seconds.
+        host_text: the process that hosts the store, for errors.
     """
     at = addresses.endpoint(*store_address(store, environment))
     return BoundedStore.wrapping(store, rank_info.rank, f"at {at}, {host_text}", store_timeout_s)
 
 
 def _listener_at(host: str, port: int) -> str:
-    """Say in one clause whether a process listens at an address."""
+    """Describe in one clause what listens at an address."""
     try:
         socket.create_connection((host, port), timeout=_PROBE_S).close()
     except ConnectionRefusedError:
@@ -158,7 +153,7 @@ def _first_line(error: Exception) -> str:
 
 
 def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of a store, as well as they are known; loopback when they are not."""
+    """Return host and port of a store; loopback if they are unknown."""
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
@@ -172,7 +167,7 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
 
 
 class RendezvousScope:
-    """One place in the store where all ranks agree on one channel."""
+    """The keys of one channel in the store, through which all ranks agree on it."""
 
     def __init__(
         self,
@@ -183,13 +178,13 @@ class RendezvousScope:
         incarnation: Incarnation | None = None,
         on_poll: Callable[[], object] | None = None,
     ) -> None:
-        """Take part in a meeting.
+        """Open the scope.
 
         Args:
             store: the rendezvous store.
-            rank_info: this rank's place.
+            rank_info: this rank.
             channel: number of the channel, the same on every rank; or another name.
-            timeout_s: how long to wait for other ranks, in seconds, for each question.
+            timeout_s: longest wait for other ranks for each key, in seconds.
             incarnation: as all ranks agreed; None: the launcher's count.
             on_poll: called while waiting; raises when the session has failed.
         """
@@ -205,17 +200,18 @@ class RendezvousScope:
         self.on_poll = on_poll
         """Called while waiting; raises when the session has failed."""
         self.is_connected = False
-        """Whether the channel that the ranks met for is open on all of them."""
+        """True once the scope's channel is open on all ranks."""
         self.has_deleted_keys = False
-        """Whether nothing more is said here."""
+        """True once this rank has deleted its keys."""
         self.has_refused = False
-        """Whether this rank has told the others in `agree` that it cannot take part."""
+        """True once this rank has told the others in `agree` that it cannot take part."""
         self._abort_reason: str | None = None
-        """Why the ranks are not connected, once this one has read it."""
+        """Why the ranks are not connected, once this rank knows."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the others may wait here for this rank, and hear of it in no other way."""
+        """True if the others may wait here for this rank and have no other way to learn of its
+        failure."""
         return not (self.is_connected or self.has_deleted_keys or self.has_refused)
 
     def put(self, key: str, value: bytes | str) -> None:
@@ -228,10 +224,10 @@ class RendezvousScope:
         self._written.add(key)
 
     def mark_connected(self, timeout_s: float, on_poll: Callable[[], object]) -> None:
-        """Note that the ranks are connected: who is waited for from now on may be at other work.
+        """Record that the ranks are connected: waits now raise `ProgressTimeoutError`.
 
         Args:
-            timeout_s: how long to wait for a rank then, in seconds: the progress timeout.
+            timeout_s: longest wait for a rank from now on, in seconds: the progress timeout.
             on_poll: called while waiting; raises when the session has failed.
         """
         self._timeout_s = timeout_s
@@ -239,11 +235,11 @@ class RendezvousScope:
         self.is_connected = True
 
     def mark_closed(self) -> None:
-        """Note that the channel was closed in good order."""
+        """Record that the channel was closed in good order."""
         self.on_poll = None
 
     def get(self, key: str, rank: int) -> bytes:
-        """Read a key that a rank writes, waiting for it.
+        """Wait for a key that a rank writes, and return its value.
 
         Raises:
             RendezvousError: the key did not appear in time, another rank gave up, or the store is
@@ -254,20 +250,20 @@ class RendezvousScope:
         return self.get_all({rank: key})[0]
 
     def get_all(self, keys: Mapping[int, str], extra_s: float = 0.0) -> list[bytes]:
-        """Read a key of each of some ranks, waiting for all; as `get`, with one limit for all.
+        """Wait for one key of each given rank, with one time limit for all; errors as for `get`.
 
         Args:
             keys: by rank.
-            extra_s: seconds that are waited beyond the meeting's limit.
+            extra_s: seconds beyond the scope's limit.
         """
-        # Rank 0 waits for the others as well, and its reason is better than one that blames it.
+        # Rank 0 waits for the others as well, and its reason names the right rank.
         if self.rank_info.rank > 0 and 0 in keys and not self.is_connected:
             extra_s += 1.0 + self._timeout_s / 4
         deadline = SuspendAwareDeadline(self._timeout_s + extra_s)
         return [self._get(key, rank, deadline) for rank, key in keys.items()]
 
     def _get(self, key: str, rank: int, deadline: SuspendAwareDeadline) -> bytes:
-        # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
+        # Polling lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001
         keys = (key,) if self.is_connected else (key, _ABORT_KEY)
         while True:
@@ -304,34 +300,34 @@ class RendezvousScope:
         """Tell all ranks why they will not be connected; return the error that all of them raise.
 
         Args:
-            reason: the sentence; where another rank was first, all raise that one's.
-            missing: ranks that nobody hears anything of.
+            reason: a sentence; if another rank was first, all raise its reason.
+            missing: ranks that will not read the reason.
         """
         if self._abort_reason is not None:
             return RendezvousError(self._abort_reason)
         record = json.dumps({"reason": reason, "missing": sorted(missing)})
-        # A store that is gone cannot tell anybody anything.
+        # A store that is gone cannot carry the reason.
         with contextlib.suppress(StoreLostError):
             record = self._store.set_if_absent(_ABORT_KEY, record, limit_s=_REPORT_S)
         return self._acknowledge_abort(record)
 
     def abort_unreachable(self, missing: int, reason: str) -> RendezvousError:
-        """Give up since a rank cannot be connected to: name it, or the link to it.
+        """Abort since a rank is unreachable: blame it, or the link to it.
 
         Args:
             missing: the rank.
-            reason: the sentence, for a rank that says nothing itself.
+            reason: a sentence, for a rank that does not report itself.
         """
         own = self.rank_info.rank
         if self._abort_reason is not None:
             return RendezvousError(self._abort_reason)
         try:
             self.put(f"unconnected/{own}", "")
-            # A rank that is alive and misses this one says so at about the same time.
+            # A live rank that misses this one reports it at about the same time.
             self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
             is_alive = self._store.read(f"unconnected/{missing}") is not None
         except StoreLostError as error:
-            # Its host is what all ranks miss, whatever else this one does.
+            # All ranks lose the store's host, so its loss is the cause.
             return error
         if not is_alive:
             return self.abort(reason, [missing])
@@ -343,7 +339,7 @@ class RendezvousScope:
         )
 
     def wait_until_opened(self, on_poll: Callable[[], object]) -> None:
-        """Say that the channel is open here, and wait until it is on all ranks.
+        """Report that the channel is open here, and wait until it is open on all ranks.
 
         Args:
             on_poll: called while waiting; raises when the channel has failed.
@@ -366,7 +362,7 @@ class RendezvousScope:
                 self._store.delete(key)
 
     def _acknowledge_abort(self, record: str) -> RendezvousError:
-        """Return the error of a reason, once rank 0 knows that the others have read it, too."""
+        """Return the error of an abort; rank 0 first waits until the others have read it."""
         abort_record = json.loads(record)
         with contextlib.suppress(StoreLostError):
             self._store.set(f"heard/{self.rank_info.rank}", "")
@@ -378,15 +374,16 @@ class RendezvousScope:
 
     @contextlib.contextmanager
     def watching_for_abort(self) -> Iterator[None]:
-        """Read meanwhile why another rank gives up: the store may have ended with it afterwards."""
+        """Read another rank's abort meanwhile: the store may have ended with that rank
+        afterwards."""
         done = threading.Event()
 
         def on_poll() -> None:
             if done.is_set():
-                raise RendezvousError("nobody listens any more")
+                raise RendezvousError("the watch for an abort has ended")
 
         def listen() -> None:
-            # Whoever gives up here asks the store again, and says what becomes of it.
+            # An abort of this rank uses the store again and reports its loss.
             with contextlib.suppress(RendezvousError):
                 while not done.wait(_ABORT_POLL_S):
                     record = self._store.read(_ABORT_KEY, on_poll=on_poll)
@@ -403,7 +400,7 @@ class RendezvousScope:
             thread.join()
 
     def peek(self, key: str) -> bytes | None:
-        """Read a key that should be there, without waiting for it; None if it is not.
+        """Return the value of a key without waiting; None if it is not there.
 
         Raises:
             RendezvousError: the store is gone or does not answer.
@@ -412,7 +409,7 @@ class RendezvousScope:
         return self._store.read(key, on_poll=self.on_poll)
 
     def agree(self, table: dict[str, Any]) -> None:
-        """Compare this rank's table with rank 0's, and learn what every other rank found.
+        """Compare this rank's table with rank 0's, and raise the first difference on all ranks.
 
         Args:
             table: JSON-serializable; `{"options": {...}, "tensors": [{...}, ...]}`.
@@ -447,13 +444,13 @@ class RendezvousScope:
             self.put(f"verdict/{self.rank_info.rank}", verdict)
 
     def secret(self, own: str | None) -> bytes:
-        """Return the secret that connections are keyed with.
+        """Return the secret that keys the connections.
 
         Args:
-            own: the user's own, or None for one that rank 0 draws and writes into the store.
+            own: the user's; None: rank 0 draws one and writes it into the store.
 
         Raises:
-            RanksDifferError: some ranks have a secret of their own and this one has none.
+            RanksDifferError: rank 0 has a secret from the user and this rank has none.
         """
         if self.rank_info.rank == 0:
             drawn = secrets.token_hex(_SECRET_BYTES).encode()
@@ -479,7 +476,7 @@ class RendezvousScope:
         Args:
             host: this rank's.
             port: this rank's.
-            ranks: those that take part, in the order of the answer; None: all.
+            ranks: of the channel, in the order of the result; None: all.
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
@@ -510,14 +507,14 @@ class RendezvousScope:
         return peers
 
     def delete(self, key: str) -> None:
-        """Remove a key that nobody reads any more, where the store can."""
+        """Delete a key that no rank reads any more, if the store supports it."""
         self._written.discard(key)
         self._store.delete(key)
 
     def delete_keys(self) -> None:
-        """Remove the keys of this meeting, once every rank has said goodbye.
+        """Delete this rank's keys, once every rank has said goodbye.
 
-        A store lives as long as its job, and a program may open sessions again and again.
+        A store lives as long as its job, and a program may open many sessions.
         """
         rank, world_size = self.rank_info.rank, self.rank_info.world_size
         for key in sorted(self._written):
@@ -533,7 +530,7 @@ class RendezvousScope:
 
 
 def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:
-    """Say in one sentence where a rank's table differs from rank 0's; empty when it does not."""
+    """Describe in one sentence the first difference from rank 0's table; empty if there is none."""
     for name, value in first["options"].items():
         if own["options"].get(name) != value:
             return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"

@@ -1,9 +1,8 @@
-"""Ranks that only serve: rank 0 tells them which channels there are, and they serve these.
+"""Dedicated servers: ranks that own slices of the channels that rank 0 announces, and do not train.
 
-A rank that serves has no model and needs none. Rank 0 leaves an invitation in the store for each
-channel that the ranks that train open, with the tensor table and all settings; whoever serves makes
-the plan of it, listens, and is part of the channel as soon as all are connected. That all have the
-same plan is checked in the core's handshake, as between ranks that train.
+A dedicated server has no model. Rank 0 announces each channel of the workers in the store, with the
+tensor table and all settings. A server builds the plan from the announcement, listens, and joins
+the channel. The core's handshake checks that all ranks have the same plan, as between workers.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _NO_LIMIT_S = 1e9
-"""No time limit: who serves waits for the ranks that train, whose ends it hears of."""
+"""No time limit: a server waits for the workers, whose ends the channel reports."""
 _TICK_S = 0.1
 
 _sessions: dict[tuple[str, int, int], int] = {}
-"""Sessions with ranks that serve, so far, by (job, restart, rank)."""
+"""Number of sessions with dedicated servers so far, by (job, restart, rank)."""
 
 
 class ServerRegistry:
-    """The place in the store where a session's announcements are left; on every rank alike."""
+    """The scope in which a session's channels are announced; the same on every rank."""
 
     def __init__(self, store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> None:
-        """Count the session; nobody is waited for yet.
+        """Count the session, without waiting for other ranks.
 
         Args:
             store: the rendezvous store.
-            rank_info: this rank's.
-            timeout_s: how long to wait for other ranks, in seconds, for each question.
+            rank_info: this rank.
+            timeout_s: longest wait for other ranks for each key, in seconds.
         """
         key = (rank_info.job, rank_info.restart, rank_info.rank)
         self._number = _sessions.get(key, 0)
@@ -56,7 +55,7 @@ class ServerRegistry:
 
     @property
     def scope(self) -> RendezvousScope:
-        """The place itself; the first time all ranks of the job come together.
+        """The scope; its first use is a collective call of all ranks of the job.
 
         Raises:
             RendezvousError: they do not, or the store is gone.
@@ -73,16 +72,16 @@ class ServerRegistry:
 
 
 def refuse_to_serve(scope: RendezvousScope, reason: str) -> None:
-    """Tell all ranks of a channel, in place of an address, that this one cannot serve it."""
+    """Publish, in place of an address, that this rank cannot serve a channel."""
     scope.put(f"address/{scope.rank_info.rank}", json.dumps({"refused": reason}))
 
 
 def check_codecs_served(choices: Sequence[CodecChoice], rank_info: RankInfo) -> None:
-    """Check that ranks that only serve can add up what travels in these codecs.
+    """Check that dedicated servers can add up tensors in these codecs.
 
     Raises:
-        ValueError: one of them keeps what results have lost on the slice's owner, where no
-            checkpoint reaches it; the message names the tensor.
+        ValueError: a codec keeps residuals of results on the slice's owner, where no checkpoint
+            reaches them; the message names the tensor.
     """
     for choice in choices if rank_info.serving else ():
         if choice.facts is not None and choice.facts.residual_width > 0:
@@ -95,23 +94,23 @@ def check_codecs_served(choices: Sequence[CodecChoice], rank_info: RankInfo) -> 
 
 
 def _agreed_facts(rank_info: RankInfo) -> dict[str, object]:
-    """Return what all ranks must agree on before any of them serves."""
+    """Return the facts that all ranks must agree on before any of them serves."""
     return {"workers": rank_info.world_size, "ranks": rank_info.ranks, "version": __version__}
 
 
 @dataclass(frozen=True)
 class JobAnnouncement:
-    """All that a rank needs to know of a channel to serve it.
+    """Everything that a server needs to know of a channel.
 
     Attributes:
-        channel: number of the meeting of its ranks.
-        ranks: of the session, in the order that they have in the channel.
+        channel: number of the scope of its ranks.
+        ranks: of the session, in the channel's order.
         rows: the plan's tensors.
         strategy: of the plan.
         slice_elems: of the plan.
         seed: of the plan.
         update: where the optimizer runs.
-        settings: the core's options; those of a rank or a machine are its own.
+        settings: the core's options; a server replaces those of a rank or a machine.
     """
 
     channel: int | str
@@ -137,20 +136,20 @@ class JobAnnouncement:
 
 
 class JobAnnouncements:
-    """Rank 0's word to the ranks that serve."""
+    """Rank 0's announcements to the dedicated servers."""
 
     def __init__(self, registry: ServerRegistry) -> None:
-        """Invite nobody yet.
+        """Start without announcements.
 
         Args:
-            registry: where announcements are left.
+            registry: with the scope of announcements.
         """
         self._registry = registry
         self._count = 0
         self._ended = False
 
     def announce(self, announcement: JobAnnouncement) -> None:
-        """Invite all ranks that serve to a channel; with the first one, say who trains.
+        """Announce a channel to all servers; the first announcement also tells which ranks train.
 
         Raises:
             RendezvousError: the store is gone.
@@ -162,9 +161,9 @@ class JobAnnouncements:
         self._count += 1
 
     def end(self, reason: str = "") -> None:
-        """Say that there will be no more channels, and why, if the session was given up.
+        """Announce the end of the session, and its reason if it was aborted.
 
-        Before the first channel nobody has met: who serves finds the store gone, or gives up.
+        Before the first channel the ranks have not met: servers find the store gone, or time out.
         """
         if self._ended or self._count == 0:
             return
@@ -173,21 +172,21 @@ class JobAnnouncements:
             record = json.dumps({"reason": reason, "channels": self._count})
             self._registry.scope.put("end", record)
         except RendezvousError:
-            # Who serves has heard of the end through its channels, or finds the store gone.
+            # Servers learn of the end through their channels, or find the store gone.
             return
 
 
 @dataclass(frozen=True)
 class ServedStats:
-    """What a rank has served of one channel.
+    """Traffic that a server has handled for one channel.
 
     Attributes:
         tensors: trained tensors of the channel.
         owned_bytes: bytes of them that this rank owns.
         total_bytes: bytes of all of them.
-        steps: training steps, as well as they can be counted by slices.
-        rx_bytes: payload of gradients that came.
-        tx_bytes: payload of results that left.
+        steps: training steps, estimated from the number of slices.
+        rx_bytes: payload of received gradients.
+        tx_bytes: payload of sent results.
     """
 
     tensors: int
@@ -199,7 +198,7 @@ class ServedStats:
 
 
 class _ServedChannel:
-    """One channel that is served, on a thread of its own."""
+    """A channel that is served, on a thread of its own."""
 
     def __init__(self, core: CoreModule, channel: Channel, plan: str, rank: int) -> None:
         self.error: GradlaneError | None = None
@@ -245,7 +244,7 @@ class _ServedChannel:
 
 
 class Server:
-    """What a rank that only serves does in a session."""
+    """The serving of a session's channels on a dedicated server."""
 
     def __init__(
         self,
@@ -259,17 +258,17 @@ class Server:
         io_threads: int,
         idle_timeout_s: float,
     ) -> None:
-        """Serve nothing yet.
+        """Start without channels.
 
         Args:
             core: the compiled core.
-            registry: where rank 0 leaves announcements.
+            registry: with the scope of announcements.
             store: the rendezvous store.
             secret: the user's own, or None.
-            listen: binds a socket; returns it and the address that others reach it at.
+            listen: binds a socket; returns it and its address for other ranks.
             work_threads: threads that add gradients up.
             io_threads: threads that drive the sockets.
-            idle_timeout_s: seconds to wait for a channel where none is open.
+            idle_timeout_s: longest wait for a channel while none is open, in seconds.
         """
         self._core = core
         self._registry = registry
@@ -283,18 +282,18 @@ class Server:
         self._abort_reason: str | None = None
 
     def served(self) -> list[ServedStats]:
-        """Return what was served so far, by channel."""
+        """Return the statistics of each channel so far."""
         return [channel.served() for channel in self._channels]
 
     def run(self, on_channel: Callable[[ServedStats], None], on_tick: Callable[[], None]) -> None:
-        """Serve until the ranks that train have closed their sessions.
+        """Serve until the workers have closed their sessions.
 
         Args:
             on_channel: called when a channel is connected.
             on_tick: called some ten times a second.
 
         Raises:
-            RanksDifferError: rank 0 says something else of who trains, or has another version.
+            RanksDifferError: rank 0 has another number of workers, or another version.
             RendezvousError: the other ranks do not come, or cannot be reached.
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
@@ -305,7 +304,7 @@ class Server:
             while True:
                 self._raise_failure()
                 record = None
-                # Channels that are open tell whose loss it is; `_has_ended` looks at the rest.
+                # Open channels name the lost rank; `_has_ended` handles the rest.
                 with contextlib.suppress(StoreLostError):
                     record = self._registry.scope.peek(f"channel/{len(self._channels)}")
                 if record is not None:
@@ -336,14 +335,14 @@ class Server:
             raise
 
     def abort(self, reason: str) -> None:
-        """Give up all channels and tell their ranks why."""
+        """Abort all channels and tell their ranks the reason."""
         self._abort_reason = self._abort_reason or reason
         for channel in self._channels:
             if channel.is_open:
                 channel.abort(reason)
 
     def _agreed_rank_info(self) -> RankInfo:
-        """Wait for rank 0's word on who trains, and compare it with this rank's own."""
+        """Wait for rank 0's facts, and compare them with this rank's own."""
         rank_info = self._registry.rank_info
         try:
             agreed = json.loads(self._registry.scope.get("terms", 0))
@@ -353,7 +352,7 @@ class Server:
                 "gradlane.init(workers=...), with the number of ranks that train"
             ) from error
         if not rank_info.world_size:
-            # The command knows no number of its own.
+            # The command has no number of workers of its own.
             rank_info = rank_info.with_workers(min(rank_info.ranks, agreed["workers"]))
         for name, value in _agreed_facts(rank_info).items():
             if agreed[name] != value:
@@ -371,7 +370,7 @@ class Server:
     def _refuse(self, reason: str) -> None:
         """Tell all ranks, at the first channel, that this one cannot serve; raises."""
         rank_info = self._registry.rank_info
-        # Without a channel the others fail by themselves: a rank that should train is missing.
+        # Without a channel the others fail by themselves: a worker is missing.
         with contextlib.suppress(RendezvousError):
             announcement = JobAnnouncement(**json.loads(self._registry.scope.get("channel/0", 0)))
             refuse_to_serve(
@@ -409,7 +408,7 @@ class Server:
         return _ServedChannel(self._core, channel, plan, rank_info.rank)
 
     def _has_ended(self) -> bool:
-        """Whether rank 0 has said that there is no more to serve, or is gone after its goodbye."""
+        """Return whether rank 0 has announced the end, or is gone after its goodbye."""
         if self._abort_reason is not None:
             return True
         try:

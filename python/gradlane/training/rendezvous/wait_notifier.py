@@ -1,7 +1,7 @@
-"""Where training stands still for the other ranks, told to whom it may concern.
+"""Notification of waits for other ranks.
 
-A profile is what the compute takes alone, so it has to know which part of a step was spent waiting
-for averaged gradients. All such waits of this process's sessions go through `WAIT_NOTIFIER`.
+A profile holds the compute time alone, so its recorder has to know which part of a step was spent
+waiting for averaged gradients. All such waits of this process's sessions use `WAIT_NOTIFIER`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Protocol
 
 
 class WaitObserver(Protocol):
-    """Whoever wants to know; called in the thread that waits."""
+    """Observes waits; called in the thread that waits."""
 
     def wait_begins(self) -> None:
-        """A wait for other ranks begins."""
+        """Note the begin of a wait for other ranks."""
 
     def wait_ends(self) -> None:
-        """It is over, or has failed."""
+        """Note its end, also by an error."""
 
 
 class WaitNotifier:
-    """A context to wait in: `with WAIT_NOTIFIER: channel.wait(...)`. Waits do not nest."""
+    """A context for a wait: `with WAIT_NOTIFIER: channel.wait(...)`. Waits do not nest."""
 
     def __init__(self) -> None:
-        """Start with nobody to tell."""
+        """Start without observers."""
         self._observers: tuple[WaitObserver, ...] = ()
 
     def add_observer(self, observer: WaitObserver) -> None:
-        """Tell an observer of all waits from now on."""
+        """Notify an observer of all waits from now on."""
         self._observers = (*self._observers, observer)
 
     def remove_observer(self, observer: WaitObserver) -> None:
-        """Tell an observer no more; unknown ones do not matter."""
+        """Stop notifying an observer; an unknown one is ignored."""
         self._observers = tuple(one for one in self._observers if one is not observer)
 
     def __enter__(self) -> None:
@@ -50,4 +50,4 @@ class WaitNotifier:
 
 
 WAIT_NOTIFIER = WaitNotifier()
-"""Of this process: a session waits in whatever thread needs a result."""
+"""The process's notifier: a session waits in any thread that needs a result."""
