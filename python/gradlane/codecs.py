@@ -92,9 +92,9 @@ class Codec:
         Raises:
             ValueError: memory of another kind, or lengths that do not match.
         """
-        place = (seed, step, tensor, leg, first_element)
-        wire = np.empty(self._codec.max_wire_bytes(place, _count(values)), dtype=np.uint8)
-        return _like(values, wire[: self._encode(place, values, residual, wire)])
+        draw_key = (seed, step, tensor, leg, first_element)
+        wire = np.empty(self._codec.max_wire_bytes(draw_key, _length(values)), dtype=np.uint8)
+        return _like(values, wire[: self._encode(draw_key, values, residual, wire)])
 
     def encode_into(
         self,
@@ -117,13 +117,15 @@ class Codec:
 
     def _encode(
         self,
-        place: tuple[int, int, int, int, int],
+        draw_key: tuple[int, int, int, int, int],
         values: Array,
         residual: Array | None,
         wire: Array,
     ) -> int:
-        kept = (0, 0) if residual is None else _floats(residual, "the residual")
-        return self._codec.encode(place, _floats(values, "the values"), kept, _bytes(wire))
+        residual_memory = (0, 0) if residual is None else _floats(residual, "the residual")
+        return self._codec.encode(
+            draw_key, _floats(values, "the values"), residual_memory, _bytes(wire)
+        )
 
     def decode(self, wire: Array, elements: int) -> Array:
         """Decode bytes into so many values, f32, of the kind that `wire` is.
@@ -152,7 +154,7 @@ class Codec:
         self._codec.decode_add(_bytes(wire), _floats(values, "the values"))
 
 
-def _count(values: Array) -> int:
+def _length(values: Array) -> int:
     return int(values.size) if isinstance(values, np.ndarray) else values.numel()
 
 
@@ -164,23 +166,23 @@ def _like(model: Array, array: npt.NDArray[Any]) -> Array:
     return torch.from_numpy(array)
 
 
-def _floats(values: Array, what: str) -> tuple[int, int]:
+def _floats(values: Array, label: str) -> tuple[int, int]:
     """Return address and number of f32 values."""
-    return _address(values, np.float32, "float32", what), _count(values)
+    return _address(values, np.float32, "float32", label), _length(values)
 
 
 def _bytes(wire: Array) -> tuple[int, int]:
     """Return address and number of bytes."""
-    return _address(wire, np.uint8, "uint8", "the encoded bytes"), _count(wire)
+    return _address(wire, np.uint8, "uint8", "the encoded bytes"), _length(wire)
 
 
-def _address(values: Array, dtype: type[Any], name: str, what: str) -> int:
+def _address(values: Array, dtype: type[Any], name: str, label: str) -> int:
     if isinstance(values, np.ndarray):
         if values.dtype != dtype or not values.flags.c_contiguous:
-            raise ValueError(f"{what} must be a contiguous array of {name}, not {values.dtype}")
+            raise ValueError(f"{label} must be a contiguous array of {name}, not {values.dtype}")
         return int(values.ctypes.data)
     if str(values.dtype) != f"torch.{name}" or not values.is_contiguous():
-        raise ValueError(f"{what} must be a contiguous tensor of {name}, not {values.dtype}")
+        raise ValueError(f"{label} must be a contiguous tensor of {name}, not {values.dtype}")
     if values.device.type != "cpu":
-        raise ValueError(f"{what} are on {values.device}; codecs run on the CPU")
+        raise ValueError(f"{label} are on {values.device}; codecs run on the CPU")
     return values.data_ptr()

@@ -245,7 +245,7 @@ def fail(store: Store, rank: int, world_size: int, job: str) -> str:
         def encode(*_: object) -> torch.Tensor:
             raise MemoryError("no room for the bytes")
 
-        state._coding.encode = encode  # type: ignore[assignment,method-assign]
+        state._shard_codec.encode = encode  # type: ignore[assignment,method-assign]
         try:
             _train(ddp, rank, 2, 1, 0.05)
         except RuntimeError as error:

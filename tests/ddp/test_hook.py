@@ -8,8 +8,8 @@ from torch import nn
 
 import gradlane.ddp
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part, cut
-from gradlane.ddp.parameters import Parameters
+from gradlane.ddp.layout import BucketParameter, cut_into_shards
+from gradlane.ddp.parameters import BucketParameters
 from gradlane.ddp.residuals import Residuals
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.training.options.codec_choice import smallest_encoded
@@ -108,15 +108,15 @@ def test_a_failure_ends_backward_with_its_text(pool: FirstRanks) -> None:
         assert "no room for the bytes" in text and "step 2" in text
 
 
-def _parts(*sizes: int, spec: str = "qsgd:bits=4") -> list[Part]:
-    return [Part(number, numel, Codec(spec)) for number, numel in enumerate(sizes)]
+def _parts(*sizes: int, spec: str = "qsgd:bits=4") -> list[BucketParameter]:
+    return [BucketParameter(number, numel, Codec(spec)) for number, numel in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 100_000, 3), (512,) * 9, (1, 2, 3), (50_000, 50_001)])
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_shards_cover_a_bucket_and_begin_at_granules(sizes: tuple[int, ...], shards: int) -> None:
     parts = _parts(*sizes)
-    made = cut(parts, shards)
+    made = cut_into_shards(parts, shards)
     assert len(made) == shards
     pieces = [piece for shard in made for piece in shard.pieces]
     position = 0
@@ -133,14 +133,14 @@ def test_shards_cover_a_bucket_and_begin_at_granules(sizes: tuple[int, ...], sha
 def test_what_an_owner_kept_goes_back_when_the_piece_is_anothers() -> None:
     (part,) = _parts(2_048, spec="qsgd:bits=4,residual=on")
     residuals = Residuals(world_size=2)
-    own, other = cut([part], 2)
-    kept = residuals.of_owner(own.pieces[0])
+    own, other = cut_into_shards([part], 2)
+    kept = residuals.owner_residual(own.pieces[0])
     assert kept is not None
     kept += 0.25
-    residuals.reown([part], own.pieces)
+    residuals.release_unowned([part], own.pieces)
     assert len(residuals.owner) == 1, "a piece that stays keeps what it has"
-    residuals.reown([part], other.pieces)
-    whole = residuals.of_worker(cut([part], 1)[0].pieces[0])
+    residuals.release_unowned([part], other.pieces)
+    whole = residuals.worker_residual(cut_into_shards([part], 1)[0].pieces[0])
     assert not residuals.owner and whole is not None
     assert torch.equal(whole, torch.cat([torch.full((1_024,), 0.5), torch.zeros(1_024)]))
 
@@ -156,7 +156,7 @@ def test_the_99_percent_rule_leaves_out_less_than_a_hundredth() -> None:
 
 def test_parameters_are_encoded_in_the_order_of_their_storage() -> None:
     weight = nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    parameters = Parameters("qsgd", names=[("w", weight)], overrides={}, small_elems=0)
+    parameters = BucketParameters("qsgd", names=[("w", weight)], overrides={}, small_elems=0)
     assert parameters.names == ["w"]
     from gradlane.ddp.parameters import _storage_sizes
 

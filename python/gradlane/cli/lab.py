@@ -23,7 +23,7 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.presets import add_presets
-from gradlane.formats.signals import end_in_order
+from gradlane.formats.signals import unwind_on_sigterm
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ lab.command("accuracy")(lab_accuracy)
 
 @lab.callback()
 def _lab(context: typer.Context) -> None:
-    end_in_order(context)
+    unwind_on_sigterm(context)
 
 
 @lab.command("run")

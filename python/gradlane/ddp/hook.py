@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part
-from gradlane.ddp.parameters import UNNAMED, Parameters
+from gradlane.ddp.layout import BucketParameter
+from gradlane.ddp.parameters import UNNAMED, BucketParameters
 from gradlane.ddp.pipeline import Pipeline
 from gradlane.ddp.residuals import OwnerKey, Residuals
-from gradlane.ddp.routes import Coding, Gather, Job, Peers, Route, Shards
+from gradlane.ddp.routes import BucketExchange, GatherRoute, Peers, Route, ShardCodec, ShardRoute
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 
@@ -68,16 +68,16 @@ class HookState:
         self.spec = codec.spec
         self.seed = seed
         self.step = 0
-        self._parameters = Parameters(
+        self._parameters = BucketParameters(
             self.spec,
-            names=() if model is None else _plain(model).named_parameters(),
+            names=() if model is None else _unwrap(model).named_parameters(),
             overrides={name: _with_feedback(text, error_feedback) for name, text in codecs.items()},
             small_elems=small_elems,
         )
         peers = _peers(group)
         self.route = _choose_route(route, codec, peers.world_size)
         self._residuals = Residuals(peers.world_size)
-        self._coding = Coding(peers, self._residuals, seed)
+        self._shard_codec = ShardCodec(peers, self._residuals, seed)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._pipeline = Pipeline()
         texts = [self.spec, *codecs.values()]
@@ -111,12 +111,12 @@ class HookState:
             if target.is_complex():
                 raise TypeError("codecs encode real gradients; leave complex parameters to DDP")
             values = target.to("cpu", torch.float32)
-        job = Job(values, target, self.step)
+        exchange = BucketExchange(values, target, self.step)
         if bucket.is_last():
             self.step += 1
-        return self._pipeline.submit(route, job)
+        return self._pipeline.submit(route, exchange)
 
-    def _route_of(self, parts: tuple[Part, ...]) -> Route:
+    def _route_of(self, parts: tuple[BucketParameter, ...]) -> Route:
         """Return the route of a bucket; buckets that it replaces are forgotten."""
         numbers = tuple(part.number for part in parts)
         known = self._routes.get(numbers)
@@ -124,8 +124,8 @@ class HookState:
             return known
         for old in [old for old in self._routes if not set(old).isdisjoint(numbers)]:
             del self._routes[old]
-        route = (Gather if self.route == "gather" else Shards)(parts, self._coding)
-        self._residuals.reown(parts, route.owned())
+        route = (GatherRoute if self.route == "gather" else ShardRoute)(parts, self._shard_codec)
+        self._residuals.release_unowned(parts, route.owned())
         self._routes[numbers] = route
         return route
 
@@ -180,7 +180,7 @@ class HookState:
                 )
         self.step = int(state["step"])
         self.seed = int(state["seed"])
-        self._coding.seed = self.seed
+        self._shard_codec.seed = self.seed
         self._residuals.worker = {number: kept.clone() for number, kept in worker.items()}
         # A part of a mean of fewer or more ranks is as large a part of their sum.
         scale = int(state["world_size"]) / self._residuals.world_size
@@ -254,7 +254,7 @@ def ddp_hook(
     return state, _exchange
 
 
-def _watch_momentum(parameters: Parameters) -> Any:
+def _watch_momentum(parameters: BucketParameters) -> Any:
     """Check each optimizer in the process before it steps: DDP shows a hook none.
 
     Returns:
@@ -282,7 +282,7 @@ def _with_feedback(spec: str, error_feedback: bool | None) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{wanted}"
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """Return the model that DDP wraps."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module

@@ -19,7 +19,7 @@ LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketParameter:
     """One parameter in a bucket.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
         end: the element of the bucket after its last.
     """
 
-    part: Part
+    part: BucketParameter
     first: int
     begin: int
     end: int
@@ -74,28 +74,28 @@ class Shard:
         """Elements of the shard."""
         return self.end - self.begin
 
-    def places(self, step: int, leg: int) -> list[tuple[Piece, int, int]]:
+    def wire_ranges(self, step: int, leg: int) -> list[tuple[Piece, int, int]]:
         """Return each piece with its first byte on the wire and the most bytes that it takes.
 
         Where a codec's sizes vary, the length of the encoding lies in the bytes before.
         """
-        places = []
+        wire_ranges = []
         begin = 0
         for piece in self.pieces:
             codec = piece.part.codec
             begin += 0 if codec.is_fixed_size else LENGTH_BYTES
             size = codec.wire_bytes_max(piece.numel, step=step, leg=leg)
-            places.append((piece, begin, size))
+            wire_ranges.append((piece, begin, size))
             begin += size
-        return places
+        return wire_ranges
 
     def wire_bytes(self, step: int, leg: int) -> int:
         """Return the most bytes of all pieces, with their lengths."""
-        places = self.places(step, leg)
-        return places[-1][1] + places[-1][2] if places else 0
+        wire_ranges = self.wire_ranges(step, leg)
+        return wire_ranges[-1][1] + wire_ranges[-1][2] if wire_ranges else 0
 
 
-def cut(parts: Sequence[Part], shards: int) -> tuple[Shard, ...]:
+def cut_into_shards(parts: Sequence[BucketParameter], shards: int) -> tuple[Shard, ...]:
     """Cut a bucket that holds these parameters one after another into shards of about one size.
 
     Args:
@@ -110,7 +110,7 @@ def cut(parts: Sequence[Part], shards: int) -> tuple[Shard, ...]:
     )
 
 
-def _border(parts: Sequence[Part], wanted: int) -> int:
+def _border(parts: Sequence[BucketParameter], wanted: int) -> int:
     """Return the place to cut that is next to the wanted element of the bucket."""
     start = 0
     for part in parts:
@@ -122,7 +122,7 @@ def _border(parts: Sequence[Part], wanted: int) -> int:
     return start
 
 
-def _pieces(parts: Sequence[Part], begin: int, end: int) -> tuple[Piece, ...]:
+def _pieces(parts: Sequence[BucketParameter], begin: int, end: int) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     start = 0
     for part in parts:

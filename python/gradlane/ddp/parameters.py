@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part
+from gradlane.ddp.layout import BucketParameter
 from gradlane.training.options.codec_choice import smallest_encoded
 from gradlane.training.options.momentum import keeps_momentum
 
@@ -20,7 +20,7 @@ UNNAMED = "parameter "
 """Before the number of a parameter whose name is not known."""
 
 
-class Parameters:
+class BucketParameters:
     """The parameters that a hook has seen."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Parameters:
         """
         self._spec = spec
         self._overrides = dict(overrides)
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, BucketParameter] = {}
         self._seen: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
         self.momentum_codecs: dict[int, str] = {}
@@ -63,7 +63,7 @@ class Parameters:
         for name, parameter in known:
             self._add(name, parameter)
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[Part, ...]:
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[BucketParameter, ...]:
         """Return the parts that a bucket of these parameters has, in its order."""
         for parameter in parameters:
             if id(parameter) not in self._parts:
@@ -80,7 +80,7 @@ class Parameters:
         elif parameter.numel() < self.small_elems:
             spec = "f32"
         codec = Codec(spec, _storage_sizes(parameter))
-        self._parts[id(parameter)] = Part(len(self.names), parameter.numel(), codec)
+        self._parts[id(parameter)] = BucketParameter(len(self.names), parameter.numel(), codec)
         # An id is that of one object only while the object lives.
         self._seen[id(parameter)] = parameter
         if keeps_momentum(codec.spec):
@@ -92,7 +92,7 @@ class Parameters:
         parts = sorted(self._parts.values(), key=lambda part: part.number)
         return {self.names[part.number]: part.codec.spec for part in parts}
 
-    def by_number(self) -> list[Part]:
+    def by_number(self) -> list[BucketParameter]:
         """Return all parts by their numbers."""
         return sorted(self._parts.values(), key=lambda part: part.number)
 

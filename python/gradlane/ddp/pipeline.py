@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from gradlane.ddp.routes import Job, Route
+from gradlane.ddp.routes import BucketExchange, Route
 
 
 class Pipeline:
@@ -28,38 +28,40 @@ class Pipeline:
         self._adder = ThreadPoolExecutor(1, "gradlane-add")
         weakref.finalize(self, _stop, self._encoder, self._adder)
 
-    def submit(self, route: Route, job: Job) -> torch.futures.Future[torch.Tensor]:
+    def submit(self, route: Route, exchange: BucketExchange) -> torch.futures.Future[torch.Tensor]:
         """Begin to exchange a bucket and return the future of its mean."""
-        self._encoder.submit(self._guarded, self._begin, route, job)
-        return job.done
+        self._encoder.submit(self._run_guarded, self._begin, route, exchange)
+        return exchange.done
 
     def close(self) -> None:
         """Wait for what is on its way and end the threads."""
         _stop(self._encoder, self._adder)
 
-    def _begin(self, route: Route, job: Job) -> None:
-        self.sent_bytes += route.begin(job)
-        self._adder.submit(self._guarded, self._end, route, job)
+    def _begin(self, route: Route, exchange: BucketExchange) -> None:
+        self.sent_bytes += route.begin(exchange)
+        self._adder.submit(self._run_guarded, self._end, route, exchange)
 
-    def _end(self, route: Route, job: Job) -> None:
-        route.end(job)
-        if job.target is not job.values:
-            job.target.copy_(job.values)
-        job.done.set_result(job.target)
+    def _end(self, route: Route, exchange: BucketExchange) -> None:
+        route.end(exchange)
+        if exchange.target is not exchange.values:
+            exchange.target.copy_(exchange.values)
+        exchange.done.set_result(exchange.target)
 
-    def _guarded(self, does: Callable[[Route, Job], None], route: Route, job: Job) -> None:
+    def _run_guarded(
+        self, stage: Callable[[Route, BucketExchange], None], route: Route, exchange: BucketExchange
+    ) -> None:
         """Do a part of a job; a failure ends backward, which waits for it, not this thread."""
         try:
-            does(route, job)
+            stage(route, exchange)
         except Exception as error:
             self.failure = error
             # DDP can say no more of it than its text.
             text = (
-                f"gradlane's hook failed in step {job.step} with a bucket of "
-                f"{job.values.numel()} gradients: {error}; restart from the last checkpoint"
+                f"gradlane's hook failed in step {exchange.step} with a bucket of "
+                f"{exchange.values.numel()} gradients: {error}; restart from the last checkpoint"
             )
             # Its declared type is that of the future's value.
-            job.done.set_exception(RuntimeError(text))  # type: ignore[arg-type]
+            exchange.done.set_exception(RuntimeError(text))  # type: ignore[arg-type]
 
 
 def _stop(encoder: ThreadPoolExecutor, adder: ThreadPoolExecutor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradlane.ddp.layout import Part, Piece
+from gradlane.ddp.layout import BucketParameter, Piece
 
 OwnerKey = tuple[int, int, int]
 """Number of the parameter, first element of the piece, elements of the piece."""
@@ -37,7 +37,7 @@ class Residuals:
         self.worker: dict[int, torch.Tensor] = {}
         self.owner: dict[OwnerKey, torch.Tensor] = {}
 
-    def of_worker(self, piece: Piece) -> torch.Tensor | None:
+    def worker_residual(self, piece: Piece) -> torch.Tensor | None:
         """Return the residual of a piece of this rank's gradient, None where none is kept."""
         width = piece.part.codec.residual_width
         if width == 0:
@@ -45,7 +45,7 @@ class Residuals:
         whole = self._whole(piece.part)
         return whole[piece.first * width : (piece.first + piece.numel) * width]
 
-    def of_owner(self, piece: Piece) -> torch.Tensor | None:
+    def owner_residual(self, piece: Piece) -> torch.Tensor | None:
         """Return the residual of a piece of the mean, None where none is kept."""
         numbers = piece.numel * piece.part.codec.residual_width
         if numbers == 0:
@@ -57,7 +57,7 @@ class Residuals:
             )
         return kept
 
-    def reown(self, parts: Sequence[Part], owned: Sequence[Piece]) -> None:
+    def release_unowned(self, parts: Sequence[BucketParameter], owned: Sequence[Piece]) -> None:
         """Give back what was kept of the mean of these parameters, except for these pieces."""
         by_number = {part.number: part for part in parts}
         stays = {key_of(piece) for piece in owned}
@@ -70,7 +70,7 @@ class Residuals:
                 unsent = whole[first * width : (first + numel) * width : width]
                 unsent += kept[::width] * self.world_size
 
-    def _whole(self, part: Part) -> torch.Tensor:
+    def _whole(self, part: BucketParameter) -> torch.Tensor:
         numbers = part.numel * part.codec.residual_width
         kept = self.worker.get(part.number)
         if kept is None or kept.numel() != numbers:

@@ -227,7 +227,7 @@ class Profile:
         Raises:
             ProfileError: the file cannot be read or is no profile; the text names field and place.
         """
-        return read_own(Path(path))
+        return read_profile_file(Path(path))
 
 
 def _known(**fields: Any) -> dict[str, Any]:
@@ -251,11 +251,11 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path} is not JSON: {error}") from error
     if not isinstance(source, dict):
-        raise ProfileError(f"profile {path}: expected an object, got {shown(source)}")
+        raise ProfileError(f"profile {path}: expected an object, got {shorten(source)}")
     return source
 
 
-def read_own(path: Path) -> Profile:
+def read_profile_file(path: Path) -> Profile:
     """Read a profile file of gradlane's own format.
 
     Raises:
@@ -264,7 +264,7 @@ def read_own(path: Path) -> Profile:
     return profile_from(read_object(path), FieldReader(str(path)))
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -273,18 +273,18 @@ def shown(value: Any) -> str:
 class FieldReader:
     """Reads fields of one object, and names file, field and place where one is wrong."""
 
-    def __init__(self, file: str, place: str = "") -> None:
-        """Read the object at `place` (empty, or a path that ends with a dot) of a file."""
+    def __init__(self, file: str, position: str = "") -> None:
+        """Read the object at `position` (empty, or a path that ends with a dot) of a file."""
         self._file = file
-        self._place = place
+        self._position = position
 
-    def inside(self, place: str) -> FieldReader:
+    def inside(self, position: str) -> FieldReader:
         """Return a reader of an object within this one."""
-        return FieldReader(self._file, f"{self._place}{place}.")
+        return FieldReader(self._file, f"{self._position}{position}.")
 
     def error(self, field: str, what: str) -> ProfileError:
         """Return an error that names file and field; an empty field is the object itself."""
-        where = f"{self._place}{field}".rstrip(".")
+        where = f"{self._position}{field}".rstrip(".")
         return ProfileError(f"profile {self._file}: {where + ': ' if where else ''}{what}")
 
     def _get(self, source: Mapping[str, Any], field: str) -> Any:
@@ -298,7 +298,7 @@ class FieldReader:
 
     def _check_seconds(self, value: Any, field: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(field, f"expected seconds, got {shown(value)}")
+            raise self.error(field, f"expected seconds, got {shorten(value)}")
         seconds = float(value) if abs(value) < 1e9 else math.inf
         if not math.isfinite(seconds):
             raise self.error(field, f"must be a finite number of seconds, got {value!r}")
@@ -311,23 +311,23 @@ class FieldReader:
         value = self._get(source, field)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"
-            raise self.error(field, f"expected {kind}, got {shown(value)}")
+            raise self.error(field, f"expected {kind}, got {shorten(value)}")
         return value
 
     def text(self, source: Mapping[str, Any], field: str) -> str:
         """A text that is not empty."""
         value = self._get(source, field)
         if not isinstance(value, str) or not value:
-            raise self.error(field, f"expected a text, got {shown(value)}")
+            raise self.error(field, f"expected a text, got {shorten(value)}")
         if not value.isprintable():
-            raise self.error(field, f"has characters that cannot be printed: {shown(value)}")
+            raise self.error(field, f"has characters that cannot be printed: {shorten(value)}")
         return value
 
     def entries(self, source: Mapping[str, Any], field: str) -> list[Any]:
         """A list that is neither empty nor absurdly long."""
         value = self._get(source, field)
         if not isinstance(value, list) or not value:
-            raise self.error(field, f"expected a list with entries, got {shown(value)}")
+            raise self.error(field, f"expected a list with entries, got {shorten(value)}")
         if len(value) > ENTRIES_MAX:
             raise self.error(
                 field, f"has {len(value)} entries; at most {ENTRIES_MAX} are supported"
@@ -349,14 +349,14 @@ class FieldReader:
         """
         seen: set[str] = set()
         for index, entry in enumerate(self.entries(source, field)):
-            place = self.inside(f"{field}[{index}]")
+            position = self.inside(f"{field}[{index}]")
             if not isinstance(entry, dict):
-                raise place.error("", f"expected an object, got {shown(entry)}")
-            name = "" if may_be_empty and entry.get("name") == "" else place.text(entry, "name")
+                raise position.error("", f"expected an object, got {shorten(entry)}")
+            name = "" if may_be_empty and entry.get("name") == "" else position.text(entry, "name")
             if name in seen:
-                raise place.error("name", f"{name!r} occurs twice")
+                raise position.error("name", f"{name!r} occurs twice")
             seen.add(name)
-            yield place, name, entry
+            yield position, name, entry
 
     def shape(self, source: Mapping[str, Any], field: str) -> tuple[int, ...]:
         """Dimensions."""
@@ -366,19 +366,19 @@ class FieldReader:
             for size in value
         )
         if not sizes_are_sane or prod(value) >= 2**48:
-            raise self.error(field, f"expected a list of sizes, got {shown(value)}")
+            raise self.error(field, f"expected a list of sizes, got {shorten(value)}")
         return tuple(value)
 
     def calls(self, source: Mapping[str, Any], field: str) -> tuple[tuple[float, float], ...]:
         """Pairs of a start and an end."""
         calls = []
         for index, pair in enumerate(self.entries(source, field)):
-            place = f"{field}[{index}]"
+            position = f"{field}[{index}]"
             if not isinstance(pair, list) or len(pair) != 2:
-                raise self.error(place, f"expected start and end, got {shown(pair)}")
-            start_s, end_s = (self._check_seconds(value, place) for value in pair)
+                raise self.error(position, f"expected start and end, got {shorten(pair)}")
+            start_s, end_s = (self._check_seconds(value, position) for value in pair)
             if start_s > end_s:
-                raise self.error(place, f"ends at {end_s}, before its start at {start_s}")
+                raise self.error(position, f"ends at {end_s}, before its start at {start_s}")
             calls.append((start_s, end_s))
         return tuple(calls)
 
@@ -392,7 +392,7 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
     if "format" not in source:
         raise reader.error("format", f'missing: a profile has "format": "{FORMAT}"')
     if source["format"] != FORMAT:
-        raise reader.error("format", f'expected "{FORMAT}", got {shown(source["format"])}')
+        raise reader.error("format", f'expected "{FORMAT}", got {shorten(source["format"])}')
     version = reader.integer(source, "version")
     if version != VERSION:
         raise reader.error("version", f"is {version}; this gradlane reads version {VERSION}")
@@ -406,8 +406,8 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
         forward_s=forward_s,
         compute_s=compute_s,
         tensors=tuple(
-            _tensor(place, name, entry, forward_s, compute_s)
-            for place, name, entry in reader.named_entries(source, "tensors")
+            _tensor(position, name, entry, forward_s, compute_s)
+            for position, name, entry in reader.named_entries(source, "tensors")
         ),
         device=reader.text(source, "device") if "device" in source else None,
         batch=_batch(source["batch"], reader.inside("batch")) if "batch" in source else None,
@@ -417,18 +417,18 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
 
 
 def _tensor(
-    place: FieldReader, name: str, entry: Mapping[str, Any], forward_s: float, compute_s: float
+    position: FieldReader, name: str, entry: Mapping[str, Any], forward_s: float, compute_s: float
 ) -> ProfileTensor:
-    dtype = place.text(entry, "dtype")
+    dtype = position.text(entry, "dtype")
     if dtype not in DTYPE_BYTES:
-        raise place.error("dtype", f"unknown {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-    shape = place.shape(entry, "shape")
-    need_s = place.seconds(entry, "need_s")
+        raise position.error("dtype", f"unknown {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    shape = position.shape(entry, "shape")
+    need_s = position.seconds(entry, "need_s")
     if need_s > forward_s:
-        raise place.error("need_s", f"{need_s} is after the end of forward, {forward_s}")
-    ready_s = place.seconds(entry, "ready_s")
+        raise position.error("need_s", f"{need_s} is after the end of forward, {forward_s}")
+    ready_s = position.seconds(entry, "ready_s")
     if not forward_s <= ready_s <= compute_s:
-        raise place.error(
+        raise position.error(
             "ready_s", f"{ready_s} is not within backward, {forward_s} to {compute_s}"
         )
     return ProfileTensor(
@@ -437,25 +437,25 @@ def _tensor(
         dtype,
         need_s,
         ready_s,
-        place.text(entry, "layer") if "layer" in entry else None,
-        place.integer(entry, "gradients", 0) if "gradients" in entry else None,
-        place.integer(entry, "rows", 0) if "rows" in entry else None,
+        position.text(entry, "layer") if "layer" in entry else None,
+        position.integer(entry, "gradients", 0) if "gradients" in entry else None,
+        position.integer(entry, "rows", 0) if "rows" in entry else None,
     )
 
 
 def _modules(source: Mapping[str, Any], reader: FieldReader) -> Iterator[ProfileModule]:
-    for place, name, entry in reader.named_entries(source, "modules", may_be_empty=True):
+    for position, name, entry in reader.named_entries(source, "modules", may_be_empty=True):
         yield ProfileModule(
             name,
-            place.text(entry, "layer"),
-            place.calls(entry, "forwards_s"),
-            place.integer(entry, "flops", 0) if "flops" in entry else None,
+            position.text(entry, "layer"),
+            position.calls(entry, "forwards_s"),
+            position.integer(entry, "flops", 0) if "flops" in entry else None,
         )
 
 
 def _batch(source: Any, reader: FieldReader) -> BatchTime:
     if not isinstance(source, dict):
-        raise reader.error("", f"expected an object, got {shown(source)}")
+        raise reader.error("", f"expected an object, got {shorten(source)}")
     lower_s = reader.seconds(source, "lower_quartile_s")
     median_s = reader.seconds(source, "median_s")
     upper_s = reader.seconds(source, "upper_quartile_s")

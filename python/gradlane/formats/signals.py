@@ -28,7 +28,7 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
 
 
-def end_in_order(context: typer.Context) -> None:
+def unwind_on_sigterm(context: typer.Context) -> None:
     """Raise `Terminated` on SIGTERM until the command is over, unless someone else listens."""
     if threading.current_thread() is not threading.main_thread():
         return

@@ -14,7 +14,7 @@ import pytest
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
-from gradlane.planning.probe.streams import Node, StreamError
+from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from tests.training.model.nursery import free_port
 from tests.training.model.pool import FirstRanks
 from tests.training.rendezvous.test_launchers import run_all
@@ -69,8 +69,8 @@ def test_every_rank_sends_and_receives_alone_once() -> None:
 
 def test_a_stranger_counts_for_nothing() -> None:
     with (
-        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
-        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+        StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        StreamEndpoint(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
         socket.create_connection((one.host, one.port)) as stranger,
     ):
         stranger.sendall(b"x" * 32)
@@ -84,8 +84,8 @@ def test_silent_strangers_keep_no_rank_out() -> None:
     """Each was waited for alone, for two seconds, and a byte now and then renewed them."""
     with (
         contextlib.ExitStack() as stack,
-        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
-        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+        StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        StreamEndpoint(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
     ):
         calls = [socket.create_connection((one.host, one.port)) for _ in range(100)]
         for stranger in calls:
@@ -99,7 +99,7 @@ def test_silent_strangers_keep_no_rank_out() -> None:
 
 def test_a_rank_that_does_not_come_is_missed_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
-    with Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
+    with StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
         over = threading.Event()
 
         def crowd() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.planning.advice.advice import answers_of, needs_of, text_of_needs
+from gradlane.planning.advice.advice import advise, required_links, text_of_required_links
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
@@ -50,12 +50,15 @@ def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row
 
 
 def test_the_answer_is_to_add_up_in_the_node_first(rows: dict[str, Row]) -> None:
-    (answer,) = answers_of(list(rows.values()))
+    (answer,) = advise(list(rows.values()))
     assert answer.ranks_per_node == 4 and answer.bottleneck == "network"
     assert answer.cheapest is not None and answer.cheapest.strategy.startswith("hierarchical")
     assert "8 workers on 2 nodes of 4 at 4 Gbit/s" in answer.text
     assert "aggregate in the node first" in answer.text
-    assert "8 workers on 2 nodes of 4:" in text_of_needs(needs_of(list(rows.values())))[0]
+    assert (
+        "8 workers on 2 nodes of 4:"
+        in text_of_required_links(required_links(list(rows.values())))[0]
+    )
 
 
 def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradlane.formats.serialization import strict_json
-from gradlane.formats.serialization.container import Piece, image, read_image
+from gradlane.formats.serialization.container import Piece, encode_container, read_container
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import Leaf, flatten, leaves, to_json, unflatten
 
@@ -88,7 +88,7 @@ def pack(values: dict[str, Any]) -> bytes:
     parts = [
         Piece(name, 0, tensor.detach().reshape(-1).to("cpu")) for name, tensor in tensors.items()
     ]
-    return b"".join(image([structure_piece(tree), *parts], {}))
+    return b"".join(encode_container([structure_piece(tree), *parts], {}))
 
 
 def unpack(content: bytes, device: torch.device) -> Any:
@@ -101,7 +101,7 @@ def unpack(content: bytes, device: torch.device) -> Any:
     Raises:
         FormatError: it is not what `pack` makes.
     """
-    _facts, pieces = read_image(io.BytesIO(content), len(content))
+    _facts, pieces = read_container(io.BytesIO(content), len(content))
     tree = find_structure(pieces)
     tensors = assemble(leaves(tree), pieces)
     return unflatten(tree, lambda leaf: tensors[leaf.name].to("cpu" if leaf.on_host else device))

@@ -52,7 +52,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
             f"{text} ms, right within {within_ns / 1e6:.3f} ms, by the least delays of frames"
         ] = None
     if others:
-        spans = [_moved(span, offsets_ns[machines[span.rank]]) for span in spans]
+        spans = [_shift(span, offsets_ns[machines[span.rank]]) for span in spans]
     else:
         notes["one clock: all ranks were on one machine"] = None
     first = timelines[0]
@@ -67,7 +67,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     )
 
 
-def _moved(span: Span, offset_ns: int) -> Span:
+def _shift(span: Span, offset_ns: int) -> Span:
     return replace(span, begin_ns=span.begin_ns - offset_ns, end_ns=span.end_ns - offset_ns)
 
 
@@ -126,5 +126,5 @@ def _least_delays_ns(
 
 def _key(span: Span, sender: int, receiver: int) -> _Key:
     arguments = span.arguments
-    place = (arguments["step"], arguments["slice"], arguments.get("offset"))
-    return (sender, receiver, arguments["kind"], *place)
+    slice_key = (arguments["step"], arguments["slice"], arguments.get("offset"))
+    return (sender, receiver, arguments["kind"], *slice_key)

@@ -102,14 +102,14 @@ def _bars(
     bars: list[Bar] = []
     group: list[tuple[int, int, Span]] = []
     for piece in inside:
-        if group and not _joins(group, piece, resolution_ns):
+        if group and not _is_joined(group, piece, resolution_ns):
             bars.append(_bar(group, origin_ns, tensors))
             group = []
         group.append(piece)
     return [*bars, _bar(group, origin_ns, tensors)]
 
 
-def _joins(
+def _is_joined(
     group: Sequence[tuple[int, int, Span]], piece: tuple[int, int, Span], resolution_ns: int
 ) -> bool:
     """Whether a span is drawn as one with those before it."""

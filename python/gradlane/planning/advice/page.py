@@ -74,7 +74,7 @@ def report_from_whatif(
         ValueError: there are no rows, or a row lacks a field or has it twice.
         OSError: the file cannot be written.
     """
-    rows = _checked(_with_nodes(content.get("rows")))
+    rows = _check_rows(_with_nodes(content.get("rows")))
     content = {**content, "answers": _with_nodes(content.get("answers") or [])}
     profile = content.get("profile") or {}
     model = str(profile.get("model") or rows[0].get("model") or "a model")
@@ -97,7 +97,7 @@ def _with_nodes(rows: Any) -> Any:
     return [{"ranks_per_node": 1, **row} if isinstance(row, Mapping) else row for row in rows]
 
 
-def _checked(rows: Any) -> Sequence[Row]:
+def _check_rows(rows: Any) -> Sequence[Row]:
     if not isinstance(rows, Sequence) or not rows:
         raise ValueError("there are no rows of a what-if to report")
     seen: set[tuple[Any, ...]] = set()
@@ -105,10 +105,12 @@ def _checked(rows: Any) -> Sequence[Row]:
         for key in REQUIRED:
             if not isinstance(row, Mapping) or row.get(key) is None:
                 raise ValueError(f"what-if row {number} has no '{key}'")
-        place = (_series(row), *(row[key] for key, _ in DIMENSIONS))
-        if place in seen:
-            raise ValueError(f"what-if row {number} is there twice: {', '.join(map(str, place))}")
-        seen.add(place)
+        position = (_series(row), *(row[key] for key, _ in DIMENSIONS))
+        if position in seen:
+            raise ValueError(
+                f"what-if row {number} is there twice: {', '.join(map(str, position))}"
+            )
+        seen.add(position)
     return rows
 
 
@@ -158,12 +160,12 @@ def _explorer(content: Mapping[str, Any], rows: Sequence[Row]) -> Widget:
         "answers": [[answer[key] for key in ANSWER_FIELDS] for answer in answers],
         "tensors": content.get("tensors") or [],
         "pictures": content.get("pictures") or [],
-        "start": _start(rows, values, names, baseline),
+        "start": _start_position(rows, values, names, baseline),
     }
     return Widget(_markup(values, texts), data, "explorer")
 
 
-def _start(
+def _start_position(
     rows: Sequence[Row], values: Mapping[str, Sequence[Any]], names: Sequence[str], baseline: str
 ) -> dict[str, int]:
     """Where the page begins: the rate at which other strategies gain most without compression."""
@@ -239,13 +241,13 @@ def _needs(needs: Sequence[Mapping[str, Any]]) -> list[Block]:
     columns = list(dict.fromkeys((_series(need), need["compression"]) for need in needs))
     body: list[list[Cell]] = []
     needs = _with_nodes(needs)
-    for place in dict.fromkeys((need["workers"], need["ranks_per_node"]) for need in needs):
+    for position in dict.fromkeys((need["workers"], need["ranks_per_node"]) for need in needs):
         cells = {
             (_series(need), need["compression"]): _need(need)
             for need in needs
-            if (need["workers"], need["ranks_per_node"]) == place
+            if (need["workers"], need["ranks_per_node"]) == position
         }
-        workers, each = place
+        workers, each = position
         named: Cell = workers if each == 1 else f"{workers}, {each} on a node"
         body.append([named, *(cells.get(column) for column in columns)])
     several = len({compression for _, compression in columns}) > 1

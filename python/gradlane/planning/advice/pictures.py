@@ -43,22 +43,22 @@ def _bar(bar: Bar) -> list[float | int]:
     return [begin_us, length_us, tensor, bar.size_bytes, bar.spans, covered]
 
 
-def pictured(clusters: Sequence[Cluster]) -> list[int]:
+def clusters_with_pictures(clusters: Sequence[Cluster]) -> list[int]:
     """Return the numbers of the clusters that get a picture.
 
     All where they are few; else those with the least compression, and of these, evenly chosen
     numbers of workers and rates, with all strategies side by side.
     """
-    able = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
-    if len(able) <= PICTURES_MAX:
-        return able
-    least = min(clusters[number].compression for number in able)
-    able = [number for number in able if clusters[number].compression == least]
-    places: dict[tuple[int, float], list[int]] = {}
-    for number in able:
-        place = (clusters[number].workers, clusters[number].rate_bps)
-        places.setdefault(place, []).append(number)
-    groups = list(places.values())
+    candidates = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
+    if len(candidates) <= PICTURES_MAX:
+        return candidates
+    least = min(clusters[number].compression for number in candidates)
+    candidates = [number for number in candidates if clusters[number].compression == least]
+    groups_by_cluster: dict[tuple[int, float], list[int]] = {}
+    for number in candidates:
+        cluster_key = (clusters[number].workers, clusters[number].rate_bps)
+        groups_by_cluster.setdefault(cluster_key, []).append(number)
+    groups = list(groups_by_cluster.values())
     count = max(1, min(len(groups), PICTURES_MAX // max(len(group) for group in groups)))
     chosen = {round(index * (len(groups) - 1) / max(1, count - 1)) for index in range(count)}
     return [number for index in sorted(chosen) for number in groups[index]][:PICTURES_MAX]

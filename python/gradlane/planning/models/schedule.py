@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_own
+from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_profile_file
 from gradlane.planning.models import Architecture, ParameterShape
 from gradlane.planning.models.timings import Stage
 
@@ -105,7 +105,7 @@ def layers_from_profile(path: Path, batch_time_s: float | None = None) -> list[R
     """
     profile = _read_profile(path)
     if profile.get("format") == FORMAT:
-        return layers_from_recording(read_own(path), batch_time_s)
+        return layers_from_recording(read_profile_file(path), batch_time_s)
     recorded_batch_s = _number(profile, "batch_time_s", path)
     backward_s = _number(profile, "backward_time_s", path)
     if not 0.0 < backward_s < recorded_batch_s:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from gradlane.planning.planner.simulations import predict_step_s, simulated_frames
+from gradlane.planning.planner.simulations import frames_to_simulate, predict_step_s
 from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     schemes: Schemes = ()
 
 
-class Simulated:
+class CandidateSimulator:
     """Simulations of one profile on one cluster, each done once, several at a time."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Simulated:
 
     def _simulate(self, candidate: Candidate) -> float | None:
         settings, schemes = candidate
-        frames = simulated_frames(self._profile, self._facts, settings, schemes)
+        frames = frames_to_simulate(self._profile, self._facts, settings, schemes)
         if time.monotonic() + frames / _FRAMES_PER_S > self._deadline_s:
             return None
         step_s = predict_step_s(self._profile, self._facts, settings, self._costs, schemes)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.planner.candidates import Candidate, Simulated
+from gradlane.planning.planner.candidates import Candidate, CandidateSimulator
 from gradlane.planning.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
-from gradlane.planning.planner.search import Choice, Found, search
+from gradlane.planning.planner.search import Choice, SearchResult, search
 from gradlane.planning.schemes.costs import SCHEMES, Cost, Counts, Layer, costs_of
-from gradlane.planning.schemes.hybrid import HybridStep, Node, hybrid_step
+from gradlane.planning.schemes.hybrid import HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import (
     Schemes,
     factors_of,
@@ -184,7 +184,7 @@ class Coordinator:
         if self._rule == "poseidon":
             return self._poseidon_plan(budget_s, on_simulated)
         if self._facts.workers == 1:
-            found: Found | None = Found(
+            found: SearchResult | None = SearchResult(
                 self._base, self._profile.compute_s, self._profile.compute_s, ()
             )
         else:
@@ -205,7 +205,7 @@ class Coordinator:
             facts=self._facts,
             source=self._source,
             settings=settings,
-            tensors=self._planned_tensors(settings, self._chosen(settings, found)),
+            tensors=self._planned_tensors(settings, self._chosen_schemes(settings, found)),
             prediction=_prediction(found, bound, self._profile, self._facts),
             choices=tuple(_choice_row(choice) for choice in found.choices) if found else (),
             summary=summary_of(found, self._facts, bound)
@@ -216,18 +216,20 @@ class Coordinator:
     def _poseidon_plan(self, budget_s: float, on_simulated: Callable[[], None]) -> Plan:
         """Schemes by the paper's rule, and what they give; the settings stay as they are."""
         layers = {layer.name: self._scheme_of(layer) for layer in self._layers}
-        simulated = Simulated(self._profile, self._facts, budget_s, self._costs, on_simulated)
+        simulator = CandidateSimulator(
+            self._profile, self._facts, budget_s, self._costs, on_simulated
+        )
         without = Candidate(self._base)
         factored = tuple((name, one.scheme) for name, one in layers.items() if one.scheme != "ps")
         with_factors = Candidate(self._base, factored)
-        simulated.run([without, with_factors])
+        simulator.run([without, with_factors])
         steps_s = {
-            "step_s": simulated.step_s(with_factors),
-            "base_step_s": simulated.step_s(without),
+            "step_s": simulator.step_s(with_factors),
+            "base_step_s": simulator.step_s(without),
         }
         schemes = {name: choice.scheme for name, choice in layers.items()}
         servers = dict.fromkeys(schemes, "ps")
-        hybrid, plain = self._step_with(schemes), self._step_with(servers)
+        hybrid, plain = self._hybrid_step(schemes), self._hybrid_step(servers)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
@@ -247,12 +249,12 @@ class Coordinator:
             summary=poseidon_summary(schemes, hybrid, plain, self._facts, steps_s),
         )
 
-    def _step_with(self, schemes: Mapping[str, str]) -> HybridStep:
+    def _hybrid_step(self, schemes: Mapping[str, str]) -> HybridStep:
         profile, facts = self._profile, self._facts
         return hybrid_step(
             self._layers,
             schemes,
-            Node(
+            NodeCluster(
                 facts.workers,
                 facts.rate_bps * GOODPUT_SHARE,
                 operations_per_s(profile),
@@ -277,11 +279,11 @@ class Coordinator:
 
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
-        apart = self._facts.serving > 0
-        counts = Counts(layer.rows or batch_size, workers, servers, apart)
-        among = PLAN_RULES[self._rule]
-        costs = costs_of(layer, counts, among if self._rule == "auto" else tuple(SCHEMES))
-        best = next(cost for cost in costs if cost.scheme in among)
+        has_dedicated_servers = self._facts.serving > 0
+        counts = Counts(layer.rows or batch_size, workers, servers, has_dedicated_servers)
+        candidates = PLAN_RULES[self._rule]
+        costs = costs_of(layer, counts, candidates if self._rule == "auto" else tuple(SCHEMES))
+        best = next(cost for cost in costs if cost.scheme in candidates)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
     def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
@@ -289,16 +291,18 @@ class Coordinator:
         ranks = ring_ranks(self._base.strategy, self._facts.workers)
         return codecs_in(self._profile, codec_rules(codec), ranks)
 
-    def _chosen(self, settings: Settings, found: Found | None) -> dict[str, SchemeChoice]:
+    def _chosen_schemes(
+        self, settings: Settings, found: SearchResult | None
+    ) -> dict[str, SchemeChoice]:
         """What the search chose for each layer, and why."""
-        others = dict(found.schemes) if found else {}
-        said = found.scheme_reasons if found else {}
+        layer_schemes = dict(found.schemes) if found else {}
+        reasons = found.scheme_reasons if found else {}
         chosen = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
-            scheme = others.get(layer.name, RING if settings.strategy == RING else "ps")
-            reason = said.get(layer.name, choice.reason)
-            if scheme == RING and layer.name not in said:
+            scheme = layer_schemes.get(layer.name, RING if settings.strategy == RING else "ps")
+            reason = reasons.get(layer.name, choice.reason)
+            if scheme == RING and layer.name not in reasons:
                 reason = "ring: as the strategy says"
             chosen[layer.name] = SchemeChoice(scheme, choice.costs, reason)
         return chosen
@@ -356,7 +360,7 @@ def _slices_of(
         }
         for one in filled
     ]
-    made = json.loads(
+    engine_plan = json.loads(
         _core.plan_json(
             json.dumps(rows),
             settings.strategy,
@@ -369,12 +373,14 @@ def _slices_of(
             workers=facts.workers if facts.serving else None,
         )
     )
-    counts = {row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in made["tensors"]}
+    counts = {
+        row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in engine_plan["tensors"]
+    }
     return [counts.get(tensor.name, 0) for tensor in profile.tensors]
 
 
 def _prediction(
-    found: Found | None, bound: Bound, profile: Profile, facts: ClusterFacts
+    found: SearchResult | None, bound: Bound, profile: Profile, facts: ClusterFacts
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "compute_s": profile.compute_s,

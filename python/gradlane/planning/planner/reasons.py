@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradlane.planning.planner.candidates import TIE
-from gradlane.planning.planner.search import Choice, Found, Value
+from gradlane.planning.planner.search import Choice, SearchResult, Value
 from gradlane.planning.schemes.costs import Cost, Counts, Layer
 from gradlane.planning.schemes.hybrid import HybridStep
 from gradlane.planning.simulation.bound import Bound
@@ -13,7 +13,7 @@ from gradlane.training.options.codec_choice import RAW
 from gradlane.training.plans.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002
-_WHAT = {
+_VALUE_TEXTS = {
     "strategy": {
         "p3": "slices, the most urgent first",
         "slicing": "slices, first come first served",
@@ -44,31 +44,32 @@ def reason_of(choice: Choice) -> str:
     runner_up = choice.runner_up
     skipped = ""
     if choice.skipped:
-        skipped = f"; no time to simulate {', '.join(map(shown, choice.skipped))}"
+        skipped = f"; no time to simulate {', '.join(map(format_value, choice.skipped))}"
     if runner_up is None:
         return f"kept: nothing else was simulated{skipped}{_declined_reason(choice)}"
     times = [one.step_s for one in choice.tried]
     if choice.value != choice.base:
         gain = _percent(choice.base_step_s / choice.step_s - 1.0)
         text = (
-            f"{_described(choice)}{gain} faster than {shown(choice.base)} "
-            f"({_ms(choice.base_step_s)}); next best {shown(runner_up.value)}, "
+            f"{_value_text(choice)}{gain} faster than {format_value(choice.base)} "
+            f"({_ms(choice.base_step_s)}); next best {format_value(runner_up.value)}, "
             f"{_ms(runner_up.step_s)}"
         )
     elif max(abs(time_s / choice.step_s - 1.0) for time_s in times) <= _NO_DIFFERENCE:
         text = "kept: makes no difference here"
     elif abs(runner_up.step_s / choice.step_s - 1.0) <= _NO_DIFFERENCE:
-        text = f"{_described(choice)}kept: {shown(runner_up.value)} is as fast"
+        text = f"{_value_text(choice)}kept: {format_value(runner_up.value)} is as fast"
     elif runner_up.step_s < choice.step_s:
         gain = _percent(1.0 - runner_up.step_s / choice.step_s)
         text = (
-            f"kept: {shown(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} less, "
+            f"kept: {format_value(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} "
+            "less, "
             f"and below {TIE * 100:g} % the simulator cannot tell"
         )
     else:
         loss = _percent(runner_up.step_s / choice.step_s - 1.0)
         text = (
-            f"{_described(choice)}kept: next best is {shown(runner_up.value)}, "
+            f"{_value_text(choice)}kept: next best is {format_value(runner_up.value)}, "
             f"{_ms(runner_up.step_s)}, {loss} slower"
         )
     return text + skipped + _declined_reason(choice)
@@ -77,14 +78,14 @@ def reason_of(choice: Choice) -> str:
 def _declined_reason(choice: Choice) -> str:
     """Say what would be faster and may not be chosen."""
     text = ""
-    for why in dict.fromkeys(one.why for one in choice.declined):
+    for reason_text in dict.fromkeys(one.why for one in choice.declined):
         values = [
             f"{one.value} would give {_ms(one.step_s)}, "
             f"{_percent(1.0 - one.step_s / choice.step_s)} less"
             for one in choice.declined
-            if one.why == why
+            if one.why == reason_text
         ]
-        text += f"; declined: {', and '.join(values)}, but {why}"
+        text += f"; declined: {', and '.join(values)}, but {reason_text}"
     return text
 
 
@@ -107,7 +108,7 @@ def _codec_reason(choice: Choice) -> str:
     )
 
 
-def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
+def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
     """Say what the plan brings, and what the limit is."""
     step_s = found.step_s
     where = facts.where
@@ -128,8 +129,11 @@ def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
     limit = f"nothing exact can be faster than {_ms(bound.step_s)}"
     if compute_binds:
         return f"{head}; the compute is the bound: {limit}."
-    what = "the port" if bound.binding == "port" else f"the {bound.binding}"
-    return f"{head}; {what} is the bound: {limit}, unless fewer bytes travel or the link is faster."
+    limiting = "the port" if bound.binding == "port" else f"the {bound.binding}"
+    return (
+        f"{head}; {limiting} is the bound: {limit}, unless fewer bytes travel or the link is "
+        "faster."
+    )
 
 
 def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost]) -> str:
@@ -180,19 +184,19 @@ def poseidon_summary(
     )
 
 
-def shown(value: Value) -> str:
+def format_value(value: Value) -> str:
     """Return a value as people read it."""
     if isinstance(value, int):
         return f"{value:,}" if value else "fitted"
     return str(value)
 
 
-def _described(choice: Choice) -> str:
-    what = _WHAT.get(choice.setting, {}).get(str(choice.value))
-    return f"{what}; " if what else ""
+def _value_text(choice: Choice) -> str:
+    text = _VALUE_TEXTS.get(choice.setting, {}).get(str(choice.value))
+    return f"{text}; " if text else ""
 
 
-def _is_base(found: Found) -> bool:
+def _is_base(found: SearchResult) -> bool:
     return all(choice.value == choice.base for choice in found.choices)
 
 

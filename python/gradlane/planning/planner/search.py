@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradlane.planning.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planning.planner.candidates import TIE, Candidate, CandidateSimulator
 from gradlane.planning.planner.scheme_search import (
     OTHER_ORDER,
-    Allowed,
-    SchemeSearch,
+    SchemeRestrictions,
+    SchemeSearchResult,
     choose_schemes,
 )
 from gradlane.planning.schemes.layers import Schemes
@@ -53,7 +53,7 @@ Value = str | int | None
 
 
 @dataclass(frozen=True)
-class Tried:
+class SimulatedValue:
     """A value of a setting and the step time that it was predicted to give."""
 
     value: Value
@@ -61,7 +61,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Declined:
+class DeclinedValue:
     """A value that is predicted to be faster and may not be chosen."""
 
     value: Value
@@ -89,19 +89,19 @@ class Choice:
     base: Value
     step_s: float
     base_step_s: float
-    tried: tuple[Tried, ...]
+    tried: tuple[SimulatedValue, ...]
     skipped: tuple[Value, ...] = ()
-    declined: tuple[Declined, ...] = ()
+    declined: tuple[DeclinedValue, ...] = ()
 
     @property
-    def runner_up(self) -> Tried | None:
+    def runner_up(self) -> SimulatedValue | None:
         """The fastest of what was not chosen; None if nothing else was tried."""
         others = [one for one in self.tried if one.value != self.value]
         return min(others, key=lambda one: one.step_s, default=None)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -121,7 +121,7 @@ class Found:
     scheme_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def number_of_candidates() -> int:
+def candidate_count() -> int:
     """How many simulations a whole search takes at most, but for those of single layers."""
     # Full precision and a codec have sizes of their own.
     return len(EXACT_STRATEGIES) + 2 * (len(SLICES) + len(FRAMES)) + 11
@@ -136,7 +136,7 @@ def search(
     costs: MachineCosts | None = None,
     any_rounding: bool = False,
     on_simulated: Callable[[], None] = lambda: None,
-) -> Found | None:
+) -> SearchResult | None:
     """Choose the settings that are predicted to be fastest.
 
     Args:
@@ -155,60 +155,62 @@ def search(
     Raises:
         ValueError: the simulator refuses the profile or the cluster.
     """
-    simulated = Simulated(profile, facts, budget_s, costs, on_simulated)
-    asked = base.codec
-    if asked is not None:
+    simulator = CandidateSimulator(profile, facts, budget_s, costs, on_simulated)
+    given_codec = base.codec
+    if given_codec is not None:
         # Nothing is encoded that is not faster for it.
         base = replace(base, codec=RAW)
     if facts.ranks_per_node > 1 and base.local is None:
         base = replace(base, local=OFF)
-    simulated.run([Candidate(base)])
-    base_step_s = simulated.step_s(Candidate(base))
+    simulator.run([Candidate(base)])
+    base_step_s = simulator.step_s(Candidate(base))
     if base_step_s is None:
         return None
-    allowed = Allowed.of(facts, any_rounding, asked)
+    restrictions = SchemeRestrictions.of(facts, any_rounding, given_codec)
     best = Candidate(base)
-    strategy = _choose(simulated, best, "strategy", _strategies(base, facts, allowed))
-    best = _with(best, "strategy", strategy.value)
+    strategy = _choose_setting(simulator, best, "strategy", _strategies(base, facts, restrictions))
+    best = _with_setting(best, "strategy", strategy.value)
     choices = [strategy]
     reasons: Mapping[str, str] = {}
     # Where late ranks are left out, only sums on servers go on without them.
     if not best.settings.adds_up_on_nodes and not facts.leaves_out:
-        schemes = choose_schemes(simulated, profile, facts, best, allowed)
+        schemes = choose_schemes(simulator, profile, facts, best, restrictions)
         choices += _scheme_choice(schemes)
         best, reasons = schemes.best, schemes.reasons
-        for local in choose_local(simulated, facts, best, any_rounding, asked):
+        for local in choose_local(simulator, facts, best, any_rounding, given_codec):
             choices.append(local)
-            best = _with(best, "local", local.value)
-    encoded = _with(best, "codec", asked)
-    best, tuning = _tuned(simulated, best, base)
-    if asked not in (None, RAW):
-        best, tuning = _encoded_or_not(simulated, encoded, base, best, tuning)
+            best = _with_setting(best, "local", local.value)
+    encoded = _with_setting(best, "codec", given_codec)
+    best, tuning = _tune_sizes(simulator, best, base)
+    if given_codec not in (None, RAW):
+        best, tuning = _choose_codec(simulator, encoded, base, best, tuning)
     choices += tuning
-    step_s = simulated.step_s(best)
+    step_s = simulator.step_s(best)
     assert step_s is not None
     if best.settings.adds_up_on_nodes:
         # What was said of factors was said of ranks that talk for themselves.
         reasons = {}
-    return Found(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
+    return SearchResult(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
 
-def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+def _strategies(
+    base: Settings, facts: ClusterFacts, restrictions: SchemeRestrictions
+) -> Sequence[Value]:
     if facts.leaves_out:
         return LEAVES_OUT
     if base.adds_up_on_nodes:
         # Whoever pulls from servers does so rank by rank.
         return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)
-    if base.strategy == RING and allowed.why_no_ring:
+    if base.strategy == RING and restrictions.ring_obstacle:
         # Between a ring and servers results differ in the last bits.
         return (RING,)
-    if allowed.why_no_ring or ring_refusal(Settings.strategy, facts.update):
+    if restrictions.ring_obstacle or ring_refusal(Settings.strategy, facts.update):
         return EXACT_STRATEGIES
     return (*EXACT_STRATEGIES, RING)
 
 
 def choose_local(
-    simulated: Simulated,
+    simulator: CandidateSimulator,
     facts: ClusterFacts,
     best: Candidate,
     any_rounding: bool,
@@ -217,7 +219,7 @@ def choose_local(
     """Choose what the ranks of a node do before anything goes to the network.
 
     Args:
-        simulated: where candidates are simulated; `best` has been.
+        simulator: where candidates are simulated; `best` has been.
         facts: the cluster.
         best: what was chosen so far, each rank talking for itself; factors are given up where
             nodes add up.
@@ -232,7 +234,7 @@ def choose_local(
         return []
     if best.settings.strategy not in NODE_RULES:
         return []
-    choice = _choose(simulated, best, "local", (OFF, LEADER, SHARED))
+    choice = _choose_setting(simulator, best, "local", (OFF, LEADER, SHARED))
     if any_rounding or choice.value == OFF:
         return [choice]
     kept = next(one for one in choice.tried if one.value == OFF)
@@ -240,17 +242,17 @@ def choose_local(
         (one for one in choice.tried if one.step_s < kept.step_s * (1.0 - TIE)),
         key=lambda one: one.step_s,
     )
-    declined = tuple(Declined(one.value, one.step_s, OTHER_ORDER) for one in faster)
+    declined = tuple(DeclinedValue(one.value, one.step_s, OTHER_ORDER) for one in faster)
     return [
         replace(choice, value=OFF, step_s=kept.step_s, tried=(kept,), declined=declined),
     ]
 
 
-def _scheme_choice(found: SchemeSearch) -> list[Choice]:
+def _scheme_choice(found: SchemeSearchResult) -> list[Choice]:
     """The choice of schemes as a row beside those of settings; none where there was none."""
     if len(found.tried) < 2 and not found.declined:
         return []
-    tried = tuple(Tried(label, step_s) for label, step_s in found.tried)
+    tried = tuple(SimulatedValue(label, step_s) for label, step_s in found.tried)
     return [
         Choice(
             "schemes",
@@ -260,25 +262,27 @@ def _scheme_choice(found: SchemeSearch) -> list[Choice]:
             found.base_step_s,
             tried,
             found.skipped,
-            tuple(Declined(*one) for one in found.declined),
+            tuple(DeclinedValue(*one) for one in found.declined),
         )
     ]
 
 
-def _tuned(simulated: Simulated, best: Candidate, base: Settings) -> tuple[Candidate, list[Choice]]:
+def _tune_sizes(
+    simulator: CandidateSimulator, best: Candidate, base: Settings
+) -> tuple[Candidate, list[Choice]]:
     """Choose the sizes of slices, frames and buffers for a strategy and a codec."""
     choices = []
     for setting, values in _sizes(best.settings, base):
         if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
             continue
-        choice = _choose(simulated, best, setting, values)
+        choice = _choose_setting(simulator, best, setting, values)
         choices.append(choice)
-        best = _with(best, setting, choice.value)
+        best = _with_setting(best, setting, choice.value)
     return best, choices
 
 
-def _encoded_or_not(
-    simulated: Simulated,
+def _choose_codec(
+    simulator: CandidateSimulator,
     encoded: Candidate,
     base: Settings,
     raw: Candidate,
@@ -288,18 +292,18 @@ def _encoded_or_not(
 
     Where a port carries less, what a slice or a frame costs a host weighs more.
     """
-    raw_step_s = simulated.step_s(raw)
+    raw_step_s = simulator.step_s(raw)
     assert raw_step_s is not None
-    simulated.run([encoded])
+    simulator.run([encoded])
     codec = encoded.settings.codec
-    plain = Tried(RAW, raw_step_s)
-    if simulated.step_s(encoded) is None:
+    plain = SimulatedValue(RAW, raw_step_s)
+    if simulator.step_s(encoded) is None:
         choice = Choice("codec", RAW, RAW, raw_step_s, raw_step_s, (plain,), (codec,))
         return raw, [*raw_tuning, choice]
-    best, tuning = _tuned(simulated, encoded, base)
-    step_s = simulated.step_s(best)
+    best, tuning = _tune_sizes(simulator, encoded, base)
+    step_s = simulator.step_s(best)
     assert step_s is not None
-    tried = (plain, Tried(codec, step_s))
+    tried = (plain, SimulatedValue(codec, step_s))
     if step_s < raw_step_s * (1.0 - TIE):
         return best, [*tuning, Choice("codec", codec, RAW, step_s, raw_step_s, tried)]
     return raw, [*raw_tuning, Choice("codec", RAW, RAW, raw_step_s, raw_step_s, tried)]
@@ -318,7 +322,7 @@ def _sizes(settings: Settings, base: Settings) -> list[tuple[str, Sequence[Value
     ]
 
 
-def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
+def _with_setting(candidate: Candidate, setting: str, value: Value) -> Candidate:
     changes: dict[str, Any] = {setting: value}
     if setting == "strategy" and value != candidate.settings.strategy:
         # Each strategy has a slice size of its own.
@@ -328,25 +332,27 @@ def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
     return candidate._replace(settings=replace(candidate.settings, **changes))
 
 
-def _choose(simulated: Simulated, best: Candidate, setting: str, values: Sequence[Value]) -> Choice:
+def _choose_setting(
+    simulator: CandidateSimulator, best: Candidate, setting: str, values: Sequence[Value]
+) -> Choice:
     """Choose the value of one setting, all others being as in `best`."""
     kept = getattr(best.settings, setting)
     if setting == "slice_elems":
         kept = best.settings.slice_elems_in_force
         values = sorted({*values, kept})  # type: ignore[type-var]
-    candidates = {value: _with(best, setting, value) for value in values}
-    simulated.run(list(candidates.values()))
+    candidates = {value: _with_setting(best, setting, value) for value in values}
+    simulator.run(list(candidates.values()))
     tried, skipped = [], []
     for value, candidate in candidates.items():
-        step_s = simulated.step_s(candidate)
+        step_s = simulator.step_s(candidate)
         if step_s is None:
             skipped.append(value)
         else:
-            tried.append(Tried(value, step_s))
-    kept_step_s = simulated.step_s(best)
+            tried.append(SimulatedValue(value, step_s))
+    kept_step_s = simulator.step_s(best)
     assert kept_step_s is not None
-    fastest = min(tried, key=lambda one: one.step_s, default=Tried(kept, kept_step_s))
-    chosen = Tried(kept, kept_step_s)
+    fastest = min(tried, key=lambda one: one.step_s, default=SimulatedValue(kept, kept_step_s))
+    chosen = SimulatedValue(kept, kept_step_s)
     if fastest.step_s < kept_step_s * (1.0 - TIE):
         # Of what is as fast, the one nearest to what was there.
         as_fast = [one for one in tried if one.step_s <= fastest.step_s * (1.0 + TIE / 4)]

@@ -70,7 +70,7 @@ def _steps(facts: ClusterFacts) -> int:
     return _LATE_STEPS if facts.leaves_out else Cluster.steps
 
 
-def simulated_frames(
+def frames_to_simulate(
     profile: Profile, facts: ClusterFacts, settings: Settings, schemes: Schemes = ()
 ) -> int:
     """Return about how many frames a simulation of these has to move: what it costs."""

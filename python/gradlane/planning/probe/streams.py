@@ -33,7 +33,7 @@ class StreamError(EscapedError):
     """A connection could not be made or used; the text names the peer and its address."""
 
 
-class Node:
+class StreamEndpoint:
     """A rank's listening socket, and the connections of the phase that is under way."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Node:
         self._sending: list[socket.socket] = []
         self._receiving: dict[int, socket.socket] = {}
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> StreamEndpoint:
         """Return the node itself."""
         return self
 
@@ -94,12 +94,12 @@ class Node:
         self._close_all()
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         for rank in sends:
-            self._sending.append(self._call(rank, peers[rank], deadline_s))
+            self._sending.append(self._connect_to(rank, peers[rank], deadline_s))
         expected = {_token(self._secret, rank, self._rank): rank for rank in receives}
         callers: dict[socket.socket, bytes] = {}
         try:
             while expected:
-                self._hear(callers, expected, deadline_s)
+                self._read_callers(callers, expected, deadline_s)
         finally:
             for caller in callers:
                 caller.close()
@@ -141,8 +141,10 @@ class Node:
         for connection in (*self._sending, *self._receiving.values()):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(_ECHO_TIMEOUT_S)
-        answering = threading.Thread(target=_answer, args=(list(self._receiving.values()), count))
-        answering.start()
+        echo_thread = threading.Thread(
+            target=_echo_bytes, args=(list(self._receiving.values()), count)
+        )
+        echo_thread.start()
         times = []
         try:
             for connection in self._sending:
@@ -155,7 +157,7 @@ class Node:
         except TimeoutError as error:
             raise StreamError(f"no answer to a byte in {_ECHO_TIMEOUT_S:g} s") from error
         finally:
-            answering.join()
+            echo_thread.join()
             self._close_all()
         return times
 
@@ -172,18 +174,18 @@ class Node:
             raise StreamError(f"the stream from rank {rank} broke off")
         return statistics.median(rates_bps)
 
-    def _call(self, rank: int, address: str, deadline_s: float) -> socket.socket:
+    def _connect_to(self, rank: int, address: str, deadline_s: float) -> socket.socket:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
-            left_s = max(0.1, deadline_s - time.monotonic())
-            connection = socket.create_connection((host, int(port)), timeout=left_s)
+            remaining_s = max(0.1, deadline_s - time.monotonic())
+            connection = socket.create_connection((host, int(port)), timeout=remaining_s)
             connection.sendall(_token(self._secret, self._rank, rank))
         except OSError as error:
             raise StreamError(f"rank {rank} at {address} cannot be reached ({error})") from error
         return connection
 
-    def _hear(
+    def _read_callers(
         self, callers: dict[socket.socket, bytes], expected: dict[bytes, int], deadline_s: float
     ) -> None:
         """Hear all callers at once, as long as there is something to hear and one is missing.
@@ -199,24 +201,24 @@ class Node:
         with selectors.DefaultSelector() as selector:
             for connection in (self._listener, *callers):
                 selector.register(connection, selectors.EVENT_READ)
-            left_s = deadline_s - time.monotonic()
-            ready = selector.select(max(0.0, left_s))
-        if not ready or left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            ready = selector.select(max(0.0, remaining_s))
+        if not ready or remaining_s <= 0:
             raise StreamError(
                 f"rank {min(expected.values())} did not connect to {self.host}:{self.port} in "
                 f"{CONNECT_TIMEOUT_S:g} s"
             )
         for key, _ in ready:
-            speaker = key.fileobj
-            assert isinstance(speaker, socket.socket)
-            if speaker is self._listener:
+            ready_socket = key.fileobj
+            assert isinstance(ready_socket, socket.socket)
+            if ready_socket is self._listener:
                 # The caller may be gone by now.
                 with contextlib.suppress(BlockingIOError):
                     caller, _ = self._listener.accept()
                     caller.setblocking(False)
                     callers[caller] = b""
-            elif speaker in callers:
-                self._read(speaker, callers, expected)
+            elif ready_socket in callers:
+                self._read(ready_socket, callers, expected)
         if len(callers) > _CALLERS_MAX:
             # A rank speaks at once: the first caller that has not is none.
             first = next(iter(callers))
@@ -230,17 +232,17 @@ class Node:
         expected: dict[bytes, int],
     ) -> None:
         """Read on; keep a rank that has said who it is, and hang up on whoever is none."""
-        said = callers.pop(connection)
+        received = callers.pop(connection)
         try:
-            part = connection.recv(_TOKEN_BYTES - len(said))
+            part = connection.recv(_TOKEN_BYTES - len(received))
         except OSError:
             part = b""
-        said += part
-        if part and len(said) < _TOKEN_BYTES:
-            callers[connection] = said
+        received += part
+        if part and len(received) < _TOKEN_BYTES:
+            callers[connection] = received
             return
         for token, rank in expected.items():
-            if hmac.compare_digest(token, said):
+            if hmac.compare_digest(token, received):
                 del expected[token]
                 connection.setblocking(True)
                 self._receiving[rank] = connection
@@ -258,7 +260,7 @@ def _token(secret: bytes, caller: int, called: int) -> bytes:
     return hmac.new(secret, f"gradlane probe {caller} {called}".encode(), hashlib.sha256).digest()
 
 
-def _answer(connections: Sequence[socket.socket], count: int) -> None:
+def _echo_bytes(connections: Sequence[socket.socket], count: int) -> None:
     """Send a byte back for each that comes."""
     for connection in connections:
         with contextlib.suppress(OSError):

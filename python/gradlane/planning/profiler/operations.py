@@ -81,13 +81,13 @@ def with_operations(profile: Profile, counts: Mapping[str, int]) -> Profile:
     whole = sum(
         count
         for name, count in counts.items()
-        if not any(outer in counts for outer in _around(name))
+        if not any(outer in counts for outer in _enclosing_modules(name))
     )
     modules = tuple(replace(one, flops=counts.get(one.name)) for one in profile.modules)
     return replace(profile, flops=whole, modules=modules)
 
 
-def _around(name: str) -> list[str]:
+def _enclosing_modules(name: str) -> list[str]:
     """Names of the modules around a module, the model included."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))] if name else []

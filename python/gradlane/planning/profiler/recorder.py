@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from gradlane.formats.profile import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.planning.profiler.nested import samples_in
-from gradlane.planning.profiler.rows import RowCounts, RowMark, has_rows
+from gradlane.planning.profiler.rows import RowCountHook, RowCounts, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
-from gradlane.planning.profiler.timeline import Steps, read_step
+from gradlane.planning.profiler.timeline import StepMedians, read_step
 from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
@@ -80,7 +80,7 @@ class Recorder:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.numel() > 0
         }
-        _check(parameters)
+        _check_parameters(parameters)
         self._parameters = parameters
         self._modules = dict(model.named_modules())
         device = next(iter(parameters.values())).device
@@ -113,30 +113,30 @@ class Recorder:
         if self._handles:
             raise RuntimeError("this recorder is attached already: call detach() first")
         number = {id(module): index for index, module in enumerate(self._modules.values())}
-        for module in _seen_from_outside(self.model):
+        for module in _uncompiled_modules(self.model):
             code = 2 * number[id(module)]
             # Scripted modules run hooks, but refuse to have any registered by their own method.
             self._handles += [
                 nn.Module.register_forward_pre_hook(
-                    module, _ForwardMark(self._tape, code), prepend=True
+                    module, _ForwardHook(self._tape, code), prepend=True
                 ),
-                nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
+                nn.Module.register_forward_hook(module, _ForwardHook(self._tape, code + 1)),
             ]
             if has_rows(module):
-                rows = RowMark(self._rows)
+                rows = RowCountHook(self._rows)
                 self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
         for index, parameter in enumerate(self._parameters.values()):
             code = 2 * len(self._modules) + index
-            mark = _GradientMark(self._tape, code)
+            mark = _GradientHook(self._tape, code)
             self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
         WAIT_NOTIFIER.add_observer(self._tape)
 
     def detach(self) -> None:
         """Take the hooks off; a step under way is forgotten. What was recorded stays."""
-        if self._tape.runs:
+        if self._tape.is_recording:
             self._tape.end()
         for handle in self._handles:
             handle.remove()
@@ -151,7 +151,7 @@ class Recorder:
         """
         if not self._handles:
             raise RuntimeError("begin_step() on a recorder without hooks: call attach() first")
-        if self._tape.runs:
+        if self._tape.is_recording:
             raise RuntimeError("begin_step() inside a step: call end_step() first")
         self._samples.begin()
         self._rows.begin()
@@ -163,7 +163,7 @@ class Recorder:
         Raises:
             RuntimeError: no step is being recorded.
         """
-        if not self._tape.runs:
+        if not self._tape.is_recording:
             raise RuntimeError("end_step() without a step: call begin_step() first")
         self._steps.append(self._tape.end())
         self._samples.end()
@@ -180,7 +180,7 @@ class Recorder:
         """
         count = len(self._modules)
         clock = self._tape.clock
-        steps = Steps(read_step(clock.seconds(marks), count) for marks in self._steps)
+        steps = StepMedians(read_step(clock.seconds(marks), count) for marks in self._steps)
         if not len(steps):
             raise ProfileError(
                 f"nothing was recorded of {model_name!r}: no step between begin_step() and "
@@ -204,7 +204,9 @@ class Recorder:
             ),
         )
 
-    def _tensors(self, steps: Steps, forward_s: float, compute_s: float) -> list[ProfileTensor]:
+    def _tensors(
+        self, steps: StepMedians, forward_s: float, compute_s: float
+    ) -> list[ProfileTensor]:
         needs_s, around_s, layers = self._needs(steps)
         tensors = []
         for index, (name, parameter) in enumerate(self._parameters.items()):
@@ -233,7 +235,7 @@ class Recorder:
         return tensors
 
     def _needs(
-        self, steps: Steps
+        self, steps: StepMedians
     ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
         """When forward first needs each parameter, and its layer, by `id`.
 
@@ -268,7 +270,7 @@ def _start_around(name: str, starts_s: Mapping[str, float | None]) -> float:
         name = name.rpartition(".")[0]
 
 
-def _check(parameters: Mapping[str, Tensor]) -> None:
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
     if not parameters:
         raise ValueError("the model has no trained parameter (requires_grad=True) to profile")
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
@@ -285,7 +287,7 @@ def _check(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def _seen_from_outside(module: nn.Module) -> list[nn.Module]:
+def _uncompiled_modules(module: nn.Module) -> list[nn.Module]:
     """List a module and all in it, but none inside compiled code: hooks would cut that up."""
     found: dict[int, nn.Module] = {}
 
@@ -300,7 +302,7 @@ def _seen_from_outside(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-class _ForwardMark:
+class _ForwardHook:
     """Hook: a module's forward begins or ends."""
 
     __slots__ = ("_code", "_tape")
@@ -320,7 +322,7 @@ class _ForwardMark:
         return _no_hook, ()
 
 
-class _GradientMark:
+class _GradientHook:
     """Hook: a part of a parameter's gradient is there."""
 
     __slots__ = ("_code", "_tape")
@@ -355,7 +357,7 @@ class _SampleCount:
             self.in_step = self._samples
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not self._tape.runs or is_tracing() or _graph_task() != -1:
+        if not self._tape.is_recording or is_tracing() or _graph_task() != -1:
             return
         if not module.training:
             self._tape.append((EVALUATION, self._tape.now()))
@@ -367,9 +369,9 @@ class _SampleCount:
         return _no_hook, ()
 
 
-def _hook_of_nobody(*_: Any) -> None:
+def _no_op(*_: Any) -> None:
     return None
 
 
 def _no_hook() -> Callable[..., None]:
-    return _hook_of_nobody
+    return _no_op

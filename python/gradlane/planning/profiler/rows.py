@@ -41,12 +41,12 @@ class RowCounts:
         replayed: int | None = getattr(module, "factor_rows", None)
         return self._last.get(id(parameter)) if replayed is None else replayed
 
-    def note(self, weight: Tensor, rows: int) -> None:
+    def add(self, weight: Tensor, rows: int) -> None:
         """A layer with this weight is applied to so many vectors."""
         self._in_step[id(weight)] = self._in_step.get(id(weight), 0) + rows
 
 
-class RowMark:
+class RowCountHook:
     """Hook of a linear layer: its forward begins."""
 
     __slots__ = ("_counts",)
@@ -63,8 +63,8 @@ class RowMark:
         weight = dict.get(module._parameters, "weight")
         if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
-        given = arguments[0]
-        self._counts.note(weight, given.numel() // max(1, given.shape[-1]))
+        inputs = arguments[0]
+        self._counts.add(weight, inputs.numel() // max(1, inputs.shape[-1]))
 
     def __reduce__(self) -> Any:
         """Copies of the model are not recorded."""
@@ -72,10 +72,10 @@ class RowMark:
 
 
 def _no_hook() -> Callable[..., None]:
-    return _do_nothing
+    return _no_op
 
 
-def _do_nothing(*_: Any) -> None:
+def _no_op(*_: Any) -> None:
     pass
 
 

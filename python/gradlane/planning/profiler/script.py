@@ -9,7 +9,7 @@ find models that are never called, and cannot tell a model from what it is a par
 A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer: the
 next batch, forward, backward, however often, and the steps of other optimizers. Not seen are
 optimizers that are none of torch's, models that are called inside compiled functions only, and
-parameters that no called module owns; `Found` says so.
+parameters that no called module owns; `RecordedScript` says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WARMUP_MIN = 2
 
 
 @dataclass
-class Found:
+class RecordedScript:
     """What was found in a script, and what could not be seen."""
 
     model: nn.Module
@@ -59,7 +59,7 @@ class Found:
     """What the reader of the profile should know."""
 
 
-class _Enough(BaseException):
+class _StopScript(BaseException):
     """Ends a script; no `except Exception` of the script's own stops it."""
 
 
@@ -70,10 +70,10 @@ def run_script(
     steps: int,
     warmup: int,
     is_module: bool = False,
-    to_the_end: bool = False,
+    run_to_end: bool = False,
     batch_size: int | None = None,
     on_step: Callable[[int], None] | None = None,
-) -> Found:
+) -> RecordedScript:
     """Run a training script in this process, as `python target arguments` would, and record it.
 
     Args:
@@ -82,7 +82,7 @@ def run_script(
         steps: recorded steps.
         warmup: steps before them, at least `WARMUP_MIN`.
         is_module: whether `target` is a module, as after `python -m`.
-        to_the_end: let the script go on after the last step; else it is ended there.
+        run_to_end: let the script go on after the last step; else it is ended there.
         batch_size: samples in a step, where the model's inputs do not tell.
         on_step: called with the number of recorded steps, after each.
 
@@ -100,7 +100,7 @@ def run_script(
         raise ValueError(f"warmup is {warmup}, but must be {WARMUP_MIN} at least")
     if not is_module and not Path(target).is_file():
         raise ProfileError(f"there is no script {target!r}")
-    watcher = _Watcher(steps, warmup, to_the_end, batch_size, on_step)
+    watcher = _ScriptRecorder(steps, warmup, run_to_end, batch_size, on_step)
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
     first = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
@@ -111,7 +111,7 @@ def run_script(
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except _Enough:
+    except _StopScript:
         pass
     except SystemExit as ended:
         if ended.code not in (None, 0):
@@ -127,29 +127,29 @@ def run_script(
     return watcher.result(target)
 
 
-class _Watcher:
+class _ScriptRecorder:
     """Looks at the steps of a script: finds the model, then records it."""
 
     def __init__(
         self,
         steps: int,
         warmup: int,
-        to_the_end: bool,
+        run_to_end: bool,
         batch_size: int | None,
         on_step: Callable[[int], None] | None,
     ) -> None:
         self._steps = steps
         self._warmup = warmup
-        self._to_the_end = to_the_end
+        self._run_to_end = run_to_end
         self._batch_size = batch_size
         self._on_step = on_step
         self._handles: list[Any] = []
         self._depth = 0
         self._called: dict[int, nn.Module] = {}
         self._stepped: list[Optimizer] = []
-        self._turn: Optimizer | None = None
+        self._step_optimizer: Optimizer | None = None
         self._taken_steps = 0
-        self._found: Found | None = None
+        self._found: RecordedScript | None = None
         self._capture: list[Any] = []
 
     def begin(self) -> None:
@@ -164,16 +164,16 @@ class _Watcher:
     def end(self) -> None:
         """Take all hooks off."""
         self._optimizer_handle.remove()
-        self._drop_handles()
+        self._remove_hooks()
         if self._found is not None:
             self._found.recorder.detach()
 
-    def _drop_handles(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in (*self._handles, *self._capture):
             handle.remove()
         self._handles, self._capture = [], []
 
-    def result(self, target: str) -> Found:
+    def result(self, target: str) -> RecordedScript:
         """Return what was found.
 
         Raises:
@@ -218,16 +218,16 @@ class _Watcher:
                 self._stepped.append(optimizer)
                 return
             # The first that steps again has begun the second round: all optimizers are known.
-            self._turn = optimizer
+            self._step_optimizer = optimizer
             self._found = self._find()
             self._taken_steps = 1
-            self._drop_handles()
+            self._remove_hooks()
             self._capture = [
                 module.register_forward_pre_hook(self._keep_call, with_kwargs=True)
                 for module in _roots_of(self._found.model)
             ]
             self._found.recorder.attach()
-        if optimizer is not self._turn:
+        if optimizer is not self._step_optimizer:
             return
         self._taken_steps += 1
         recorder = self._found.recorder
@@ -236,13 +236,13 @@ class _Watcher:
             if self._on_step is not None:
                 self._on_step(recorder.recorded_steps)
             if recorder.recorded_steps >= self._steps:
-                self._turn = None
+                self._step_optimizer = None
                 recorder.detach()
-                if not self._to_the_end:
-                    raise _Enough
+                if not self._run_to_end:
+                    raise _StopScript
                 return
         if self._taken_steps > CALLS_STEP:
-            self._drop_handles()
+            self._remove_hooks()
         if self._taken_steps >= self._warmup:
             recorder.begin_step()
 
@@ -252,7 +252,7 @@ class _Watcher:
 
     # ---- finding the model
 
-    def _find(self) -> Found:
+    def _find(self) -> RecordedScript:
         """Find the model among the modules that were called.
 
         Raises:
@@ -261,7 +261,7 @@ class _Watcher:
         trained = _parameters_of(self._stepped)
         roots = [
             module
-            for module in map(_unwrapped, self._called.values())
+            for module in map(_unwrap, self._called.values())
             if any(id(parameter) in trained for parameter in module.parameters())
         ]
         if not roots:
@@ -288,12 +288,14 @@ class _Watcher:
             notes.append(
                 f"the script has {len(self._stepped)} optimizers; a step is one round of all"
             )
-        model = roots[0] if len(roots) == 1 else _several(roots)
+        model = roots[0] if len(roots) == 1 else _combine(roots)
         name = type(getattr(model, "_orig_mod", model)).__name__
         if len(roots) > 1:
             name = "+".join(type(root).__name__ for root in roots)
             notes.append(f"the script calls {len(roots)} models by themselves: {name}")
-        return Found(model, name, Recorder(model, batch_size=self._batch_size), notes=notes)
+        return RecordedScript(
+            model, name, Recorder(model, batch_size=self._batch_size), notes=notes
+        )
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
@@ -305,7 +307,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
     }
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     """The model inside of a wrapper for data parallelism."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         inner: nn.Module = module.module
@@ -313,7 +315,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _several(roots: Sequence[nn.Module]) -> nn.ModuleDict:
+def _combine(roots: Sequence[nn.Module]) -> nn.ModuleDict:
     return nn.ModuleDict(
         {f"{type(root).__name__}{number}": root for number, root in enumerate(roots)}
     )
@@ -332,7 +334,7 @@ def _refuse_prepared(roots: Sequence[nn.Module]) -> None:
             )
 
 
-def replay(found: Found) -> Callable[[], None]:
+def replay(found: RecordedScript) -> Callable[[], None]:
     """Return a step that repeats the calls of a script's model, and runs backward through them."""
     calls = [
         (module, *(with_tensors(one, _detached) for one in inputs))

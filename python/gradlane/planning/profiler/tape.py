@@ -16,8 +16,8 @@ import torch
 
 STEP_BEGIN = -1
 STEP_END = -2
-PAUSE_BEGIN = -3
-PAUSE_END = -4
+WAIT_BEGIN = -3
+WAIT_END = -4
 EVALUATION = -5
 
 Mark = tuple[int, Any]
@@ -79,7 +79,7 @@ class Tape:
         self._marks: list[Mark] = []
 
     @property
-    def runs(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether a step is being recorded."""
         return self.append is not _ignore
 
@@ -96,13 +96,13 @@ class Tape:
 
     def wait_begins(self) -> None:
         """The step waits for other ranks from now on."""
-        if self.runs:
-            self.append((PAUSE_BEGIN, self.now()))
+        if self.is_recording:
+            self.append((WAIT_BEGIN, self.now()))
 
     def wait_ends(self) -> None:
         """The step goes on."""
-        if self.runs:
-            self.append((PAUSE_END, self.now()))
+        if self.is_recording:
+            self.append((WAIT_END, self.now()))
 
 
 def _ignore(mark: Mark) -> None:

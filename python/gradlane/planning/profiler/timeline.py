@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from gradlane.formats.profile import BatchTime
 from gradlane.planning.profiler.tape import (
     EVALUATION,
-    PAUSE_BEGIN,
-    PAUSE_END,
     STEP_BEGIN,
     STEP_END,
+    WAIT_BEGIN,
+    WAIT_END,
 )
 
 Call = tuple[float, float]
@@ -27,7 +27,7 @@ Call = tuple[float, float]
 
 
 @dataclass
-class StepTimes:
+class RecordedStep:
     """One step, in seconds since the start of its first forward, waits taken out."""
 
     compute_s: float
@@ -43,7 +43,7 @@ class StepTimes:
     """Whether the model also ran in evaluation mode."""
 
 
-def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
+def read_step(marks: Sequence[tuple[int, float]], modules: int) -> RecordedStep:
     """Work out one step.
 
     Args:
@@ -54,7 +54,7 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
     Returns:
         The step; `ready_s` is empty if it had no gradient.
     """
-    compute = _without_pauses(marks)
+    compute = _without_waits(marks)
     begin_s = end_s = origin_s = 0.0
     started = evaluates = False
     open_calls: list[tuple[int, float]] = []
@@ -90,7 +90,7 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
         origin_s = begin_s
     first_ready_s = min(ready_s.values(), default=end_s)
     before_s = [one_s for one_s in outermost_ends_s if one_s <= first_ready_s]
-    return StepTimes(
+    return RecordedStep(
         compute_s=end_s - begin_s,
         forward_s=max(before_s, default=origin_s) - origin_s,
         calls={
@@ -103,19 +103,19 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
     )
 
 
-def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
+def _without_waits(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
     """Return what turns moments into moments of compute; those within a pause are its beginning."""
     begins_s: list[float] = []
     ends_s: list[float] = []
-    paused_s: list[float] = [0.0]
+    waited_s: list[float] = [0.0]
     begin_s: float | None = None
     for code, moment_s in marks:
-        if code == PAUSE_BEGIN:
+        if code == WAIT_BEGIN:
             begin_s = moment_s
-        elif code == PAUSE_END and begin_s is not None:
+        elif code == WAIT_END and begin_s is not None:
             begins_s.append(begin_s)
             ends_s.append(moment_s)
-            paused_s.append(paused_s[-1] + max(moment_s - begin_s, 0.0))
+            waited_s.append(waited_s[-1] + max(moment_s - begin_s, 0.0))
             begin_s = None
     if not ends_s:
         return lambda moment_s: moment_s
@@ -125,15 +125,15 @@ def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], flo
         if ended < len(ends_s):
             # Another thread may go on while the program waits.
             moment_s = min(moment_s, begins_s[ended])
-        return moment_s - paused_s[ended]
+        return moment_s - waited_s[ended]
 
     return compute
 
 
-class Steps:
+class StepMedians:
     """Many steps, and their medians."""
 
-    def __init__(self, steps: Iterable[StepTimes]) -> None:
+    def __init__(self, steps: Iterable[RecordedStep]) -> None:
         """Take the steps that trained; those that also evaluated only if there are no others."""
         trained = [step for step in steps if step.ready_s]
         self._steps = [step for step in trained if not step.evaluates] or trained

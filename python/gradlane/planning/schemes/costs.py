@@ -60,13 +60,13 @@ class Counts:
         rows: K, rows of the factors of one worker.
         workers: P1.
         servers: P2.
-        apart: whether no node is both worker and server.
+        has_dedicated_servers: whether no node is both worker and server.
     """
 
     rows: int
     workers: int
     servers: int
-    apart: bool = False
+    has_dedicated_servers: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Scheme:
     def node_floats(self, rows: int, columns: int, counts: Counts) -> float:
         """Numbers that the busiest node sends and receives: one that is both, where there are such,
         else the busier of a worker and a server."""
-        if not counts.apart:
+        if not counts.has_dedicated_servers:
             return (self.both_floats or self.worker_floats)(rows, columns, counts)
         worker_floats = self.worker_floats(rows, columns, counts)
         if self.server_floats is None:

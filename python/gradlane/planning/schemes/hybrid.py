@@ -34,9 +34,9 @@ class Traffic:
     sends: float
     """Of these and `receives`, when the gradient is ready."""
     receives: float
-    answers: float = 0.0
+    replies: float = 0.0
     """What is sent once everything of `receives` is there."""
-    gets: float = 0.0
+    reply_receives: float = 0.0
     """What is received once the owner answers."""
 
 
@@ -63,7 +63,7 @@ class HybridStep:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeCluster:
     """A cluster of equal nodes, each worker and server, unless others only serve.
 
     Attributes:
@@ -82,7 +82,7 @@ class Node:
 def hybrid_step(
     layers: Sequence[Layer],
     schemes: Mapping[str, str],
-    nodes: Node,
+    nodes: NodeCluster,
     *,
     batch_rows: int,
     compute_s: float,
@@ -107,9 +107,9 @@ def hybrid_step(
         raise ValueError(f"unknown order {order!r}; choose {' or '.join(ORDERS)}")
     count = nodes.count
     bytes_per_s = nodes.goodput_bps / 8.0
-    everyone = range(count + nodes.serving)
-    out = [_Pipe(bytes_per_s) for _ in everyone]
-    into = [_Pipe(bytes_per_s) for _ in everyone]
+    all_nodes = range(count + nodes.serving)
+    out = [_PortDirection(bytes_per_s) for _ in all_nodes]
+    into = [_PortDirection(bytes_per_s) for _ in all_nodes]
     rebuilt_s, end_s, owner = 0.0, 0.0, -1
     for layer in sorted(layers, key=lambda one: one.ready_s):
         scheme = schemes[layer.name]
@@ -120,16 +120,18 @@ def hybrid_step(
         traffic = [
             _traffic(layer, scheme, node == owner, nodes, batch_rows, bytes_share)
             if node < count
-            else _served(layer, scheme, nodes, bytes_share)
-            for node in everyone
+            else _server_traffic(layer, scheme, nodes, bytes_share)
+            for node in all_nodes
         ]
-        moments = [out[node].carry(ready_s, traffic[node].sends) for node in everyone]
-        moments += [into[node].carry(ready_s, traffic[node].receives) for node in everyone]
-        if any(one.answers for one in traffic):
+        moments = [out[node].transfer(ready_s, traffic[node].sends) for node in all_nodes]
+        moments += [into[node].transfer(ready_s, traffic[node].receives) for node in all_nodes]
+        if any(one.replies for one in traffic):
             # Project Adam's server makes the gradient of the factors before it answers.
             answer_s = max(moments) + rebuild_s
-            moments += [out[node].carry(answer_s, traffic[node].answers) for node in everyone]
-            moments += [into[node].carry(answer_s, traffic[node].gets) for node in everyone]
+            moments += [out[node].transfer(answer_s, traffic[node].replies) for node in all_nodes]
+            moments += [
+                into[node].transfer(answer_s, traffic[node].reply_receives) for node in all_nodes
+            ]
         elif rebuild_s > 0.0:
             rebuilt_s += rebuild_s
             moments.append(max(moments) + rebuild_s)
@@ -138,11 +140,14 @@ def hybrid_step(
         step_s=max(compute_s + rebuilt_s, end_s),
         compute_s=compute_s + rebuilt_s,
         rebuild_s=rebuilt_s,
-        node_bytes=tuple(one.carried + other.carried for one, other in zip(out, into, strict=True)),
+        node_bytes=tuple(
+            one.transferred_bytes + other.transferred_bytes
+            for one, other in zip(out, into, strict=True)
+        ),
     )
 
 
-def _rebuild_s(layer: Layer, scheme: str, nodes: Node, batch_rows: int) -> float:
+def _rebuild_s(layer: Layer, scheme: str, nodes: NodeCluster, batch_rows: int) -> float:
     """Time for multiplying the factors of the other workers; the own ones backward multiplies."""
     if nodes.count == 1 or scheme not in ("sfb", "adam") or layer.matrix is None:
         return 0.0
@@ -151,32 +156,32 @@ def _rebuild_s(layer: Layer, scheme: str, nodes: Node, batch_rows: int) -> float
     return 2.0 * vectors * rows * columns / nodes.operations_per_s
 
 
-class _Pipe:
+class _PortDirection:
     """One direction of a port: one thing after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.carried = 0.0
+        self.transferred_bytes = 0.0
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
-    def carry(self, ready_s: float, size_bytes: float) -> float:
+    def transfer(self, ready_s: float, size_bytes: float) -> float:
         """Carry something that is there at a moment; return when it is through."""
         if size_bytes <= 0.0:
             return ready_s
-        self.carried += size_bytes
+        self.transferred_bytes += size_bytes
         self._free_s = max(self._free_s, ready_s) + size_bytes / self._bytes_per_s
         return self._free_s
 
 
 def _traffic(
-    layer: Layer, scheme: str, owns: bool, nodes: Node, batch_rows: int, bytes_share: float
+    layer: Layer, scheme: str, owns: bool, nodes: NodeCluster, batch_rows: int, bytes_share: float
 ) -> Traffic:
     """What a layer is for the port of one node: table 1, sent and received apart."""
     whole, count = layer.size_bytes * bytes_share, nodes.count
     if scheme == "ps":
         # To and from the others' shards, and as many for the own shard, where there is one.
-        each = whole if nodes.serving else 2.0 * (count - 1) / count * whole
-        return Traffic(each, each)
+        direction_bytes = whole if nodes.serving else 2.0 * (count - 1) / count * whole
+        return Traffic(direction_bytes, direction_bytes)
     if scheme == WHOLE:
         factor_bytes = whole
     elif layer.matrix is None:
@@ -185,18 +190,18 @@ def _traffic(
         element_bytes = layer.size_bytes / layer.elements
         factor_bytes = (layer.rows or batch_rows) * sum(layer.matrix) * element_bytes
     if scheme == "sfb":
-        each = (count - 1) * factor_bytes
-        return Traffic(each, each)
+        direction_bytes = (count - 1) * factor_bytes
+        return Traffic(direction_bytes, direction_bytes)
     if scheme not in ("adam", WHOLE):
         raise ValueError(f"unknown scheme {scheme!r}")
     if owns:
-        return Traffic(0.0, (count - 1) * factor_bytes, answers=(count - 1) * whole)
-    return Traffic(factor_bytes, 0.0, gets=whole)
+        return Traffic(0.0, (count - 1) * factor_bytes, replies=(count - 1) * whole)
+    return Traffic(factor_bytes, 0.0, reply_receives=whole)
 
 
-def _served(layer: Layer, scheme: str, nodes: Node, bytes_share: float) -> Traffic:
+def _server_traffic(layer: Layer, scheme: str, nodes: NodeCluster, bytes_share: float) -> Traffic:
     """What a layer is for the port of a node that only serves."""
     if scheme != "ps":
         return Traffic(0.0, 0.0)
-    each = nodes.count / nodes.serving * layer.size_bytes * bytes_share
-    return Traffic(each, each)
+    direction_bytes = nodes.count / nodes.serving * layer.size_bytes * bytes_share
+    return Traffic(direction_bytes, direction_bytes)

@@ -112,7 +112,7 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int, serving: int = 0)
     def is_factored(layer: Layer) -> bool:
         if rule == "poseidon":
             rows = layer.rows or profile.batch_size
-            counts = Counts(rows, workers, serving or workers, apart=serving > 0)
+            counts = Counts(rows, workers, serving or workers, has_dedicated_servers=serving > 0)
             return costs_of(layer, counts, PLAN_RULES["poseidon"])[0].scheme == "sfb"
         return factors_of(layer, profile) is not None
 
@@ -132,7 +132,7 @@ def operations_per_s(profile: Profile) -> float:
     return 3.0 * profile.flops / profile.compute_s
 
 
-def _speed_in(layer: Layer, profile: Profile) -> float:
+def _operations_per_s_in(layer: Layer, profile: Profile) -> float:
     """How fast the accelerator is in a layer's forward, where no operations were counted."""
     if profile.flops or layer.matrix is None or not layer.rows:
         return operations_per_s(profile)
@@ -175,6 +175,8 @@ def simulated_schemes(
         found[factors.tensor] = {
             "scheme": scheme,
             "block_bytes": factors.block_bytes,
-            "rebuild_s": (workers - 1) * factors.operations / (speed or _speed_in(layer, profile)),
+            "rebuild_s": (workers - 1)
+            * factors.operations
+            / (speed or _operations_per_s_in(layer, profile)),
         }
     return found

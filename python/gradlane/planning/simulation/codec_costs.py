@@ -1,8 +1,8 @@
 """What codecs cost a host, and the codecs of a profile's tensors, for simulations.
 
 Costs are seconds a byte of *values* (four an f32 element), on one core: of encoding a contribution,
-residual included where the codec keeps one, and of decoding one and adding it up. `USUAL` are
-medians of processor time by `measured_cost` on the project's machine on 2026-11-21 (two virtual
+residual included where the codec keeps one, and of decoding one and adding it up. `USUAL_COSTS` are
+medians of processor time by `measure_cost` on the project's machine on 2026-11-21 (two virtual
 cores with AVX-512, 4 MiB of normally distributed values, other work beside it: three turns lay
 within 30 %); `gradlane lab calibrate` measures the same on another one.
 """
@@ -54,7 +54,7 @@ class CodecCost:
     decode_byte_s: float
 
 
-USUAL: Mapping[str, CodecCost] = {
+USUAL_COSTS: Mapping[str, CodecCost] = {
     "bf16": CodecCost(0.08e-9, 0.08e-9),
     "f16": CodecCost(0.09e-9, 0.08e-9),
     "int8": CodecCost(0.08e-9, 0.06e-9),
@@ -66,7 +66,7 @@ USUAL: Mapping[str, CodecCost] = {
 """By the name of the codec, whatever its options."""
 
 
-def measured_cost(codec: str) -> CodecCost:
+def measure_cost(codec: str) -> CodecCost:
     """Measure a codec on this machine by processor time, in about a tenth of a second.
 
     Raises:
@@ -106,7 +106,12 @@ def cost_of(codec: str, measured: Mapping[str, CodecCost]) -> CodecCost:
     codec = codec.replace(",ring=integer", "")
     name = codec.partition(":")[0]
     by_name = {text.partition(":")[0]: cost for text, cost in measured.items()}
-    return measured.get(codec) or by_name.get(name) or USUAL.get(name) or CodecCost(0.3e-9, 0.15e-9)
+    return (
+        measured.get(codec)
+        or by_name.get(name)
+        or USUAL_COSTS.get(name)
+        or CodecCost(0.3e-9, 0.15e-9)
+    )
 
 
 def codecs_in(

@@ -93,7 +93,7 @@ def clusters_of(
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
-    on_left_out: Callable[[str], None] = lambda why: None,
+    on_left_out: Callable[[str], None] = lambda reason: None,
 ) -> list[Cluster]:
     """Return every combination.
 
@@ -113,11 +113,11 @@ def clusters_of(
             compression=compression,
             topology=topology,
             codec=codec,
-            ranks_per_node=each,
+            ranks_per_node=node_size,
             stragglers=rule,
         )
         for count in workers
-        for each in ranks_per_node
+        for node_size in ranks_per_node
         for rate_bps in rates_bps
         for compression in compressions
         for codec in codecs
@@ -125,16 +125,16 @@ def clusters_of(
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
         for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
     ]
-    able = [one for one in found if not nodes_refusal(one)]
+    valid = [one for one in found if not nodes_refusal(one)]
     reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
-    if not able:
+    if not valid:
         raise ValueError(
             f"{next(iter(reasons))}: give --ranks-per-node 2, for example, and workers for two "
             "nodes or more"
         )
-    for why in reasons:
-        on_left_out(why)
-    return able
+    for reason in reasons:
+        on_left_out(reason)
+    return valid
 
 
 def evaluate(
@@ -159,10 +159,10 @@ def evaluate(
     """
     rows = []
     for number, cluster in enumerate(clusters):
-        answer = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
-        if "trace" in answer:
-            on_trace(number, answer["trace"])
-        row = _row(profile, cluster, answer["report"])
+        result = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
+        if "trace" in result:
+            on_trace(number, result["trace"])
+        row = _row(profile, cluster, result["report"])
         rows.append(row)
         on_row(row)
     return rows
@@ -186,7 +186,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         serving=cluster.serving,
         ranks_per_node=cluster.ranks_per_node,
         rate_bps=cluster.rate_bps,
-        compression=_ratio(profile, cluster),
+        compression=_compression(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
         step_s=step_s,
         compute_s=profile.compute_s,
@@ -212,7 +212,7 @@ def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float
     return None if late is None else [count / steps for count in late[name]]
 
 
-def _ratio(profile: Profile, cluster: Cluster) -> float:
+def _compression(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
     choices = _choices(profile, cluster)
@@ -229,10 +229,10 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
     """Also of slices round a ring."""
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    everywhere = RING if cluster.strategy == RING else "ps"
+    default_scheme = RING if cluster.strategy == RING else "ps"
     if local_sums(cluster) != "off":
-        everywhere = "hierarchical"
-    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, everywhere)
+        default_scheme = "hierarchical"
+    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, default_scheme)
     return bound_step_s(
         timings_in(profile),
         workers=cluster.workers,
@@ -255,7 +255,7 @@ def traffic(
     profile: Profile,
     wire_bytes: Sequence[float],
     schemes: TensorSchemes,
-    everywhere: str = "ps",
+    default_scheme: str = "ps",
 ) -> tuple[list[float], list[str]]:
     """Return the bytes and the scheme of each tensor, as bounds take them.
 
@@ -263,14 +263,14 @@ def traffic(
         profile: what a step computes.
         wire_bytes: bytes of each tensor as it travels, unless as factors.
         schemes: as in a scenario.
-        everywhere: the scheme of all others.
+        default_scheme: the scheme of all others.
     """
     own = [schemes.get(tensor.name, {}) for tensor in profile.tensors]
     travelling = [
         float(scheme.get("block_bytes", bytes_))
         for scheme, bytes_ in zip(own, wire_bytes, strict=True)
     ]
-    return travelling, [str(scheme.get("scheme", everywhere)) for scheme in own]
+    return travelling, [str(scheme.get("scheme", default_scheme)) for scheme in own]
 
 
 def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:

@@ -159,14 +159,16 @@ def _import_log(source: Mapping[str, Any], path: Path, reader: FieldReader) -> P
         )
     forward_s = compute_s - backward_s
     entries: list[tuple[str, tuple[int, ...], float]] = []
-    for place, name, entry in reader.named_entries(source, "params"):
-        shape = place.shape(entry, "shape")
-        if "numel" in entry and place.integer(entry, "numel") != prod(shape):
-            raise place.error("numel", f"is {entry['numel']}, but shape {list(shape)} has another")
-        ready_s = place.seconds(entry, "grad_ready_s")
+    for position, name, entry in reader.named_entries(source, "params"):
+        shape = position.shape(entry, "shape")
+        if "numel" in entry and position.integer(entry, "numel") != prod(shape):
+            raise position.error(
+                "numel", f"is {entry['numel']}, but shape {list(shape)} has another"
+            )
+        ready_s = position.seconds(entry, "grad_ready_s")
         # The logs round: the last gradient may come a microsecond after backward's end.
         if ready_s > backward_s + 1e-6:
-            raise place.error("grad_ready_s", f"{ready_s} is after backward's end, {backward_s}")
+            raise position.error("grad_ready_s", f"{ready_s} is after backward's end, {backward_s}")
         entries.append((name, shape, min(forward_s + ready_s, compute_s)))
     needs = _needs_like_backward(path)
     tensors = tuple(

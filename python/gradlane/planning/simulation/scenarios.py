@@ -120,12 +120,12 @@ def local_sums(cluster: Cluster) -> str:
 
 def nodes_refusal(cluster: Cluster) -> str:
     """Say why a cluster cannot have its nodes; empty if it can."""
-    each, workers = cluster.ranks_per_node, cluster.workers
-    if each < 1 or workers % each:
-        return f"{workers} workers do not fill nodes of {each}"
-    if each > 1 and workers == each:
-        return f"{workers} workers are one node of {each}, which needs no network"
-    if each == 1 and local_sums(cluster) != "off":
+    node_size, workers = cluster.ranks_per_node, cluster.workers
+    if node_size < 1 or workers % node_size:
+        return f"{workers} workers do not fill nodes of {node_size}"
+    if node_size > 1 and workers == node_size:
+        return f"{workers} workers are one node of {node_size}, which needs no network"
+    if node_size == 1 and local_sums(cluster) != "off":
         return f"{cluster.strategy} adds up on nodes, and each has one rank"
     return ""
 
@@ -136,9 +136,11 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     Raises:
         ValueError: the cluster cannot have them, or something else does not go with them.
     """
-    why = nodes_refusal(cluster)
-    if why:
-        raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
+    refusal = nodes_refusal(cluster)
+    if refusal:
+        raise ValueError(
+            f"{refusal}: give --ranks-per-node 2, for example, and a multiple as workers"
+        )
     if cluster.servers is not None or cluster.serving:
         raise ValueError(
             f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
@@ -238,7 +240,7 @@ def scenario_of(
     if cluster.ranks_per_node > 1 or local_sums(cluster) != "off":
         scenario["nodes"] = _nodes(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    _leave_out(scenario, cluster, factors=bool(schemes))
+    _add_stragglers(scenario, cluster, factors=bool(schemes))
     if schemes:
         scenario["schemes"] = schemes
     if rules != RAW:
@@ -270,7 +272,7 @@ def ring_node_size(cluster: Cluster) -> int:
     return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
 
 
-def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
+def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
     """Say which rank is stopped, and what becomes of ranks that are late."""
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
@@ -289,17 +291,17 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
 def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     rings: dict[str, Any] = {"kind": "flat", "workers": cluster.workers}
     if cluster.topology == "hierarchical":
-        each = ring_node_size(cluster)
-        nodes, rest = divmod(cluster.workers, each)
+        node_size = ring_node_size(cluster)
+        nodes, rest = divmod(cluster.workers, node_size)
         if rest:
             raise ValueError(
-                f"{cluster.workers} workers do not fill nodes of {each}: "
+                f"{cluster.workers} workers do not fill nodes of {node_size}: "
                 "the hierarchical ring needs a multiple"
             )
         rings = {
             "kind": "hierarchical",
             "nodes": nodes,
-            "workers_per_node": each,
+            "workers_per_node": node_size,
             "local_rate_bps": cluster.local_rate_bps or LOCAL_RATE_BPS,
         }
     elif cluster.topology != "flat":
@@ -326,5 +328,5 @@ def run_scenario(scenario: dict[str, Any]) -> dict[str, Any]:
     """
     from gradlane import _core
 
-    answer: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
-    return answer
+    result: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
+    return result
