@@ -1,8 +1,7 @@
-"""Codecs for torch tensors and NumPy arrays: a thin, typed surface over the compiled kernels.
+"""Codecs for torch tensors and NumPy arrays: a thin, typed interface to the compiled kernels.
 
-A codec encodes contiguous f32 values on the CPU. It keeps no state: residuals and the place of the
-values are the caller's, as in `gradlane.ddp`. What each codec does, and the layout of its bytes,
-is in `docs/codecs.md`.
+A codec encodes contiguous f32 values on the CPU. It has no state: residuals and the position of the
+values are the caller's, as in `gradlane.ddp`. `docs/codecs.md` describes each codec and its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 BROADCAST = -1
-"""The leg of what an owner sends to all ranks; other legs are the ranks of workers."""
+"""The leg from an owner to all ranks; other legs are the ranks of workers."""
 
 Array: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 """A torch tensor on the CPU or a NumPy array, contiguous."""
@@ -31,11 +30,11 @@ class Codec:
     Args:
         spec: name and options: `f32`, `bf16`, `f16`, `onebit`, `qsgd:bits=4`, `int8`,
             `topk:ratio=0.001`, `dgc:ratio=0.001,momentum=0.9`, ...
-        shape: sizes of the tensor in the order of its storage, where the codec depends on them
+        shape: sizes of the tensor in storage order, if the codec depends on them
             (`onebit` by columns).
 
     Raises:
-        ValueError: the text names no codec; the message says what would do.
+        ValueError: the text names no codec; the message lists valid ones.
     """
 
     def __init__(self, spec: str, shape: Sequence[int] = ()) -> None:
@@ -43,13 +42,13 @@ class Codec:
         self.spec: str = self._codec.spec
         """The canonical text."""
         self.granule: int = self._codec.granule
-        """Parts of a tensor begin at multiples of so many elements."""
+        """Number of elements whose multiples may begin a part of a tensor."""
         self.is_fixed_size: bool = self._codec.is_fixed_size
-        """Whether the length of an encoding depends on the number of elements alone."""
+        """True if the length of an encoding depends on the number of elements alone."""
         self.is_unbiased: bool = self._codec.is_unbiased
-        """Whether the expectation of what is decoded is the value."""
+        """True if the expectation of a decoded value is the value."""
         self.residual_width: int = self._codec.residual_width
-        """f32 numbers that a residual has for each value; 0 where none is kept."""
+        """f32 numbers of a residual for each value; 0: the codec keeps none."""
 
     def __repr__(self) -> str:
         return f"Codec({self.spec!r})"
@@ -60,7 +59,7 @@ class Codec:
         return self.spec.partition(":")[0]
 
     def wire_bytes_max(self, elements: int, *, step: int = 0, leg: int = 0) -> int:
-        """Return the most bytes that so many values take; exact where the size is fixed."""
+        """Return the largest encoded size of so many values; exact for a fixed-size codec."""
         return self._codec.max_wire_bytes((0, step, 0, leg, 0), elements)
 
     def encode(
@@ -78,16 +77,16 @@ class Codec:
 
         Args:
             values: f32, contiguous, of any shape.
-            residual: what earlier steps did not send, f32, `residual_width` numbers for each value,
-                zeros at first; it is added before encoding and replaced by what is not sent now.
-            seed: of the job: draws of stochastic codecs depend on it and on the place that follows.
+            residual: unsent parts of earlier steps, f32, `residual_width` numbers for each value,
+                zeros at first; it is added before encoding and replaced by the new unsent part.
+            seed: of the job; draws of stochastic codecs depend on it and on the arguments below.
             step: number of the step.
             tensor: number of the tensor.
             leg: rank of the worker, or `BROADCAST`.
             first_element: position in its tensor of the first value.
 
         Returns:
-            The bytes, uint8, of the kind that `values` are.
+            The bytes, uint8, an array of the kind of `values`.
 
         Raises:
             ValueError: memory of another kind, or lengths that do not match.
@@ -108,7 +107,7 @@ class Codec:
         leg: int = 0,
         first_element: int = 0,
     ) -> int:
-        """Encode values to the front of a buffer of bytes, and return how many bytes that took.
+        """Encode values to the front of a byte buffer, and return the number of bytes.
 
         Raises:
             ValueError: the buffer is shorter than `wire_bytes_max`, or as for `encode`.
@@ -128,7 +127,7 @@ class Codec:
         )
 
     def decode(self, wire: Array, elements: int) -> Array:
-        """Decode bytes into so many values, f32, of the kind that `wire` is.
+        """Decode bytes into so many f32 values, an array of the kind of `wire`.
 
         Raises:
             ValueError: the bytes are no encoding of so many values.
@@ -138,7 +137,7 @@ class Codec:
         return _like(wire, values)
 
     def decode_into(self, wire: Array, values: Array) -> None:
-        """Decode bytes into values that are there, f32.
+        """Decode bytes into existing f32 values.
 
         Raises:
             ValueError: as for `decode`.
@@ -146,7 +145,7 @@ class Codec:
         self._codec.decode(_bytes(wire), _floats(values, "the values"))
 
     def decode_add(self, wire: Array, values: Array) -> None:
-        """Decode bytes and add them to values, f32.
+        """Decode bytes and add them to existing f32 values.
 
         Raises:
             ValueError: as for `decode`.

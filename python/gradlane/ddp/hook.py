@@ -1,7 +1,7 @@
 """`ddp_hook`: a communication hook for DDP that sends gradients encoded, and its state.
 
-The hook hands a bucket to two threads and returns at once; DDP waits for the futures at the end of
-backward, as always. All ranks get the same bits.
+The hook submits a bucket to two threads and returns at once; DDP waits for the futures at the end
+of backward, as always. All ranks get the same bits.
 """
 
 # Annotations are evaluated here: DDP compares those of a communication hook with its own types.
@@ -25,7 +25,7 @@ from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 
 FORMAT = 1
-"""Of a state dict."""
+"""Format version of a state dict."""
 ROUTES = ("auto", "gather", "shards")
 SPARSE = ("topk", "dgc")
 
@@ -36,7 +36,7 @@ Hook = Callable[
 
 
 class HookState:
-    """What `ddp_hook` keeps between buckets and steps; the first argument of `register_comm_hook`.
+    """State of `ddp_hook` between buckets and steps; the first argument of `register_comm_hook`.
 
     Attributes:
         spec: canonical text of the codec.
@@ -86,7 +86,7 @@ class HookState:
 
     @property
     def codecs(self) -> dict[str, str]:
-        """Canonical text of the codec of each parameter that is known or was seen."""
+        """Canonical text of each known parameter's codec."""
         return self._parameters.codecs()
 
     @property
@@ -96,7 +96,7 @@ class HookState:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a bucket got no mean, with its traceback; DDP's error has its text alone."""
+        """The error of a failed bucket, with its traceback; DDP's error has its text only."""
         return self._pipeline.failure
 
     def exchange(
@@ -117,7 +117,7 @@ class HookState:
         return self._pipeline.submit(route, exchange)
 
     def _route_of(self, parts: tuple[BucketParameter, ...]) -> Route:
-        """Return the route of a bucket; buckets that it replaces are forgotten."""
+        """Return the route of a bucket; buckets that it replaces are dropped."""
         numbers = tuple(part.number for part in parts)
         known = self._routes.get(numbers)
         if known is not None:
@@ -147,10 +147,10 @@ class HookState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned on this rank.
+        """Restore a state that `state_dict` returned on this rank.
 
-        With another number of ranks, ranks that are new begin without residuals; what ranks that
-        are gone have not sent is lost. What was kept of means goes back to gradients.
+        With another number of ranks, new ranks begin without residuals, and the residuals of
+        removed ranks are lost. Residuals of means return to gradients.
 
         Raises:
             ValueError: the state is of another codec or another model.
@@ -182,7 +182,7 @@ class HookState:
         self.seed = int(state["seed"])
         self._shard_codec.seed = self.seed
         self._residuals.worker = {number: kept.clone() for number, kept in worker.items()}
-        # A part of a mean of fewer or more ranks is as large a part of their sum.
+        # Residuals of a mean scale with the number of ranks.
         scale = int(state["world_size"]) / self._residuals.world_size
         self._residuals.owner = {key: kept * scale for key, kept in owner.items()}
         self._routes.clear()
@@ -226,19 +226,19 @@ def ddp_hook(
     Args:
         spec: the codec, such as `qsgd:bits=4`, `onebit`, `topk:ratio=0.001`, `bf16`.
         seed: of the draws of stochastic codecs.
-        error_feedback: whether what is not sent is added to the next step's gradient; None: as the
-            codec says, which is where it is biased.
+        error_feedback: whether the unsent part is added to the next step's gradient; None: the
+            codec's default, on for biased codecs.
         route: `"gather"`: every rank sends its encoded gradient to all; `"shards"`: each rank sums
             up a part and sends the mean encoded again, which is fewer bytes from three ranks on;
             `"auto"`: `gather` for two ranks and for sparse codecs, else `shards`.
-        small_elems: parameters with fewer elements stay f32. None: where the model is given, as
-            many as leave more than 99 % of all elements encoded; else none.
+        small_elems: parameters with fewer elements stay f32. None: if the model is given, as many
+            as leave more than 99 % of all elements encoded; else none.
         codecs: codecs by patterns of parameter names, such as `{"*.bias": "f32"}`; needs `model`.
-        model: the model, before or after it was wrapped: it gives parameters their names.
+        model: the model, wrapped or not, for the names of parameters.
         group: the process group that DDP averages over; None: the default one.
 
     Raises:
-        ValueError: an argument makes no sense; the message says what would do.
+        ValueError: an argument is invalid; the message lists valid values.
         RuntimeError: there is no process group.
     """
     state = HookState(
@@ -255,7 +255,7 @@ def ddp_hook(
 
 
 def _watch_momentum(parameters: BucketParameters) -> Any:
-    """Check each optimizer in the process before it steps: DDP shows a hook none.
+    """Check each optimizer in the process before it steps: DDP does not tell a hook its optimizer.
 
     Returns:
         A handle whose `remove` ends it.
@@ -271,7 +271,7 @@ def _watch_momentum(parameters: BucketParameters) -> Any:
 
 
 def _with_feedback(spec: str, error_feedback: bool | None) -> str:
-    """Return the codec's text with error feedback as asked for."""
+    """Return the codec's text with the requested error feedback."""
     if error_feedback is None or Codec(spec).name == "f32":
         return spec
     wanted = f"residual={'on' if error_feedback else 'off'}"

@@ -1,7 +1,7 @@
-"""The two threads that carry buckets along their routes, so that backward does not wait for them.
+"""The two threads that exchange buckets, so that backward does not wait for them.
 
-One thread encodes and begins a bucket's exchange, the other one ends it: encoding, sending and
-adding up of neighbouring buckets overlap. All ranks hand over their buckets in the same order.
+One thread encodes a bucket and begins its exchange, the other one finishes it, so encoding, sending
+and adding up of consecutive buckets overlap. All ranks submit their buckets in the same order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gradlane.ddp.routes import BucketExchange, Route
 
 
 class Pipeline:
-    """Two threads, which appear with the first bucket."""
+    """Two threads, which start with the first bucket."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Start without threads."""
         self.sent_bytes = 0
         """Bytes of encoded gradients that this rank has sent."""
         self.failure: BaseException | None = None
-        """Why a bucket got no mean."""
+        """The error of a failed bucket."""
         self._encoder = ThreadPoolExecutor(1, "gradlane-encode")
         self._adder = ThreadPoolExecutor(1, "gradlane-add")
         weakref.finalize(self, _stop, self._encoder, self._adder)
@@ -34,7 +34,7 @@ class Pipeline:
         return exchange.done
 
     def close(self) -> None:
-        """Wait for what is on its way and end the threads."""
+        """Finish the buckets in flight and end the threads."""
         _stop(self._encoder, self._adder)
 
     def _begin(self, route: Route, exchange: BucketExchange) -> None:
@@ -50,12 +50,13 @@ class Pipeline:
     def _run_guarded(
         self, stage: Callable[[Route, BucketExchange], None], route: Route, exchange: BucketExchange
     ) -> None:
-        """Do a part of a job; a failure ends backward, which waits for it, not this thread."""
+        """Run a stage of an exchange; its failure ends backward, which waits for it, not this
+        thread."""
         try:
             stage(route, exchange)
         except Exception as error:
             self.failure = error
-            # DDP can say no more of it than its text.
+            # DDP passes on the text only.
             text = (
                 f"gradlane's hook failed in step {exchange.step} with a bucket of "
                 f"{exchange.values.numel()} gradients: {error}; restart from the last checkpoint"

@@ -1,9 +1,9 @@
-"""The two routes of a bucket: what is encoded, sent, added up in rank order and decoded.
+"""The two routes of a bucket: gradients are encoded, sent, decoded and added up in rank order.
 
-`GatherRoute` sends every rank's encoded gradient to every rank: one leg, and (N-1) times the
-encoded bytes through every port. `ShardRoute` sends each rank the shard that it sums up and gathers
-the encoded means: two legs and two errors of encoding, but 2 (N-1) / N times the bytes. Either way all ranks
-decode the same bytes in the same order, so that they stay bit-identical.
+`GatherRoute` sends every rank's encoded gradient to every rank: one leg, with (N-1) times the
+encoded bytes through every port. `ShardRoute` sends each rank the shard that it adds up, and
+gathers the encoded means: two legs and two encoding errors, but 2 (N-1) / N times the bytes. Either
+way all ranks decode the same bytes in the same order and stay bit-identical.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradlane.ddp.residuals import Residuals
 
 @dataclass(frozen=True)
 class Peers:
-    """Where this rank stands, and the two process groups that the legs use.
+    """This rank's number, and the process groups of the two legs.
 
     Attributes:
         rank: within the groups.
@@ -40,15 +40,15 @@ class Peers:
 
 @dataclass
 class BucketExchange:
-    """One bucket on its way.
+    """A bucket in flight.
 
     Attributes:
         values: its gradient, f32 on the CPU; the mean in the end.
         target: DDP's own buffer, which may be `values`.
         step: number of the step, from 0.
-        done: gets the target.
-        received: what the first leg brings.
-        work: the first leg, once it has begun.
+        done: resolves to the target.
+        received: data of the first leg.
+        work: of the first leg, once begun.
     """
 
     values: torch.Tensor
@@ -60,25 +60,26 @@ class BucketExchange:
 
 
 class Route(Protocol):
-    """How buckets of one layout are exchanged."""
+    """The exchange of buckets with one layout."""
 
     parts: tuple[BucketParameter, ...]
 
     def begin(self, exchange: BucketExchange) -> int:
-        """Encode and begin the first leg; returns the bytes that this rank will send in all."""
+        """Encode and begin the first leg; return the bytes that this rank will send in all."""
 
     def end(self, exchange: BucketExchange) -> None:
-        """Wait for the first leg, add up, run the second leg, write the mean to `values`."""
+        """Wait for the first leg, add up, run the second leg, and write the mean to
+        `exchange.values`."""
 
     def owned(self) -> Sequence[Piece]:
-        """Return the pieces of which this rank encodes the mean."""
+        """Return the pieces whose mean this rank encodes."""
 
 
 class ShardCodec:
-    """Encodes and decodes shards: what both routes have in common."""
+    """Encoding and decoding of shards, for both routes."""
 
     def __init__(self, peers: Peers, residuals: Residuals, seed: int) -> None:
-        """Know who encodes, and where residuals are kept."""
+        """Encode for this rank, with its residuals."""
         self.peers = peers
         self._residuals = residuals
         self.seed = seed
@@ -87,10 +88,10 @@ class ShardCodec:
         """Return the bytes of a shard.
 
         Args:
-            shard: what to encode.
+            shard: to encode.
             values: the shard alone, f32.
             step: number of the step.
-            leg: this rank for its gradient, `BROADCAST` for a mean.
+            leg: this rank's number for its gradient, `BROADCAST` for a mean.
         """
         wire = torch.empty(shard.wire_bytes(step, leg), dtype=torch.uint8, device="cpu")
         of = self._residuals.owner_residual if leg == BROADCAST else self._residuals.worker_residual
@@ -111,7 +112,7 @@ class ShardCodec:
                     bytearray(used.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8
                 )
                 wire[begin - LENGTH_BYTES : begin] = length
-                # Nothing of this process' memory shall travel in bytes that nobody reads.
+                # Unused bytes must not leak memory of this process.
                 wire[begin + used : begin + size] = 0
         return wire
 
@@ -125,7 +126,7 @@ class ShardCodec:
         leg: int,
         adds: bool = False,
     ) -> None:
-        """Decode a shard; `values` holds the shard alone, and is added to where asked."""
+        """Decode a shard into `values`, the shard alone, or add it to them."""
         for piece, begin, size in shard.wire_ranges(step, leg):
             codec = piece.part.codec
             if not codec.is_fixed_size:
@@ -139,10 +140,10 @@ class ShardCodec:
 
 
 class GatherRoute:
-    """Every rank gets every rank's encoded gradient, and adds all of them up."""
+    """A route on which every rank gets all encoded gradients and adds them up."""
 
     def __init__(self, parts: Sequence[BucketParameter], shard_codec: ShardCodec) -> None:
-        """Cut nothing: every rank sums up the whole bucket."""
+        """Use the whole bucket as one shard."""
         self.parts = tuple(parts)
         self._shard_codec = shard_codec
         self._peers = shard_codec.peers
@@ -172,12 +173,12 @@ class GatherRoute:
         exchange.values /= self._peers.world_size
 
     def owned(self) -> Sequence[Piece]:
-        """Return nothing: no mean is encoded."""
+        """Return no pieces: no mean is encoded."""
         return ()
 
 
 class ShardRoute:
-    """Every rank adds up its shard and sends the encoded mean to all."""
+    """A route on which every rank adds up its shard and sends the encoded mean to all."""
 
     def __init__(self, parts: Sequence[BucketParameter], shard_codec: ShardCodec) -> None:
         """Cut the bucket into as many shards as there are ranks."""
@@ -210,7 +211,7 @@ class ShardRoute:
         return len(sent) - own_bytes + (world_size - 1) * self._reply_bytes(exchange.step)
 
     def _reply_bytes(self, step: int) -> int:
-        """Return the bytes of the longest encoded mean: all ranks' take as many on the wire."""
+        """Return the bytes of the longest encoded mean, which all ranks use on the wire."""
         return max(shard.wire_bytes(step, BROADCAST) for shard in self._shards)
 
     def end(self, exchange: BucketExchange) -> None:

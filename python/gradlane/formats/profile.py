@@ -1,4 +1,4 @@
-"""Profiles: what one training step computes, and when gradients are ready and parameters needed.
+"""Profiles of a training step: when gradients are ready, and parameters needed.
 
 A profile file is one JSON object::
 
@@ -8,10 +8,9 @@ A profile file is one JSON object::
                   "need_s": 0.0, "ready_s": 0.3}]}
 
 Tensors are in `named_parameters()` order. All times are seconds from the start of the step's
-forward: a parameter is needed within forward, its gradient is ready within backward. What a
-recording knows beyond that is optional: `device`, `batch`, `flops`, `modules`, and `layer`,
-`gradients` and `rows` of a tensor. This file does not
-import torch.
+forward: a parameter is needed within forward, its gradient is ready within backward. Further fields
+of a recording are optional: `device`, `batch`, `flops`, `modules`, and `layer`, `gradients` and
+`rows` of a tensor. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
 
 
 class ProfileError(EscapedError, ValueError):
-    """A profile that makes no sense; the text names file, field and place."""
+    """An invalid profile; the text names file, field and position."""
 
 
 @dataclass(frozen=True)
 class ProfileTensor:
-    """One parameter and its gradient."""
+    """A parameter and its gradient."""
 
     name: str
     """Name as in `named_parameters()`."""
@@ -47,16 +46,16 @@ class ProfileTensor:
     dtype: str
     """One of `DTYPE_BYTES`."""
     need_s: float
-    """When forward first reads it, since the start of forward."""
+    """First read in forward, since the start of forward."""
     ready_s: float
-    """When backward has its gradient, since the start of forward."""
+    """End of its gradient in backward, since the start of forward."""
     layer: str | None = None
-    """Class of the module that owns it, such as `Conv2d`."""
+    """Class of the owning module, such as `Conv2d`."""
     gradients: int | None = None
-    """How often backward adds to its gradient in a step; 0 where it never has one."""
+    """Number of parts that backward adds to its gradient in a step; 0: it never has one."""
     rows: int | None = None
     """Vectors that its layer is applied to in a step of one worker: samples times positions, such
-    as words or patches. Factors of the gradient have so many rows."""
+    as words or patches. Factors of the gradient have that many rows."""
 
     @property
     def numel(self) -> int:
@@ -82,15 +81,15 @@ class ProfileTensor:
 
 @dataclass(frozen=True)
 class ProfileModule:
-    """One module and its calls in a step's forward."""
+    """A module and its calls in a step's forward."""
 
     name: str
     """Name as in `named_modules()`; the model itself is the empty text."""
     layer: str
     """Its class, such as `Conv2d`."""
     forwards_s: tuple[tuple[float, float], ...]
-    """Start and end of each call, in order, since the start of forward. Calls in backward, as
-    activation checkpointing makes them, are none."""
+    """Start and end of each call, in order, since the start of forward, without calls in backward
+    (activation checkpointing)."""
     flops: int | None = None
     """Floating-point operations of all its calls, those of modules in it included."""
 
@@ -104,7 +103,7 @@ class ProfileModule:
 
 @dataclass(frozen=True)
 class BatchTime:
-    """How long whole steps took."""
+    """Durations of whole steps."""
 
     steps: int
     """Number of recorded steps."""
@@ -124,21 +123,21 @@ class BatchTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one training step computes."""
+    """The profile of one training step."""
 
     model: str
-    """Name of the model, for people."""
+    """Name of the model, for readers."""
     batch_size: int
     """Samples in a batch of one worker."""
     forward_s: float
     """Duration of forward."""
     compute_s: float
-    """Duration of a whole step without communication: forward, backward, and what the loop does
-    until the next forward (optimizer, next batch)."""
+    """Duration of a whole step without communication: forward, backward, and the loop until the
+    next forward (optimizer, next batch)."""
     tensors: tuple[ProfileTensor, ...]
     """In `named_parameters()` order."""
     device: str | None = None
-    """What it was recorded on, such as `cpu` or the name of a CUDA device."""
+    """Device of the recording, such as `cpu` or the name of a CUDA device."""
     batch: BatchTime | None = None
     """Spread of the recorded steps."""
     flops: int | None = None
@@ -181,7 +180,7 @@ class Profile:
         )
 
     def to_scenario(self) -> dict[str, Any]:
-        """Return what the compiled core calls a profile."""
+        """Return the profile in the compiled core's format."""
         return {
             "forward_s": self.forward_s,
             "compute_s": self.compute_s,
@@ -225,7 +224,7 @@ class Profile:
         """Read a profile file that `save` wrote.
 
         Raises:
-            ProfileError: the file cannot be read or is no profile; the text names field and place.
+            ProfileError: the file cannot be read or is no profile; the text names the field.
         """
         return read_profile_file(Path(path))
 
@@ -235,14 +234,14 @@ def _known(**fields: Any) -> dict[str, Any]:
 
 
 ENTRIES_MAX = 1_000_000
-"""Most tensors, modules or calls of a module; as in the compiled core."""
+"""Most tensors, modules or calls of a module, as in the compiled core."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+    """Read a file with one JSON object.
 
     Raises:
-        ProfileError: the file cannot be read, or holds something else.
+        ProfileError: the file cannot be read, or holds no object.
     """
     try:
         source = json.loads(path.read_text(encoding="utf-8"))
@@ -271,7 +270,7 @@ def shorten(value: Any) -> str:
 
 
 class FieldReader:
-    """Reads fields of one object, and names file, field and place where one is wrong."""
+    """Reads fields of one object; errors name file, field and position."""
 
     def __init__(self, file: str, position: str = "") -> None:
         """Read the object at `position` (empty, or a path that ends with a dot) of a file."""
@@ -293,7 +292,7 @@ class FieldReader:
         return source[field]
 
     def seconds(self, source: Mapping[str, Any], field: str) -> float:
-        """A time that is finite and not negative."""
+        """Return a time that is finite and not negative."""
         return self._check_seconds(self._get(source, field), field)
 
     def _check_seconds(self, value: Any, field: str) -> float:
@@ -307,7 +306,7 @@ class FieldReader:
         return seconds
 
     def integer(self, source: Mapping[str, Any], field: str, least: int = 1) -> int:
-        """A number of things, at least `least`."""
+        """Return an integer of at least `least`."""
         value = self._get(source, field)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"
@@ -315,7 +314,7 @@ class FieldReader:
         return value
 
     def text(self, source: Mapping[str, Any], field: str) -> str:
-        """A text that is not empty."""
+        """Return a text that is not empty."""
         value = self._get(source, field)
         if not isinstance(value, str) or not value:
             raise self.error(field, f"expected a text, got {shorten(value)}")
@@ -324,7 +323,7 @@ class FieldReader:
         return value
 
     def entries(self, source: Mapping[str, Any], field: str) -> list[Any]:
-        """A list that is neither empty nor absurdly long."""
+        """Return a list that is neither empty nor too long."""
         value = self._get(source, field)
         if not isinstance(value, list) or not value:
             raise self.error(field, f"expected a list with entries, got {shorten(value)}")
@@ -337,7 +336,7 @@ class FieldReader:
     def named_entries(
         self, source: Mapping[str, Any], field: str, *, may_be_empty: bool = False
     ) -> Iterator[tuple[FieldReader, str, Mapping[str, Any]]]:
-        """Go through a list of objects with a `name` each, no name twice.
+        """Yield the objects of a list with a unique `name` each.
 
         Args:
             source: the object that has the list.
@@ -345,7 +344,7 @@ class FieldReader:
             may_be_empty: whether a name may be the empty text.
 
         Yields:
-            A reader for the entry's place, its name, and the entry.
+            A reader for the entry's position, its name, and the entry.
         """
         seen: set[str] = set()
         for index, entry in enumerate(self.entries(source, field)):
@@ -359,7 +358,7 @@ class FieldReader:
             yield position, name, entry
 
     def shape(self, source: Mapping[str, Any], field: str) -> tuple[int, ...]:
-        """Dimensions."""
+        """Return dimensions."""
         value = self._get(source, field)
         sizes_are_sane = isinstance(value, list) and all(
             isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**48
@@ -370,7 +369,7 @@ class FieldReader:
         return tuple(value)
 
     def calls(self, source: Mapping[str, Any], field: str) -> tuple[tuple[float, float], ...]:
-        """Pairs of a start and an end."""
+        """Return pairs of a start and an end."""
         calls = []
         for index, pair in enumerate(self.entries(source, field)):
             position = f"{field}[{index}]"

@@ -1,9 +1,9 @@
-"""Pieces of tensors as one run of bytes, each with a checksum: a file in the safetensors format.
+"""Pieces of tensors in one run of bytes, each with a checksum: a file in the safetensors format.
 
-A length of eight bytes, a JSON header, and the pieces' bytes without a gap. Other tools read the
-header's own rows. Beside them, `__metadata__` has under `gradlane` what this module reads, a JSON
-text: the version, the facts of who wrote it, and for every piece the tensor, the first element and
-a CRC-32; and under `crc32` the checksum of that text. Both sets of rows have to say the same.
+The file is a length of eight bytes, a JSON header, and the pieces' bytes without a gap. Other tools
+read the header's own rows. gradlane reads `__metadata__`: under `gradlane` a JSON text with the
+version, the writer's facts, and for every piece the tensor, the first element and a CRC-32; under
+`crc32` the checksum of that text. Both sets of rows must agree.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import DTYPES
 
 VERSION = 2
-"""1 had pickles; no release wrote it."""
+"""Version 1 had pickles; no release wrote it."""
 HEADER_BYTES_MAX = 100_000_000
-"""What readers of safetensors take."""
+"""Limit of safetensors readers."""
 _CHUNK_BYTES = 1 << 20
 _NAMES = {
     torch.float64: "F64",
@@ -38,7 +38,7 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""Names of dtypes in the format. Other dtypes are shown as bytes."""
+"""Names of dtypes in the format. Other dtypes appear as bytes."""
 _ROW_TYPES = {"name": str, "start": int, "dtype": str, "bytes": int, "crc32": int}
 
 
@@ -46,13 +46,13 @@ class VersionError(FormatError):
     """The bytes are of another version of this format."""
 
     def __init__(self, found: object) -> None:
-        """Say which version was found."""
+        """Name the version that was found."""
         super().__init__(f"it has version {found!r:.40}, and this gradlane reads version {VERSION}")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a tensor.
+    """A range of a tensor's elements.
 
     Attributes:
         name: the tensor's.
@@ -80,7 +80,7 @@ def encode_container(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any
     """Return the bytes of a file, as buffers in order.
 
     Args:
-        pieces: what goes in; no two have the same name and start.
+        pieces: no two with the same name and start.
         facts: JSON-able, such as step and rank.
 
     Raises:
@@ -96,7 +96,7 @@ def encode_container(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any
     ).decode()
     header = {
         **_safetensors_rows(rows),
-        # A changed step or start would not show in the checksums of the pieces.
+        # The checksums of the pieces do not cover their step and start.
         "__metadata__": {
             "gradlane": metadata_json,
             "crc32": str(zlib.crc32(metadata_json.encode())),
@@ -204,7 +204,7 @@ def _rows_of(listed: Any) -> list[_Row]:
 
 
 def _read_piece(file: IO[bytes], row: _Row) -> Piece:
-    # The file is as large as its rows say: so much memory is asked for, and no more.
+    # The rows match the size of the file, which bounds the memory.
     with torch.inference_mode(False):
         data = torch.empty(row.bytes, dtype=torch.uint8, device="cpu")
     buffer = data.numpy().data

@@ -1,12 +1,12 @@
-"""State dictionaries as JSON, with the tensors taken out and known by name.
+"""State dictionaries as JSON, with tensors taken out and referenced by name.
 
-Values come back equal and of the same type: keys that are integers, tuples, infinities and the bits
-of a NaN included. NumPy's scalars become Python's. A value that could not come back is refused when
-it is written, with its path.
+Values come back equal and of the same type, integer keys, tuples, infinities and the bits of a NaN
+included. NumPy's scalars become Python's. Writing refuses a value that could not come back, and
+names its path.
 
-In the JSON, `null`, booleans, strings, integers of 64 bits, finite numbers and lists stand for
-themselves. Everything else is an object with one key, its type: `{"tuple": [...]}`,
-`{"dict": [[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on.
+In the JSON, `null`, booleans, strings, 64-bit integers, finite numbers and lists stand for
+themselves. Every other value is an object with one key, its type: `{"tuple": [...]}`, `{"dict":
+[[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
     for name in _DTYPE_NAMES.split()
     if hasattr(torch, name)
 }
-"""Dtypes whose tensors are their bytes, by name, as far as this torch has them."""
+"""Dtypes whose tensors can be stored as bytes, by name, as far as this torch has them."""
 _DTYPE_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _INT_MAX = 1 << 63
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -51,12 +51,12 @@ _STORABLE_TYPES = (
 
 
 class UnstorableError(TypeError):
-    """A value in a state cannot be written such that it comes back; the text names its path."""
+    """A value of a state cannot be stored; the text names its path."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Stands in a structure for a tensor.
+    """A tensor's place in a structure.
 
     Attributes:
         name: unique in the structure.
@@ -93,7 +93,7 @@ def unflatten(tree: Any, tensor_of: Callable[[Leaf], Any]) -> Any:
     """Return the values of a structure.
 
     Args:
-        tree: what `flatten` returned, maybe read from a file of a stranger.
+        tree: from `flatten`; may be untrusted.
         tensor_of: returns the tensor of a leaf.
 
     Raises:
@@ -103,7 +103,7 @@ def unflatten(tree: Any, tensor_of: Callable[[Leaf], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Leaf]:
-    """Return the tensors that a structure expects, in order.
+    """Return the tensors of a structure, in order.
 
     Raises:
         FormatError: it is no structure, or has a name twice.
@@ -116,7 +116,7 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def to_json(tree: Any) -> bytes:
-    """Return a structure as text, after reading it back.
+    """Return a structure as text, after checking that it reads back.
 
     Raises:
         FormatError: the text does not give the same structure: a defect of this module.
@@ -136,7 +136,7 @@ def _escape_key(key: str) -> str:
 
 
 def tensor_name(path: tuple[Any, ...]) -> str:
-    """Return the name of the tensor at a path of keys; no two paths have the same."""
+    """Return the unique name of the tensor at a path of keys."""
     return "".join(f"/{_key_name(key)}" for key in path)
 
 
@@ -164,7 +164,7 @@ def _to_tree(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | Non
     Args:
         value: any.
         path: keys that lead to it.
-        tensors: gets the tensors; None: there may be none, in what is hashed.
+        tensors: receives the tensors; None: tensors are not allowed, as in hashed values.
     """
     if len(path) > DEPTH_MAX:
         raise _unstorable(path[:4], f"nested deeper than {DEPTH_MAX} levels")
@@ -216,7 +216,7 @@ def _tensor_to_tree(value: Tensor, path: tuple[Any, ...], tensors: dict[str, Ten
 
 
 def _from_numpy(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return the Python scalar that is equal to one of NumPy's."""
+    """Return the equal Python scalar of a NumPy scalar."""
     exact = isinstance(value, (np.bool_, np.number, np.str_, np.bytes_))
     plain = value.item() if exact and not isinstance(value, np.timedelta64) else value
     if isinstance(plain, np.generic):

@@ -1,7 +1,7 @@
-"""The answer in words: is the network the bottleneck, and what is the cheapest change?
+"""Advice in words: whether the network is the bottleneck, and the cheapest change.
 
-Changes are ordered by what they cost a person: another order of sending is free and exact, a
-faster link costs money, compression changes the numbers that are learned from.
+Changes are ordered by their cost to the user: another order of sending is free and exact, a faster
+link costs money, and compression changes the numbers that are learned from.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gradlane.training.options.options import ASGD, RING
 GOAL = 0.95
 """The scaling factor that is good enough."""
 WORTHWHILE = 0.01
-"""A gain in scaling factor below this is none."""
+"""The least gain in scaling factor that counts."""
 BUSY = 0.9
-"""A rank's I/O thread that works this share of the time is what limits."""
+"""Share of the time from which on a busy I/O thread is the bottleneck."""
 BUSIER = 0.5
-"""So is one that works this share of the time, and more of it than the port sends."""
+"""The same for an I/O thread that is busier than the port."""
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
-"""Strategies whose sums are those of servers but for the last bits."""
+"""Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (
     *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
     *OTHER_ROUNDINGS,
     *(RING_FUSED, ASGD),
 )
-"""What a training without gradlane's scheduling is taken to be: the first that was simulated."""
+"""Strategies that stand for a training without gradlane's scheduling: the first simulated one."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a person could change."""
+    """A change that the user could make."""
 
     kind: str
     """`nothing`, `strategy`, `link`, `compression`, or, where none of them reaches the goal alone,
@@ -45,12 +45,12 @@ class Change:
     rate_bps: float
     compression: float
     scaling_factor: float
-    """What it reaches."""
+    """The scaling factor with the change."""
 
 
 @dataclass(frozen=True)
 class ClusterAdvice:
-    """What follows for one cluster."""
+    """The advice for one cluster."""
 
     workers: int
     ranks_per_node: int
@@ -58,16 +58,16 @@ class ClusterAdvice:
     bottleneck: str
     """`none`, `network` or `host`."""
     baseline: str
-    """The strategy that the question is asked for."""
+    """The strategy that the change is compared with."""
     baseline_scaling_factor: float
     cheapest: Change | None
-    """The cheapest change that reaches the goal; None where nothing simulated does."""
+    """The cheapest change that reaches the goal; None if no simulated one does."""
     alternatives: list[Change]
-    """Other kinds of change that reach the goal, each at its least."""
+    """Other kinds of change that reach the goal, the cheapest of each kind."""
     not_worth: list[str]
-    """What brings nothing here."""
+    """Changes without a gain."""
     text: str
-    """All of this in words."""
+    """The advice in words."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer with the units in its keys."""
@@ -84,17 +84,18 @@ class RequiredLink:
     topology: str
     compression: float
     rate_bps: float | None
-    """From this rate on the goal is reached; None where no simulated rate is fast enough."""
+    """Least rate that reaches the goal; None if no simulated rate does."""
     from_slowest: bool
-    """Whether that is the slowest rate that was simulated, so that a slower one may do."""
+    """True if that is the slowest simulated rate, so that a slower one may do."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it with the units in its keys."""
+        """Return the fields with the units in their keys."""
         return asdict(self)
 
 
 def required_links(rows: Sequence[Row]) -> list[RequiredLink]:
-    """Return what each strategy needs for the goal, for each number of workers and compression."""
+    """Return the link that each strategy needs for the goal, by number of workers and
+    compression."""
     groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
     for row in rows:
         key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
@@ -113,7 +114,7 @@ def required_links(rows: Sequence[Row]) -> list[RequiredLink]:
 
 
 def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
-    """Say what each strategy needs, in a sentence for each number of workers."""
+    """Return a sentence for each number of workers."""
     sentences = []
     for nodes in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
         rows_here = [need for need in needs if (need.workers, need.ranks_per_node) == nodes]
@@ -129,7 +130,7 @@ def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
 
 
 def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
-    """Say how many workers there are, and on which nodes where these have several."""
+    """Return the number of workers as text, with their nodes if these have several."""
     if ranks_per_node == 1:
         return f"{workers} workers"
     return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
@@ -147,7 +148,7 @@ def _rate_text(need: RequiredLink) -> str:
 
 
 def advise(rows: Sequence[Row]) -> list[ClusterAdvice]:
-    """Return an answer for each number of workers and rate, in the order of the rows."""
+    """Return the advice for each number of workers and rate, in the order of the rows."""
     cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
     return [
         _advise_cluster(
@@ -158,8 +159,8 @@ def advise(rows: Sequence[Row]) -> list[ClusterAdvice]:
 
 
 def _advise_cluster(rows: list[Row], rate_bps: float) -> ClusterAdvice:
-    """Answer for one rate; `rows` are all that have the same workers on the same nodes."""
-    # What changes the results is no advice; where nothing else was simulated, it is described.
+    """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
+    # A strategy with other results is no advice, unless only that was simulated.
     rows = [row for row in rows if row.strategy != ASGD] or rows
     rows_here = [row for row in rows if row.rate_bps == rate_bps]
     least = min(row.compression for row in rows_here)
@@ -189,10 +190,11 @@ def _bottleneck(row: Row) -> str:
 
 
 def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> list[Change]:
-    """The least change of each kind that reaches the goal, else the one that reaches most.
+    """Return the cheapest change of each kind that reaches the goal, else the one that gets
+    closest.
 
-    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too. A
-    faster link and fewer bytes together come where neither is enough.
+    If another strategy is enough, a faster link and fewer bytes are listed alone, too. A faster
+    link together with fewer bytes is listed if neither is enough.
     """
     strategies = [row for row in rows_here if row.compression == baseline.compression]
     is_enough = any(row.scaling_factor >= GOAL for row in strategies)
@@ -218,7 +220,7 @@ def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> l
 
 
 def _rows_with_faster_link(rows: list[Row], baseline: Row) -> list[Row]:
-    """Those with a faster link and nothing else."""
+    """Return the rows that differ by a faster link only."""
     return [
         row
         for row in rows
@@ -227,7 +229,7 @@ def _rows_with_faster_link(rows: list[Row], baseline: Row) -> list[Row]:
 
 
 def _rows_with_compression(rows: list[Row], baseline: Row) -> list[Row]:
-    """Those with fewer bytes and nothing else."""
+    """Return the rows that differ by fewer bytes only."""
     return [
         row
         for row in rows
@@ -236,14 +238,14 @@ def _rows_with_compression(rows: list[Row], baseline: Row) -> list[Row]:
 
 
 def _cheapest_change(kind: str, candidates: list[Row]) -> Change:
-    """The cheapest of some rows that reaches the goal, else the one that reaches most."""
+    """Return the cheapest row that reaches the goal, else the one that gets closest."""
     enough = [row for row in candidates if row.scaling_factor >= GOAL]
     best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
     return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
 
 
 def _cost(row: Row) -> tuple[float, float, bool, float]:
-    # A formula that charges hosts nothing promises more than it keeps.
+    # A formula without host costs is too optimistic.
     return row.rate_bps, row.compression, row.strategy == RING_FUSED, -row.scaling_factor
 
 

@@ -1,8 +1,7 @@
-"""An interactive page from the rows of a what-if: sliders over the grid that was computed.
+"""An interactive page from the rows of a what-if, with sliders over the computed grid.
 
-The page shows what was simulated and nothing in between: each slider has a stop for each value of
-the grid. It begins where another order of sending brings most, since that is what a person with a
-slow network can have for nothing.
+The page shows the simulated values only: each slider has a stop for each value of the grid. It
+starts at the rate at which another order of sending gains most, since that change is free.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ REQUIRED = (
     "compute_s",
     "samples_per_s",
 )
-"""What a row must have."""
+"""Fields that a row must have."""
 ANSWER_FIELDS = (
     "workers",
     "ranks_per_node",
@@ -68,7 +67,7 @@ def report_from_whatif(
         content: `profile`, `rows`, `answers` and `needs` as `gradlane whatif --json` writes them;
             `tensors` and `pictures` (one step of some of the clusters) where there are any.
         path: the HTML file to write.
-        command: what was run; this process' own command line where it is None.
+        command: the command line; None: that of this process.
 
     Raises:
         ValueError: there are no rows, or a row lacks a field or has it twice.
@@ -91,7 +90,7 @@ def report_from_whatif(
 
 
 def _with_nodes(rows: Any) -> Any:
-    """Files of before knew no nodes of several ranks."""
+    """Add the field `ranks_per_node`, which older files lack."""
     if not isinstance(rows, Sequence):
         return rows
     return [{"ranks_per_node": 1, **row} if isinstance(row, Mapping) else row for row in rows]
@@ -115,7 +114,7 @@ def _check_rows(rows: Any) -> Sequence[Row]:
 
 
 def _series(row: Row) -> str:
-    """What distinguishes rows at the same place: strategy, topology, codec."""
+    """Return the name of a row among those at the same position: strategy, topology, codec."""
     name = str(row["strategy"])
     if row.get("topology") not in (None, "flat"):
         name += f" {row['topology']}"
@@ -168,7 +167,8 @@ def _explorer(content: Mapping[str, Any], rows: Sequence[Row]) -> Widget:
 def _start_position(
     rows: Sequence[Row], values: Mapping[str, Sequence[Any]], names: Sequence[str], baseline: str
 ) -> dict[str, int]:
-    """Where the page begins: the rate at which other strategies gain most without compression."""
+    """Return the first position: the rate at which other strategies gain most without
+    compression."""
     workers = values["workers"][len(values["workers"]) // 2]
     each = values["ranks_per_node"][0]
     least = values["compression"][0]

@@ -1,8 +1,8 @@
-"""The coordinator and its information book: what is known of model and cluster, and what follows.
+"""The coordinator and its information book: the facts of model and cluster, and plans from them.
 
-After Poseidon (Zhang et al., USENIX ATC 2017, section 4.1): `query` reads the book, `best_scheme`
-says how a layer is to be aggregated. `plan` simulates what the book leaves open. The same book
-gives the same answers on every rank.
+After Poseidon (Zhang et al., USENIX ATC 2017, section 4.1): `query` reads the book, and
+`best_scheme` chooses the aggregation scheme of a layer. `plan` simulates everything else. The same
+book gives the same answers on every rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from gradlane.training.plans.settings import ClusterFacts, Settings
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """How one layer is to be aggregated.
+    """The chosen scheme of one layer.
 
     Attributes:
-        scheme: the cheapest of those that the rule chooses among.
+        scheme: the cheapest one that the rule allows.
         costs: of each scheme that fits the layer, the cheapest first; under the rule `poseidon`
-            also of `adam`, which it does not choose.
-        reason: why, in words.
+            also of `adam`, which it never chooses.
+        reason: in words.
     """
 
     scheme: str
@@ -52,7 +52,7 @@ class SchemeChoice:
 
 
 class Coordinator:
-    """Knows a model and a cluster."""
+    """Plans for one model on one cluster."""
 
     def __init__(
         self,
@@ -65,18 +65,17 @@ class Coordinator:
         costs: MachineCosts | None = None,
         any_rounding: bool = False,
     ) -> None:
-        """Write the information book.
+        """Fill the information book.
 
         Args:
-            profile: what a training step computes.
+            profile: of a training step.
             facts: the cluster.
             base: the settings without a plan; None: gradlane's own.
-            source: where the cluster's figures come from, `"given"` or `"probed"`.
-            rule: how schemes are chosen: `"auto"`, among those that the engine runs, or
-                `"poseidon"`, by the paper's algorithm 1.
+            source: of the cluster's figures, `"given"` or `"probed"`.
+            rule: for choosing schemes: `"auto"`, among those that the engine runs, or `"poseidon"`,
+                the paper's algorithm 1.
             costs: constants of the cluster's machines; None: the simulator's own.
-            any_rounding: whether rule `auto` may choose schemes that add up in another order than
-                that of the ranks.
+            any_rounding: whether rule `auto` may choose schemes that do not add up in rank order.
 
         Raises:
             ValueError: there is no such rule.
@@ -106,7 +105,7 @@ class Coordinator:
         }
 
     def query(self, *names: str) -> Any:
-        """Read the information book.
+        """Read entries of the information book.
 
         Args:
             names: of entries: `model`, `batch_size`, `forward_s`, `compute_s`, `gradient_bytes`,
@@ -120,20 +119,20 @@ class Coordinator:
             ValueError: no name is given, or one is unknown.
         """
         if not names:
-            raise ValueError(f"query() of nothing; known are {', '.join(self._book)}, and layers")
+            raise ValueError(f"query() needs a name; known are {', '.join(self._book)}, and layers")
         values = tuple(
             self._book[name] if name in self._book else self._layer(name) for name in names
         )
         return values[0] if len(values) == 1 else values
 
     def best_scheme(self, layer: str | int) -> SchemeChoice:
-        """Say how a layer is to be aggregated: by the scheme that moves the fewest numbers.
+        """Choose the scheme that moves the fewest numbers for a layer.
 
         Under the rule `poseidon` this is the paper's BestScheme (algorithm 1): factors for a fully
         connected layer where 2 K (P1 - 1) (M + N) <= 2 M N (P1 + P2 - 2) / P2, else servers.
 
         Args:
-            layer: its name, or its place in `query("layers")`.
+            layer: its name, or its index in `query("layers")`.
 
         Raises:
             ValueError: there is no such layer.
@@ -143,7 +142,7 @@ class Coordinator:
     def bound(
         self, codec: str | None = None, schemes: Schemes = (), *, adds_up_on_nodes: bool = False
     ) -> Bound:
-        """Return the step time that no strategy can beat, with the bytes of a codec.
+        """Return the step time that no strategy can beat with the bytes of a codec.
 
         Args:
             codec: as in `Settings`.
@@ -175,7 +174,7 @@ class Coordinator:
         """Simulate candidates and choose; under the rule `poseidon` only schemes are chosen.
 
         Args:
-            budget_s: seconds that the simulations may take, about.
+            budget_s: approximate time for the simulations, in seconds.
             on_simulated: called after each simulation.
 
         Raises:
@@ -214,7 +213,7 @@ class Coordinator:
         )
 
     def _poseidon_plan(self, budget_s: float, on_simulated: Callable[[], None]) -> Plan:
-        """Schemes by the paper's rule, and what they give; the settings stay as they are."""
+        """Make a plan with the paper's schemes and the unchanged settings."""
         layers = {layer.name: self._scheme_of(layer) for layer in self._layers}
         simulator = CandidateSimulator(
             self._profile, self._facts, budget_s, self._costs, on_simulated
@@ -294,7 +293,7 @@ class Coordinator:
     def _chosen_schemes(
         self, settings: Settings, found: SearchResult | None
     ) -> dict[str, SchemeChoice]:
-        """What the search chose for each layer, and why."""
+        """Return the search's scheme of each layer, with its reason."""
         layer_schemes = dict(found.schemes) if found else {}
         reasons = found.scheme_reasons if found else {}
         chosen = {}
@@ -310,7 +309,7 @@ class Coordinator:
     def _planned_tensors(
         self, settings: Settings, layers: Mapping[str, SchemeChoice]
     ) -> tuple[PlannedTensor, ...]:
-        """Every tensor with the scheme of its layer and the slices that the engine cuts."""
+        """Return every tensor with its layer's scheme and the engine's number of slices."""
         codecs = self._codecs_in(settings.codec)
         slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
@@ -329,7 +328,7 @@ class Coordinator:
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
                 codec=codec.codec,
-                # How long factors are, the batch says: only whole gradients are known to be cut.
+                # The batch decides the size of factors, so only whole gradients have known slices.
                 slices=count if schemes[tensor.name].scheme in ("ps", RING) else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
@@ -342,7 +341,7 @@ class Coordinator:
 def _slices_of(
     profile: Profile, facts: ClusterFacts, settings: Settings, codecs: Sequence[CodecChoice]
 ) -> list[int]:
-    """Into how many slices the engine cuts each tensor; none where it has no elements."""
+    """Return the engine's number of slices of each tensor; 0 for a tensor without elements."""
     from gradlane import _core
 
     filled = [tensor for tensor in profile.tensors if tensor.numel > 0]

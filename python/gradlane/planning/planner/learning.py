@@ -1,7 +1,7 @@
-"""A session's own plan: some steps are recorded, rank 0 simulates, all ranks switch together.
+"""A session's own plan: some steps are recorded, rank 0 simulates, and all ranks switch together.
 
-Recording takes the waits for other ranks out, so the training goes on as it would. All ranks count
-the same steps, and the one after which the plan is decided is the same on all of them.
+The recording subtracts waits for other ranks, so training goes on as usual. All ranks count the
+same steps and decide after the same one.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Setti
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 BUDGET_S = 8.0
-"""Seconds that training stands still at most for simulations, about."""
+"""Approximate longest pause of training for the simulations, in seconds."""
 
 _log = logging.getLogger("gradlane")
 
 
 class LearningModel(Protocol):
-    """A connected model as this file sees it."""
+    """A connected model."""
 
     @property
     def steps(self) -> Steps:
-        """Its steps."""
+        """The model's steps."""
 
     @property
     def model(self) -> nn.Module:
@@ -51,11 +51,11 @@ class LearningModel(Protocol):
 
     @property
     def schemes(self) -> dict[str, str]:
-        """How each trained tensor is aggregated, by name."""
+        """Aggregation scheme of each trained tensor, by name."""
 
 
 class PlanLearning:
-    """Learns what one model computes during its first steps, and decides its plan."""
+    """Records one model's first steps and decides its plan."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class PlanLearning:
 
         Args:
             learner: the connected model.
-            links: what was measured between the ranks.
-            options: that it is connected with.
-            open_scope: opens a place where the ranks agree.
+            links: measured between the ranks.
+            options: of its connection.
+            open_scope: opens a rendezvous scope.
             on_plan: called with the plan, between two steps, on all ranks after the same one.
-            rule: how schemes are chosen, a key of `PLAN_RULES`.
+            rule: for choosing schemes, a key of `PLAN_RULES`.
         """
         self._learner = learner
         self._links = links
@@ -93,7 +93,7 @@ class PlanLearning:
             self._obstacle = str(error)
 
     def after_step(self) -> None:
-        """Note the end of a training step, and decide after the last one that is recorded.
+        """Record the end of a training step, and decide after the last recorded one.
 
         Raises:
             GradlaneError: a rank was lost, or could not switch.
@@ -106,13 +106,13 @@ class PlanLearning:
                 self._recorder.end_step()
             self._recorder.begin_step()
             self._is_recording = True
-        # Inside join() ranks may have run out of data, and inside no_sync() nothing was sent.
+        # Inside join() ranks may be out of data, and inside no_sync() no gradients were sent.
         if steps.step >= LEARNING_STEPS and steps.join is None and not steps.accumulates:
             self.stop()
             self._on_plan(self._decide())
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._has_ended = True
         if self._recorder is not None:
             self._recorder.detach()
@@ -145,7 +145,7 @@ class PlanLearning:
             return None
 
     def _plan(self, profile: Profile | None, slowest_s: float, ranks_per_node: int) -> Plan:
-        """Make the plan, on rank 0; the settings stay as they are where that cannot be done."""
+        """Make the plan, on rank 0; without a usable profile the settings stay as they are."""
         base = Settings.of(self._options)
         try:
             facts = ClusterFacts(
@@ -173,7 +173,7 @@ class PlanLearning:
             if isinstance(error, GradlaneError):
                 raise
             self._obstacle = str(error)
-        # The words of an error may be several lines; a plan's are printable, as they are printed.
+        # An error may have several lines; the texts of a plan are printable.
         obstacle = escaped(self._obstacle or "no step was recorded")
         reason = f"The settings stay as they are: {obstacle}."
         unknown: dict[str, Any] = {}
@@ -188,7 +188,7 @@ class PlanLearning:
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
 
     def _with_available_factors(self, profile: Profile) -> Profile:
-        """Take the layers from tensors whose gradient cannot be had as factors in this model."""
+        """Remove the layers of tensors whose gradient this model cannot provide as factors."""
         layers = layers_by_weight(self._learner.model)
         weights = dict(self._learner.model.named_parameters())
         tensors = tuple(
@@ -198,7 +198,7 @@ class PlanLearning:
         return replace(profile, tensors=tensors)
 
     def _keep_given_factors(self, plan: Plan) -> Plan:
-        """Leave factors that the session asked for, where what is found may change no bit."""
+        """Keep the session's own factors if the plan may not change any bit."""
         if not (self._options.factors and self._options.exact_order):
             return plan
         given = self._learner.schemes
@@ -211,10 +211,10 @@ class PlanLearning:
 
 
 def _ranks_per_node(options: Options, scope: RendezvousScope) -> int:
-    """Return how many ranks share each of several nodes; a collective call.
+    """Return the number of ranks on each of several nodes; a collective call.
 
-    One where nodes differ, there is one alone, or the options do not go with sums on nodes: each
-    rank is planned for as if it had a port of its own there.
+    It is 1 if nodes differ, there is a single node, or the options exclude sums on nodes: each rank
+    is then planned for as if it had a port of its own.
     """
     wanted = with_local(replace(options, local=AUTO))
     layout = agree_on_layout(wanted, scope, os.environ) if wanted.local == AUTO else None
@@ -222,7 +222,7 @@ def _ranks_per_node(options: Options, scope: RendezvousScope) -> int:
 
 
 def log_plan(plan: Plan) -> None:
-    """Tell the logger `gradlane` what was measured, and each choice with its reason."""
+    """Log the measurements and each choice with its reason to the logger `gradlane`."""
     _log.info(
         "plan: %d ranks, %s in both directions at once, %.3g ms one way",
         plan.facts.workers,

@@ -1,4 +1,4 @@
-"""Choices in words and figures."""
+"""Texts for choices, with figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VALUE_TEXTS = {
 
 
 def reason_of(choice: Choice) -> str:
-    """Say in one sentence why a value was chosen."""
+    """Return the reason for a value in one sentence."""
     if choice.setting == "codec":
         return _codec_reason(choice)
     runner_up = choice.runner_up
@@ -76,7 +76,7 @@ def reason_of(choice: Choice) -> str:
 
 
 def _declined_reason(choice: Choice) -> str:
-    """Say what would be faster and may not be chosen."""
+    """Describe the faster values that may not be chosen."""
     text = ""
     for reason_text in dict.fromkeys(one.why for one in choice.declined):
         values = [
@@ -90,7 +90,7 @@ def _declined_reason(choice: Choice) -> str:
 
 
 def _codec_reason(choice: Choice) -> str:
-    """Say why gradients are encoded, or why not though a codec was given."""
+    """Return why gradients are encoded, or why not although a codec was given."""
     if choice.value != RAW:
         gain = _percent(choice.base_step_s / choice.step_s - 1.0)
         return (
@@ -109,7 +109,7 @@ def _codec_reason(choice: Choice) -> str:
 
 
 def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
-    """Say what the plan brings, and what the limit is."""
+    """Return the plan's effect, and what limits it."""
     step_s = found.step_s
     where = facts.where
     reached = f"{_ms(step_s)} a step, {bound.compute_s / step_s * 100:.0f} % of linear scaling"
@@ -137,7 +137,7 @@ def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
 
 
 def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost]) -> str:
-    """Say in one sentence why a layer is aggregated by a scheme."""
+    """Return the reason for a layer's scheme in one sentence."""
     reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
     others = [cost for cost in costs if cost is not best]
     if not others:
@@ -156,13 +156,13 @@ def poseidon_summary(
     facts: ClusterFacts,
     steps_s: Mapping[str, float | None],
 ) -> str:
-    """Say what factors save.
+    """Return the savings of factors.
 
     Args:
         schemes: by layer.
-        hybrid: what bytes alone say of them.
-        plain: of servers alone.
-        facts: the cluster.
+        hybrid: predicted from bytes alone.
+        plain: the same for servers alone.
+        facts: of the cluster.
         steps_s: simulated, `step_s` with the schemes and `base_step_s` with servers alone; None
             where there was no time for it.
     """
@@ -185,7 +185,7 @@ def poseidon_summary(
 
 
 def format_value(value: Value) -> str:
-    """Return a value as people read it."""
+    """Return a value as text."""
     if isinstance(value, int):
         return f"{value:,}" if value else "fitted"
     return str(value)

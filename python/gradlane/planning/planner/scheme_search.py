@@ -1,14 +1,13 @@
-"""Chooses the scheme of each layer by simulation: servers, round a ring, or factors.
+"""The search for each layer's scheme by simulation: servers, a ring, or factors.
 
-Factors are tried for all layers that put fewer bytes through a port with them. Then one layer after
-another goes back to where it was, those that save least first, and stays there unless the step
-becomes longer: what rebuilding costs, whether the moment at which a gradient is needed matters,
-and what latency does, is all in the simulation. Rings are tried for everything (strategy `ring`),
-and for what is large with servers for the rest: a small urgent slice takes as many hops as a
-large one.
+Factors are tried for all layers for which they send fewer bytes through a port. Then one layer
+after another returns to its previous scheme, starting with those that save least, and stays there
+unless the step becomes longer. The simulation includes the cost of rebuilding, the time at which a
+gradient is needed, and latency. Rings are tried for everything (strategy `ring`), and for large
+layers with servers for the rest: a small urgent slice takes as many hops as a large one.
 
-Round a ring of three ranks and more, and from factors, sums have other roundings. Without leave for
-that they are simulated all the same, for the reason to say what they would give.
+Sums on a ring of three or more ranks, and sums of factors, round differently. If that is not
+allowed they are simulated all the same, so that the reason can name their step time.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from gradlane.training.options.options import RING, ring_refusal
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 LARGE_BYTES = 1 << 20
-"""From this size on a layer may go round a ring while smaller ones do not."""
+"""Least size of a layer that may use a ring while smaller ones do not."""
 SINGLE_LAYERS = 8
-"""Layers whose factors are tried one by one; of more those that save least."""
+"""Number of layers whose factors are tried one by one: those that save least."""
 _WORTHWHILE_SHARE = 0.001
-"""Share of a step by which factors of one layer must shorten it to be worth their rebuilding."""
+"""Least share of a step by which factors of one layer must shorten it."""
 
 OTHER_ORDER = (
     "it adds up in another order, with other roundings; allow that with `gradlane plan "
@@ -40,11 +39,11 @@ OTHER_ORDER = (
 
 @dataclass(frozen=True)
 class SchemeRestrictions:
-    """What may be chosen; empty texts: it may.
+    """The obstacles to rings and factors; empty texts: they are allowed.
 
     Attributes:
-        ring_obstacle: why sums may not go round a ring.
-        factor_obstacle: why gradients may not be made of factors.
+        ring_obstacle: why rings are not allowed.
+        factor_obstacle: why factors are not allowed.
     """
 
     ring_obstacle: str = ""
@@ -52,16 +51,16 @@ class SchemeRestrictions:
 
     @classmethod
     def of(cls, facts: ClusterFacts, any_rounding: bool, codec: str | None) -> SchemeRestrictions:
-        """Return what may be chosen on a cluster.
+        """Return the restrictions of a cluster.
 
         Args:
             facts: the cluster.
             any_rounding: whether gradients may be added up in another order.
-            codec: one that is asked for, or None.
+            codec: the given one, or None.
         """
         ring = factors = "" if any_rounding else OTHER_ORDER
         if facts.workers <= 2:
-            # Of two addends there is one order.
+            # Two addends have a single order.
             ring = ""
         if facts.servers is not None:
             ring = f"slices are to be on {facts.servers} ranks, and a ring has no servers"
@@ -72,25 +71,25 @@ class SchemeRestrictions:
         return cls(ring, factors)
 
     def obstacle(self, label: str) -> str:
-        """Return why schemes with this label may not be chosen."""
+        """Return why schemes with a label are not allowed."""
         return (self.ring_obstacle if RING in label else "") or self.factor_obstacle
 
 
 @dataclass(frozen=True)
 class SchemeSearchResult:
-    """What the search came to.
+    """The result of a search for schemes.
 
     Attributes:
         best: the settings, with the layers whose scheme is not the strategy's.
         label: of the schemes together, such as `ps` or `ring+sfb`.
-        base_label: of those without a choice.
+        base_label: of the schemes before the search.
         step_s: predicted step time.
-        base_step_s: without a choice.
-        tried: labels of what was allowed and simulated, with step times.
-        skipped: labels for which there was no time.
-        declined: labels of what is faster and not allowed, with step times and why not, the fastest
-            first.
-        reasons: by layer, where there is something to say.
+        base_step_s: before the search.
+        tried: labels of the allowed candidates that were simulated, with step times.
+        skipped: labels without time to simulate them.
+        declined: labels of faster candidates that are not allowed, with step times and obstacles,
+            the fastest first.
+        reasons: by layer, as far as there are any.
     """
 
     best: Candidate
@@ -111,7 +110,7 @@ def choose_schemes(
     kept: Candidate,
     restrictions: SchemeRestrictions,
 ) -> SchemeSearchResult:
-    """Choose the scheme of each layer, the settings being given.
+    """Choose the scheme of each layer for given settings.
 
     Args:
         simulator: where candidates are simulated; `kept` has been.
@@ -149,7 +148,7 @@ class _Search:
     def run(self) -> SchemeSearchResult:
         best = self._kept
         declined: list[tuple[str, float, str]] = []
-        # What needs servers for its pulls or its updates has no other scheme.
+        # Strategies that pull, and updates on servers, allow only servers.
         if not ring_refusal(self._kept.settings.strategy, self._facts.update):
             for candidate in self._mixed_candidates():
                 if (better := self._better(best, candidate)) is not best:
@@ -194,13 +193,14 @@ class _Search:
         return step_s
 
     def _better(self, best: Candidate, candidate: Candidate) -> Candidate:
-        """The candidate, where it is faster by more than the simulator can be wrong."""
+        """Return the candidate if it is faster by more than the simulator's error, else the best so
+        far."""
         step_s, best_s = self._record_step(candidate), self._simulator.step_s(best)
         assert best_s is not None
         return candidate if step_s is not None and step_s < best_s * (1.0 - TIE) else best
 
     def _mixed_candidates(self) -> list[Candidate]:
-        """Mixtures of rings and servers; a ring alone is a strategy."""
+        """Return mixtures of rings and servers; a ring alone is a strategy."""
         if self._restrictions.ring_obstacle:
             return []
         large = {layer.name for layer in self._layers if layer.size_bytes >= LARGE_BYTES}
@@ -220,14 +220,15 @@ class _Search:
         return self._kept._replace(schemes=names)
 
     def _layers_that_save(self) -> list[Layer]:
-        """Layers whose factors put fewer bytes through a port, those that save most first."""
+        """Return the layers whose factors send fewer bytes through a port, the largest saving
+        first."""
         return sorted(
             (layer for layer in self._layers if self._saved_bytes(layer) > 0.0),
             key=lambda layer: (-self._saved_bytes(layer), layer.index),
         )
 
     def _saved_bytes(self, layer: Layer) -> float:
-        """Bytes each way through a port that factors save a step."""
+        """Return the bytes a step, each way through a port, that factors save."""
         factors, workers = factors_of(layer, self._profile), self._facts.workers
         if factors is None:
             return 0.0
@@ -281,7 +282,7 @@ class _Search:
         return best
 
     def _on_servers(self, best: Candidate) -> Candidate:
-        """Factors with servers for the rest, where that is faster than with a ring."""
+        """Return factors with servers for the rest, if that is faster than with a ring."""
         servers = self._kept._replace(settings=_with_strategy(self._kept.settings, "p3"))
         if self._step_s(servers) is None:
             return best
@@ -313,7 +314,7 @@ class _Search:
         )
 
     def _factor_sizes(self, layer: Layer) -> str:
-        """What factors of a layer are, in bytes and in time."""
+        """Describe a layer's factors by bytes and rebuilding time."""
         factors, workers = factors_of(layer, self._profile), self._facts.workers
         assert factors is not None
         whole = 2.0 * (workers - 1) / workers * self._whole_bytes(factors.tensor)
@@ -332,7 +333,7 @@ class _Search:
         )
 
     def _declined(self, best: Candidate) -> list[tuple[str, float, str]]:
-        """What is not allowed and faster than what is chosen, the fastest first."""
+        """Return the faster candidates that are not allowed, the fastest first."""
         others = []
         bases = [self._kept]
         ring = self._kept._replace(settings=_with_strategy(self._kept.settings, RING))

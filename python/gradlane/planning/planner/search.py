@@ -1,9 +1,9 @@
-"""Chooses settings by simulating candidates: one setting after another.
+"""The search for settings by simulating candidates, one setting after another.
 
-Each setting is tried with what was chosen for those before it.
-The base settings are kept unless something is predicted to be faster by more than `TIE`: below
-that the simulator cannot tell them apart. Nothing here is random; with the same budget of frames
-the same candidates are tried.
+Each setting is tried with the values chosen for the settings before it. The base settings are kept
+unless a candidate is predicted to be faster by more than `TIE`: the simulator cannot distinguish
+smaller differences. The search is deterministic: the same budget of frames tries the same
+candidates.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from gradlane.training.options.stragglers import LEAVES_OUT
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
-"""What is tried beside the base settings: below 50,000 elements, what fills whole frames of the
-usual size with four bytes an element. Sizes between them were measured or simulated slower
-(docs/experiments.md)."""
+"""Slice sizes that are tried besides the base settings': below 50,000 elements those that fill
+whole frames of the usual size with four bytes an element. Sizes between them were measured or
+simulated slower (docs/experiments.md)."""
 FRAMES = (32_768, 131_072, 262_144)
-"""Frames that are tried beside the base settings'. Of send buffers only the transport's own is: the
-simulator knows no queue that overflows, and finds longer ones better than they are
+"""Frame sizes that are tried besides the base settings'. Of send buffers only the transport's own
+is tried: the simulator does not model overflowing queues and overrates longer buffers
 (docs/simulator.md)."""
 
 _RING_SLICES = (4_096, 8_192, 16_384, 32_768)
-"""Slices of a ring are smaller."""
+"""Slice sizes of a ring, which are smaller."""
 
 NODE_RULES = ("p3", "slicing", "wfbp", RING)
 """Strategies under which the ranks of a node can add up."""
@@ -54,7 +54,7 @@ Value = str | int | None
 
 @dataclass(frozen=True)
 class SimulatedValue:
-    """A value of a setting and the step time that it was predicted to give."""
+    """A value of a setting, and its predicted step time."""
 
     value: Value
     step_s: float
@@ -62,7 +62,7 @@ class SimulatedValue:
 
 @dataclass(frozen=True)
 class DeclinedValue:
-    """A value that is predicted to be faster and may not be chosen."""
+    """A value that is predicted to be faster but is not allowed."""
 
     value: Value
     step_s: float
@@ -71,17 +71,17 @@ class DeclinedValue:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one setting.
+    """The choice of one setting.
 
     Attributes:
         setting: its name, a field of `Settings`, or `schemes`.
-        value: what was chosen.
-        base: what it would be without a plan.
+        value: the chosen one.
+        base: the value without a plan.
         step_s: predicted step time with `value`.
-        base_step_s: with `base`.
-        tried: everything that was simulated, in the order of values.
-        skipped: values that were not, since there was no time.
-        declined: what is faster and may not be chosen, the fastest first.
+        base_step_s: predicted step time with `base`.
+        tried: all simulated values, in their order.
+        skipped: values without time to simulate them.
+        declined: faster values that are not allowed, the fastest first.
     """
 
     setting: str
@@ -95,22 +95,22 @@ class Choice:
 
     @property
     def runner_up(self) -> SimulatedValue | None:
-        """The fastest of what was not chosen; None if nothing else was tried."""
+        """The fastest value that was not chosen; None if there was no other."""
         others = [one for one in self.tried if one.value != self.value]
         return min(others, key=lambda one: one.step_s, default=None)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        settings: the best.
+        settings: the fastest ones.
         step_s: predicted step time with them.
         base_step_s: predicted step time with the base settings.
         choices: one a setting.
         schemes: layers whose scheme is not the strategy's.
-        scheme_reasons: why, by layer; of layers without a choice there is none.
+        scheme_reasons: by layer; none for layers without a choice.
     """
 
     settings: Settings
@@ -122,7 +122,7 @@ class SearchResult:
 
 
 def candidate_count() -> int:
-    """How many simulations a whole search takes at most, but for those of single layers."""
+    """Return the largest number of simulations of a search, without those of single layers."""
     # Full precision and a codec have sizes of their own.
     return len(EXACT_STRATEGIES) + 2 * (len(SLICES) + len(FRAMES)) + 11
 
@@ -137,16 +137,16 @@ def search(
     any_rounding: bool = False,
     on_simulated: Callable[[], None] = lambda: None,
 ) -> SearchResult | None:
-    """Choose the settings that are predicted to be fastest.
+    """Choose the settings with the shortest predicted step.
 
     Args:
-        profile: what a step computes.
+        profile: of a step.
         facts: the cluster.
         base: the settings without a plan; its codec is one candidate, full precision the other.
-        budget_s: candidates that would take longer than what is left of it are left out.
-        costs: constants of the cluster's machines in place of the simulator's own.
+        budget_s: seconds in all; candidates that would exceed it are skipped.
+        costs: constants of the cluster's machines; None: the simulator's own.
         any_rounding: whether gradients may be added up in another order than that of the ranks,
-            round a ring or from factors: results then differ in their last bits.
+            on a ring or from factors, so that results differ in their last bits.
         on_simulated: called after each simulation.
 
     Returns:
@@ -158,7 +158,7 @@ def search(
     simulator = CandidateSimulator(profile, facts, budget_s, costs, on_simulated)
     given_codec = base.codec
     if given_codec is not None:
-        # Nothing is encoded that is not faster for it.
+        # Encoding is chosen only if it is faster.
         base = replace(base, codec=RAW)
     if facts.ranks_per_node > 1 and base.local is None:
         base = replace(base, local=OFF)
@@ -172,7 +172,7 @@ def search(
     best = _with_setting(best, "strategy", strategy.value)
     choices = [strategy]
     reasons: Mapping[str, str] = {}
-    # Where late ranks are left out, only sums on servers go on without them.
+    # Only sums on servers can go on without late ranks.
     if not best.settings.adds_up_on_nodes and not facts.leaves_out:
         schemes = choose_schemes(simulator, profile, facts, best, restrictions)
         choices += _scheme_choice(schemes)
@@ -188,7 +188,7 @@ def search(
     step_s = simulator.step_s(best)
     assert step_s is not None
     if best.settings.adds_up_on_nodes:
-        # What was said of factors was said of ranks that talk for themselves.
+        # The reasons for factors apply to ranks without sums on nodes.
         reasons = {}
     return SearchResult(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
@@ -199,7 +199,7 @@ def _strategies(
     if facts.leaves_out:
         return LEAVES_OUT
     if base.adds_up_on_nodes:
-        # Whoever pulls from servers does so rank by rank.
+        # Pulls from servers are made rank by rank.
         return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)
     if base.strategy == RING and restrictions.ring_obstacle:
         # Between a ring and servers results differ in the last bits.
@@ -216,7 +216,7 @@ def choose_local(
     any_rounding: bool,
     codec: str | None,
 ) -> list[Choice]:
-    """Choose what the ranks of a node do before anything goes to the network.
+    """Choose the sums on nodes (`local`).
 
     Args:
         simulator: where candidates are simulated; `best` has been.
@@ -227,7 +227,7 @@ def choose_local(
         codec: one that is asked for, or None.
 
     Returns:
-        The choice; none where there is nothing to choose.
+        The choice; empty if there is nothing to choose.
     """
     unable = facts.update == "server" or codec not in (None, RAW)
     if facts.ranks_per_node == 1 or facts.nodes == 1 or unable:
@@ -249,7 +249,7 @@ def choose_local(
 
 
 def _scheme_choice(found: SchemeSearchResult) -> list[Choice]:
-    """The choice of schemes as a row beside those of settings; none where there was none."""
+    """Return the choice of schemes as a row like those of settings; empty if there was none."""
     if len(found.tried) < 2 and not found.declined:
         return []
     tried = tuple(SimulatedValue(label, step_s) for label, step_s in found.tried)
@@ -288,9 +288,9 @@ def _choose_codec(
     raw: Candidate,
     raw_tuning: list[Choice],
 ) -> tuple[Candidate, list[Choice]]:
-    """Choose between a codec and full precision, each with the sizes that are best for it.
+    """Choose between a codec and full precision, each with its own best sizes.
 
-    Where a port carries less, what a slice or a frame costs a host weighs more.
+    With fewer bytes on the port, the host's cost of a slice or frame weighs more.
     """
     raw_step_s = simulator.step_s(raw)
     assert raw_step_s is not None
@@ -335,7 +335,7 @@ def _with_setting(candidate: Candidate, setting: str, value: Value) -> Candidate
 def _choose_setting(
     simulator: CandidateSimulator, best: Candidate, setting: str, values: Sequence[Value]
 ) -> Choice:
-    """Choose the value of one setting, all others being as in `best`."""
+    """Choose the value of one setting, with all others as in `best`."""
     kept = getattr(best.settings, setting)
     if setting == "slice_elems":
         kept = best.settings.slice_elems_in_force
@@ -354,7 +354,7 @@ def _choose_setting(
     fastest = min(tried, key=lambda one: one.step_s, default=SimulatedValue(kept, kept_step_s))
     chosen = SimulatedValue(kept, kept_step_s)
     if fastest.step_s < kept_step_s * (1.0 - TIE):
-        # Of what is as fast, the one nearest to what was there.
+        # Among equally fast values, the one nearest to the previous one.
         as_fast = [one for one in tried if one.step_s <= fastest.step_s * (1.0 + TIE / 4)]
         chosen = min(as_fast, key=lambda one: _distance(one.value, kept))
     return Choice(
@@ -365,6 +365,6 @@ def _choose_setting(
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    # What adds up in another order comes last.
+    # Strategies with another order of addition come last.
     order = (*EXACT_STRATEGIES, RING, OFF, LEADER, SHARED)
     return float(order.index(str(value))) if value in order else 0.0

@@ -1,9 +1,9 @@
-"""Measures the links between the ranks of a real cluster: plain TCP streams and round trips.
+"""Measurement of the links between the ranks of a real cluster: plain TCP streams and round trips.
 
 All ranks take part, in phases that begin and end together: round trips between pairs; a stream
-around all ranks, so that every port sends and receives at once; streams in one direction at a
-time. Rank 0 hears of every phase's end from every rank and lets the next one begin; who fails
-tells it, and all ranks raise the same error. Every wait has an end.
+around all ranks, so that every port sends and receives at once; streams in one direction at a time.
+Every rank reports the end of a phase to rank 0, which starts the next one. A failure is reported
+the same way, and all ranks raise the same error. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def probe(
     """Measure bandwidth and latency between all ranks; a collective call.
 
     Args:
-        ctx: what the session gives: this rank's place, and which addresses to listen on.
-        scope: where the ranks agree; for this alone.
-        window_s: seconds that each stream is measured for; before it, it has a quarter of that
-            to find its rate.
+        ctx: of the session, with the addresses to listen on.
+        scope: for this measurement alone.
+        window_s: seconds of each measurement, after a quarter as long for the stream to find its
+            rate.
         directions: whether ports are also measured in one direction at a time.
-        on_phase: told what is measured next.
+        on_phase: called with the name of each phase.
 
     Returns:
         The same report on every rank.
@@ -103,21 +103,21 @@ class _Phases:
         return self._scope.rank_info.world_size
 
     def run(self, phase: str, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
-        """Stream from the first to the second rank of each pair; returns what came in here.
+        """Stream from the first to the second rank of each pair.
 
         Returns:
-            Payload bits a second by sending rank.
+            Payload bits a second that this rank received, by sending rank.
         """
         self._on_phase(phase)
         sends = [other for rank, other in pairs if rank == self.rank]
         receives = [rank for rank, other in pairs if other == self.rank]
-        # Connections are made in one phase and used in the next: nobody waits in its stream.
+        # All connections are made before any is used, so no rank waits inside its stream.
         self.synchronized(phase, lambda: self._node.connect(self._peers, sends, receives))
         rates: dict[int, float] = self.synchronized(phase, self._node.stream)
         return rates
 
     def round_trips(self, distance: int) -> float:
-        """Measure the time to the rank at a distance and back, in seconds."""
+        """Measure the round-trip time to the rank at a distance, in seconds."""
         pairs = _ring(self.world_size, distance)
         sends = [other for rank, other in pairs if rank == self.rank]
         receives = [rank for rank, other in pairs if other == self.rank]
@@ -128,7 +128,7 @@ class _Phases:
         return statistics.median(times)
 
     def synchronized(self, phase: str, work: Callable[[], Any]) -> Any:
-        """Do this rank's part, and wait until all have done theirs.
+        """Run this rank's part, and wait until all ranks have finished theirs.
 
         Raises:
             RendezvousError: some rank failed; the same text on every rank.
@@ -156,7 +156,7 @@ class _Phases:
         return result
 
     def exchange(self, own_results: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange what each rank has measured."""
+        """Exchange the results of all ranks."""
         self._scope.put(f"measured/{self.rank}", json.dumps(own_results))
         results = [
             json.loads(self._scope.get(f"measured/{rank}", rank)) for rank in range(self.world_size)
@@ -170,7 +170,7 @@ class _Phases:
 
 
 def _measure_round_trips(phases: _Phases) -> dict[int, float]:
-    """Round trips to a few ranks, by their number."""
+    """Return round-trip times to a few ranks, by rank."""
     world_size = phases.world_size
     distances = range(1, world_size // 2 + 1)
     if len(distances) > _DISTANCES_MOST:
@@ -187,7 +187,8 @@ def _ring(world_size: int, distance: int) -> list[tuple[int, int]]:
 
 
 def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
-    """Phases in which no rank is in two pairs, and which have each rank send and receive once."""
+    """Return phases in which no rank is in two pairs, so that each rank sends once and receives
+    once."""
     even = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]
     phases = [even, [(other, rank) for rank, other in even]]
     if world_size % 2:
@@ -197,7 +198,7 @@ def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def _report(results: Sequence[dict[str, Any]], workers: int, window_s: float) -> LinkReport:
-    """Put together what the ranks have measured, each at its receiving end."""
+    """Combine the ranks' results, each measured at its receiving end."""
     both_in = [next(iter(one["both"].values())) for one in results]
     sent: dict[int, list[float]] = {}
     received: dict[int, list[float]] = {}

@@ -1,6 +1,8 @@
-"""One rank's end of the streams that `links` measures with: sockets, all of them with an end.
+"""One rank's end of the streams that `links` measures with; every socket operation has a time
+limit.
 
-A connection says who it is with a keyed hash, so that a stranger's counts for nothing.
+A connection identifies itself with a keyed hash, so that connections of other programs do not
+count.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _PART_SHARE = 0.1
 
 
 class StreamError(EscapedError):
-    """A connection could not be made or used; the text names the peer and its address."""
+    """A connection failed; the text names the peer and its address."""
 
 
 class StreamEndpoint:
-    """A rank's listening socket, and the connections of the phase that is under way."""
+    """A rank's listening socket, and the connections of the current phase."""
 
     def __init__(
         self,
@@ -44,14 +46,14 @@ class StreamEndpoint:
         secret: bytes,
         window_s: float,
     ) -> None:
-        """Listen.
+        """Start to listen.
 
         Args:
             rank: this rank.
             hosts: addresses to try to listen on.
             ports: lowest and highest port, or None for any.
-            secret: what all ranks know.
-            window_s: seconds that a stream is measured for.
+            secret: of all ranks.
+            window_s: seconds of a measurement.
 
         Raises:
             OSError: none of the addresses and ports is free.
@@ -76,12 +78,12 @@ class StreamEndpoint:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close everything."""
+        """Close all sockets."""
         self._close_all()
         self._listener.close()
 
     def connect(self, peers: Sequence[str], sends: Sequence[int], receives: Sequence[int]) -> None:
-        """Connect to the ranks that this one sends to, and be connected to by the others.
+        """Connect to the ranks that this one sends to, and accept the others.
 
         Args:
             peers: every rank's `host:port`.
@@ -105,7 +107,7 @@ class StreamEndpoint:
                 caller.close()
 
     def stream(self) -> dict[int, float]:
-        """Send and receive at full rate; returns payload bits a second by sending rank.
+        """Send and receive at full rate; return payload bits a second by sending rank.
 
         Raises:
             StreamError: nothing arrived.
@@ -113,7 +115,7 @@ class StreamEndpoint:
         ramp_s = _RAMP_SHARE * self._window_s
         start_s = time.monotonic() + _LEAD_S
         close_s = start_s + ramp_s + self._window_s
-        # Senders go on a little, so that no receiver's window sees their end.
+        # Senders continue a little, so that no receiver's window includes their end.
         senders = [
             threading.Thread(target=send_until, args=(one, close_s + 0.1)) for one in self._sending
         ]
@@ -133,7 +135,7 @@ class StreamEndpoint:
         return rates
 
     def echo(self, count: int) -> list[float]:
-        """Send a byte to and fro with the rank that this one has called; returns the times.
+        """Measure round trips of one byte with the connected rank; return the times.
 
         Raises:
             StreamError: the other rank does not answer.
@@ -188,12 +190,12 @@ class StreamEndpoint:
     def _read_callers(
         self, callers: dict[socket.socket, bytes], expected: dict[bytes, int], deadline_s: float
     ) -> None:
-        """Hear all callers at once, as long as there is something to hear and one is missing.
+        """Read from all callers once.
 
         Args:
-            callers: what each has said so far, the first caller first.
-            expected: ranks that are missing, by what they will say.
-            deadline_s: one for all of them, on the clock of `time.monotonic`.
+            callers: bytes of each so far, the first caller first.
+            expected: missing ranks, by their token.
+            deadline_s: for all of them, on the clock of `time.monotonic`.
 
         Raises:
             StreamError: a rank did not come in time.
@@ -212,7 +214,7 @@ class StreamEndpoint:
             ready_socket = key.fileobj
             assert isinstance(ready_socket, socket.socket)
             if ready_socket is self._listener:
-                # The caller may be gone by now.
+                # The caller may have disconnected.
                 with contextlib.suppress(BlockingIOError):
                     caller, _ = self._listener.accept()
                     caller.setblocking(False)
@@ -220,7 +222,7 @@ class StreamEndpoint:
             elif ready_socket in callers:
                 self._read(ready_socket, callers, expected)
         if len(callers) > _CALLERS_MAX:
-            # A rank speaks at once: the first caller that has not is none.
+            # A rank sends its token at once, so the oldest caller without one is no rank.
             first = next(iter(callers))
             del callers[first]
             first.close()
@@ -231,7 +233,7 @@ class StreamEndpoint:
         callers: dict[socket.socket, bytes],
         expected: dict[bytes, int],
     ) -> None:
-        """Read on; keep a rank that has said who it is, and hang up on whoever is none."""
+        """Read a caller's token; keep a rank's connection, and close any other."""
         received = callers.pop(connection)
         try:
             part = connection.recv(_TOKEN_BYTES - len(received))
@@ -261,7 +263,7 @@ def _token(secret: bytes, caller: int, called: int) -> bytes:
 
 
 def _echo_bytes(connections: Sequence[socket.socket], count: int) -> None:
-    """Send a byte back for each that comes."""
+    """Reply with a byte to each received one."""
     for connection in connections:
         with contextlib.suppress(OSError):
             for _ in range(count):

@@ -1,12 +1,12 @@
-"""Records training steps of a model: what they compute, and when gradients are there and needed.
+"""Recording of a model's training steps: compute times, and times of gradients and parameters.
 
-Hooks note moments on a tape and do nothing else. A forward inside backward (activation
-checkpointing) is not forward and leaves no mark. Inside compiled code no marks are made: a
-compiled module is seen from outside, and the hooks of its gradients are.
+Hooks record moments on a tape and do nothing else. A forward inside backward (activation
+checkpointing) is no forward and leaves no mark. Compiled code makes no marks inside: a compiled
+module is seen from outside, and its gradient hooks run.
 
-On a model that a gradlane session has prepared, the waits for other ranks are on the tape, too,
-and are taken out: the profile says what the compute takes alone. What the session computes by
-itself (updates as gradients arrive) stays in.
+On a model that a gradlane session has prepared, waits for other ranks are recorded and subtracted,
+so the profile holds the compute time alone. The session's own computation (updates as gradients
+arrive) stays in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 STEPS_MAX = 200
-"""Steps that are kept; older ones are forgotten."""
+"""Most steps that are kept; older ones are dropped."""
 _DTYPES = {
     torch.float32: "f32",
     torch.float16: "f16",
@@ -36,14 +36,14 @@ _DTYPES = {
     torch.complex64: "f32",
     torch.complex128: "f64",
 }
-"""Element types of gradients, as profiles name them; complex numbers are pairs."""
+"""Dtypes of gradients, as profiles name them; complex numbers are pairs."""
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside of backward. Asked for each mark, so without another function around it."""
+"""-1 outside of backward. Called for each mark, so without a wrapper."""
 
 
 class Recorder:
-    """Records what one model computes in the steps between `begin_step` and `end_step`.
+    """Records the computation of one model in the steps between `begin_step` and `end_step`.
 
     ::
 
@@ -62,7 +62,7 @@ class Recorder:
     def __init__(
         self, model: nn.Module, *, batch_size: int | None = None, clock: Clock | None = None
     ) -> None:
-        """Record `model`, once attached.
+        """Prepare to record a model; see `attach`.
 
         Args:
             model: any module; all of its trained parameters on the CPU, or on one CUDA device.
@@ -96,16 +96,16 @@ class Recorder:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a step; None where nobody said and the model's inputs do not tell."""
+        """Samples in a step; None if it was not given and the model's inputs do not show it."""
         return self._batch_size or self._samples.in_step
 
     @property
     def recorded_steps(self) -> int:
-        """Number of steps that were recorded and are kept."""
+        """Number of recorded steps that are kept."""
         return len(self._steps)
 
     def attach(self) -> None:
-        """Hang the hooks onto the model.
+        """Register the hooks on the model.
 
         Raises:
             RuntimeError: they are on it already.
@@ -135,7 +135,7 @@ class Recorder:
         WAIT_NOTIFIER.add_observer(self._tape)
 
     def detach(self) -> None:
-        """Take the hooks off; a step under way is forgotten. What was recorded stays."""
+        """Remove the hooks and drop a step in progress; recorded steps stay."""
         if self._tape.is_recording:
             self._tape.end()
         for handle in self._handles:
@@ -144,7 +144,7 @@ class Recorder:
         WAIT_NOTIFIER.remove_observer(self._tape)
 
     def begin_step(self) -> None:
-        """Begin to record a step: before the batch is fetched, if that shall count.
+        """Begin to record a step; call it before fetching the batch to include that time.
 
         Raises:
             RuntimeError: not attached, or a step is being recorded.
@@ -173,7 +173,7 @@ class Recorder:
         """Return the medians over the recorded steps. On CUDA, waits until the device is done.
 
         Args:
-            model_name: for people.
+            model_name: for readers.
 
         Raises:
             ProfileError: no step with a gradient was recorded.
@@ -210,7 +210,7 @@ class Recorder:
         needs_s, around_s, layers = self._needs(steps)
         tensors = []
         for index, (name, parameter) in enumerate(self._parameters.items()):
-            # That there is no gradient is known when the step is over, and nobody waits for it.
+            # A missing gradient is known at the end of the step, and delays nothing.
             ready_s = steps.ready_s(index)
             need_s = needs_s.get(id(parameter))
             if need_s is None:
@@ -237,12 +237,12 @@ class Recorder:
     def _needs(
         self, steps: StepMedians
     ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
-        """When forward first needs each parameter, and its layer, by `id`.
+        """Return when forward first needs each parameter, and its layer, by `id`.
 
         Returns:
-            When a module that owns the parameter is first called, if ever; when the nearest module
-            around one is, for parameters that are used without calling their module (attention
-            does so with its output projection; it may need them a little later); and layers.
+            The first call of a module that owns the parameter, if any; the first call of the
+            nearest enclosing module, for parameters that are used without calling their module
+            (attention's output projection, which may need them a little later); and layers.
         """
         starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
         needs_s: dict[int, float] = {}
@@ -288,7 +288,8 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _uncompiled_modules(module: nn.Module) -> list[nn.Module]:
-    """List a module and all in it, but none inside compiled code: hooks would cut that up."""
+    """List a module and its submodules, except those inside compiled code, which hooks would break
+    up."""
     found: dict[int, nn.Module] = {}
 
     def add(one: nn.Module) -> None:
@@ -303,7 +304,7 @@ def _uncompiled_modules(module: nn.Module) -> list[nn.Module]:
 
 
 class _ForwardHook:
-    """Hook: a module's forward begins or ends."""
+    """Hook for the begin or end of a module's forward."""
 
     __slots__ = ("_code", "_tape")
 
@@ -323,7 +324,7 @@ class _ForwardHook:
 
 
 class _GradientHook:
-    """Hook: a part of a parameter's gradient is there."""
+    """Hook for a part of a parameter's gradient."""
 
     __slots__ = ("_code", "_tape")
 
@@ -341,7 +342,7 @@ class _GradientHook:
 
 
 class _SampleCount:
-    """Hook of the whole model: counts samples, and notes evaluations."""
+    """Hook of the whole model that counts samples and records evaluations."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

@@ -1,15 +1,15 @@
-"""Records a training script that knows nothing of it.
+"""Recording of an unmodified training script.
 
-Optimizers tell where steps end: torch calls global hooks after every `optimizer.step()`. During the
-first step, torch's global forward hooks show which modules are called from outside; those that
-own parameters of an optimizer are the model. From then on only the model's own hooks are left, so
-that what is recorded is not slowed down by hooks on everything. (Walking the heap for modules would
-find models that are never called, and cannot tell a model from what it is a part of.)
+Optimizers mark the ends of steps: torch calls global hooks after every `optimizer.step()`. During
+the first step, torch's global forward hooks find the modules that are called from outside; those
+that own parameters of an optimizer are the model. From then on only the model's own hooks remain,
+so global hooks do not slow the recording down. (Searching the heap for modules would find models
+that are never called, and cannot distinguish a model from an enclosing one.)
 
-A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer: the
-next batch, forward, backward, however often, and the steps of other optimizers. Not seen are
-optimizers that are none of torch's, models that are called inside compiled functions only, and
-parameters that no called module owns; `RecordedScript` says so.
+A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer. It
+includes the next batch, all forwards and backwards, and the steps of other optimizers. Optimizers
+outside of torch, models that are called only inside compiled functions, and parameters that no
+called module owns are not seen; `RecordedScript` notes them.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
 from gradlane.training.modules.forward_order import inside_backward
 
 CALLS_STEP = 2
-"""The step whose calls of the model are kept, after the one that finds it."""
+"""The step, after the one that finds the model, whose calls of the model are kept."""
 WARMUP_MIN = 2
-"""Least number of steps before the recorded ones: the model is found in them."""
+"""Least number of steps before the recorded ones; they find the model."""
 
 
 @dataclass
 class RecordedScript:
-    """What was found in a script, and what could not be seen."""
+    """The recording of a script, with notes on what it misses."""
 
     model: nn.Module
-    """What is recorded; a dictionary of modules where the script calls several by themselves."""
+    """The recorded model; a dictionary of modules if the script calls several by themselves."""
     name: str
     """Its class."""
     recorder: Recorder
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """The calls of one step, from outside: module, arguments, keyword arguments."""
+    """The outermost calls of one step: module, arguments, keyword arguments."""
     notes: list[str] = field(default_factory=list)
-    """What the reader of the profile should know."""
+    """Notes for the reader of the profile."""
 
 
 class _StopScript(BaseException):
-    """Ends a script; no `except Exception` of the script's own stops it."""
+    """Ends a script; a script's `except Exception` does not catch it."""
 
 
 def run_script(
@@ -78,16 +78,16 @@ def run_script(
 
     Args:
         target: path of the script, or the name of a module.
-        arguments: what the script finds in `sys.argv[1:]`.
+        arguments: `sys.argv[1:]` of the script.
         steps: recorded steps.
         warmup: steps before them, at least `WARMUP_MIN`.
         is_module: whether `target` is a module, as after `python -m`.
         run_to_end: let the script go on after the last step; else it is ended there.
-        batch_size: samples in a step, where the model's inputs do not tell.
+        batch_size: samples in a step, if the model's inputs do not show it.
         on_step: called with the number of recorded steps, after each.
 
     Returns:
-        What was found, with the recorder.
+        The recording.
 
     Raises:
         ProfileError: the script failed (its traceback is printed), or took no steps that could
@@ -128,7 +128,7 @@ def run_script(
 
 
 class _ScriptRecorder:
-    """Looks at the steps of a script: finds the model, then records it."""
+    """Finds the model of a script in its first steps, then records it."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _ScriptRecorder:
         self._capture: list[Any] = []
 
     def begin(self) -> None:
-        """Hang up the global hooks."""
+        """Register the global hooks."""
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             # `always_call`, since exceptions are no reason to lose count of the depth.
@@ -162,7 +162,7 @@ class _ScriptRecorder:
         self._optimizer_handle = register_optimizer_step_post_hook(self._after_step)
 
     def end(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._optimizer_handle.remove()
         self._remove_hooks()
         if self._found is not None:
@@ -174,7 +174,7 @@ class _ScriptRecorder:
         self._handles, self._capture = [], []
 
     def result(self, target: str) -> RecordedScript:
-        """Return what was found.
+        """Return the recording.
 
         Raises:
             ProfileError: too little was seen.
@@ -253,7 +253,7 @@ class _ScriptRecorder:
     # ---- finding the model
 
     def _find(self) -> RecordedScript:
-        """Find the model among the modules that were called.
+        """Find the model among the called modules.
 
         Raises:
             ProfileError: none of them owns a parameter of an optimizer.
@@ -308,7 +308,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    """The model inside of a wrapper for data parallelism."""
+    """Return the model inside a wrapper for data parallelism."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         inner: nn.Module = module.module
         return inner

@@ -1,8 +1,8 @@
 """Marks of moments, and the clocks that they are read from.
 
-A mark costs one reading of a clock and one entry in a list; what it means is worked out when a
-profile is asked for. On CUDA a moment is an event on the current stream, which the device passes
-when it has done what was queued before: nothing waits for it inside the step.
+A mark costs one reading of a clock and one entry in a list; its meaning is computed when a profile
+is requested. On CUDA a moment is an event on the current stream, which the device passes after its
+queued work: nothing waits for it inside the step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WAIT_END = -4
 EVALUATION = -5
 
 Mark = tuple[int, Any]
-"""What happened (a code of this file, or one of the tape's owner) and its moment."""
+"""A code (of this file, or of the tape's owner) and its moment."""
 
 
 class Clock(ABC):
-    """Reads moments now, and says later what they were."""
+    """Reads moments now, and converts them to seconds later."""
 
     now: Callable[[], Any]
     """Returns a moment; called in every hook."""
@@ -39,11 +39,11 @@ class HostClock(Clock):
     """The time of this machine, for models that compute on the CPU."""
 
     def __init__(self) -> None:
-        """Read the monotonic clock of highest resolution."""
+        """Use the monotonic clock with the highest resolution."""
         self.now = time.perf_counter
 
     def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
-        """Return the marks as they are."""
+        """Return the marks unchanged."""
         return list(marks)
 
 
@@ -51,7 +51,7 @@ class CudaClock(Clock):
     """The time of one CUDA device, by events."""
 
     def __init__(self, device: torch.device) -> None:
-        """Mark on whatever stream of `device` is current."""
+        """Record events on the current stream of a device."""
         self._device = device
         self.now = self._record
 
@@ -61,7 +61,7 @@ class CudaClock(Clock):
         return event
 
     def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
-        """Wait until the device has passed the marks, and return when it did."""
+        """Wait until the device has passed the marks, and return their times."""
         for _, event in marks:
             event.synchronize()
         first = marks[0][1]
@@ -69,7 +69,7 @@ class CudaClock(Clock):
 
 
 class Tape:
-    """Takes marks while a step is recorded, and none otherwise."""
+    """Records marks during a step, and ignores them otherwise."""
 
     def __init__(self, clock: Clock) -> None:
         """Start outside of a step."""
@@ -80,7 +80,7 @@ class Tape:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step is being recorded."""
+        """True while a step is being recorded."""
         return self.append is not _ignore
 
     def begin(self) -> None:
@@ -95,12 +95,12 @@ class Tape:
         return self._marks
 
     def wait_begins(self) -> None:
-        """The step waits for other ranks from now on."""
+        """Record the begin of a wait for other ranks."""
         if self.is_recording:
             self.append((WAIT_BEGIN, self.now()))
 
     def wait_ends(self) -> None:
-        """The step goes on."""
+        """Record the end of a wait."""
         if self.is_recording:
             self.append((WAIT_END, self.now()))
 

@@ -1,8 +1,8 @@
-"""What the marks of a step say: when modules ran forward and when gradients were ready.
+"""Times of a step from its marks: forwards of modules, and gradients.
 
-Time begins with the step's first forward. What the loop does before it (the next batch, say) is as
-well done after the step before, since steps repeat; so it counts to the end. Waits for other ranks
-are taken out: everything after one moves forward by its length.
+Time begins with the step's first forward. Work before it in the loop (fetching the next batch)
+might as well follow the previous step, since steps repeat, so it counts at the end. Waits for other
+ranks are removed: all later times move forward by their length.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Call = tuple[float, float]
 
 @dataclass
 class RecordedStep:
-    """One step, in seconds since the start of its first forward, waits taken out."""
+    """A step, in seconds since the start of its first forward, without waits."""
 
     compute_s: float
     forward_s: float
-    """End of the last forward before the first gradient that nothing is added to any more."""
+    """End of the last forward before the first gradient that is complete."""
     calls: dict[int, list[Call]]
-    """By number of the module."""
+    """Calls by module number."""
     ready_s: dict[int, float]
-    """When the last part of a gradient came, by number of the parameter."""
+    """Time of the last part of a gradient, by parameter number."""
     gradients: dict[int, int]
-    """How many parts came, by number of the parameter."""
+    """Number of parts of a gradient, by parameter number."""
     evaluates: bool
-    """Whether the model also ran in evaluation mode."""
+    """True if the model also ran in evaluation mode."""
 
 
 def read_step(marks: Sequence[tuple[int, float]], modules: int) -> RecordedStep:
-    """Work out one step.
+    """Compute the times of one step.
 
     Args:
         marks: (code, seconds). Codes from 0: module m begins 2m and ends 2m + 1; the gradient of
@@ -104,7 +104,8 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> RecordedStep:
 
 
 def _without_waits(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
-    """Return what turns moments into moments of compute; those within a pause are its beginning."""
+    """Return a function from moments to compute time; moments within a wait map to its
+    beginning."""
     begins_s: list[float] = []
     ends_s: list[float] = []
     waited_s: list[float] = [0.0]
@@ -131,10 +132,10 @@ def _without_waits(marks: Sequence[tuple[int, float]]) -> Callable[[float], floa
 
 
 class StepMedians:
-    """Many steps, and their medians."""
+    """Medians over many steps."""
 
     def __init__(self, steps: Iterable[RecordedStep]) -> None:
-        """Take the steps that trained; those that also evaluated only if there are no others."""
+        """Use the training steps; those that also evaluated only if there are no others."""
         trained = [step for step in steps if step.ready_s]
         self._steps = [step for step in trained if not step.evaluates] or trained
 
@@ -142,7 +143,7 @@ class StepMedians:
         return len(self._steps)
 
     def batch(self) -> BatchTime:
-        """Return how long steps took."""
+        """Return the duration of steps, with quartiles."""
         times_s = [step.compute_s for step in self._steps]
         if len(times_s) == 1:
             return BatchTime(1, times_s[0], times_s[0], times_s[0])
@@ -154,22 +155,23 @@ class StepMedians:
         return statistics.median(step.forward_s for step in self._steps)
 
     def ready_s(self, parameter: int) -> float | None:
-        """Return when a parameter's gradient is ready; None: it never has one."""
+        """Return when a parameter's gradient is ready; None if it never has one."""
         found = [step.ready_s[parameter] for step in self._steps if parameter in step.ready_s]
         return statistics.median(found) if found else None
 
     def gradients(self, parameter: int) -> int:
-        """Return how many parts a parameter's gradient has in most steps that have one."""
+        """Return the number of parts of a parameter's gradient in most steps that have one."""
         found = [step.gradients[parameter] for step in self._steps if parameter in step.gradients]
         return statistics.mode(found) if found else 0
 
     def start_s(self, module: int) -> float | None:
-        """Return when forward first calls a module; None: it never does."""
+        """Return when forward first calls a module; None if it never does."""
         found = [step.calls[module][0][0] for step in self._steps if module in step.calls]
         return statistics.median(found) if found else None
 
     def calls(self, module: int) -> tuple[Call, ...]:
-        """Return a module's calls in a step; where their number differs, of the most common."""
+        """Return a module's calls in a step; if their number differs, those of the most common
+        number."""
         found = [step.calls[module] for step in self._steps if module in step.calls]
         if not found:
             return ()

@@ -1,4 +1,4 @@
-"""A profile evaluated over workers, rates, strategies and compression: one row for each."""
+"""Evaluation of a profile over workers, rates, strategies and compression: one row for each."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
 GOODPUT_SHARE = 1448 / 1514
-"""Payload of a full TCP segment over its bytes on an Ethernet: what a bound may assume."""
+"""Payload of a full TCP segment over its bytes on an Ethernet, for bounds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One simulated cluster."""
+    """The result of one simulated cluster."""
 
     model: str
     strategy: str
@@ -39,9 +39,9 @@ class Row:
     topology: str
     workers: int
     servers: int | None
-    """So many workers are servers; None: all, or there are none."""
+    """Number of workers that are servers; None: all, or there are none."""
     serving: int
-    """So many ranks beside the workers only serve."""
+    """Number of dedicated servers."""
     rate_bps: float
     compression: float
     """Bytes of gradients over bytes that travel for them, those of the codec included."""
@@ -50,30 +50,30 @@ class Row:
     step_s: float
     compute_s: float
     bound_step_s: float
-    """What no exact strategy of the same scheme can beat."""
+    """Lower bound for exact strategies of the same scheme."""
     bound_scaling_factor: float
     samples_per_s: float
     """Of the whole cluster, as far as their gradients counted."""
     tx_utilization: float
-    """Share of the time that a port sends."""
+    """Share of the time in which a port sends."""
     io_utilization: float
-    """Share of the time that a rank's I/O thread works."""
+    """Share of the time in which a rank's I/O thread works."""
     staleness_mean: float | None = None
     """Updates between what a gradient was computed from and what it was applied to, where each is
     applied alone; None: all ranks' are applied together."""
     staleness_max: int | None = None
-    """The most of them."""
+    """The largest staleness."""
     ranks_per_node: int = 1
     """Workers on each node, which share its port."""
     tx_bytes_per_step: float | None = None
     """Through the port of a node, mean over nodes, headers of frames included; None: a formula."""
     stragglers: str = WAIT
-    """What happens to ranks that are late."""
+    """Rule for late ranks."""
     straggler: dict[str, Any] | None = None
     """`rank`, `share` and `burst_s` of the rank that is stopped now and then; then, and with a rule
     for stragglers, `step_s` is the mean step of the others, without the first steps."""
     left_out_share: list[float] | None = None
-    """By rank, the share of steps that went on without it."""
+    """By rank, the share of steps without it."""
     passed_share: list[float] | None = None
     """By rank, the share of steps that it passed."""
 
@@ -95,14 +95,14 @@ def clusters_of(
     rules: Sequence[str] = (WAIT,),
     on_left_out: Callable[[str], None] = lambda reason: None,
 ) -> list[Cluster]:
-    """Return every combination.
+    """Return every valid combination.
 
-    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have rules
-    for stragglers other than to wait. Numbers of workers that do not fill two nodes, and sums on
-    nodes of one rank, are left out, and `on_left_out` is told why, once for each reason.
+    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have
+    straggler rules other than to wait. Numbers of workers that do not fill two nodes, and sums on
+    nodes of one rank, are skipped; `on_left_out` is called once with each reason.
 
     Raises:
-        ValueError: no combination is left; the text says why of the first.
+        ValueError: no combination is left; the text has the first reason.
     """
     found = [
         replace(
@@ -148,9 +148,9 @@ def evaluate(
     """Simulate all clusters, one after another.
 
     Args:
-        profile: what a step computes.
-        clusters: what to simulate.
-        on_row: called with each row as soon as it is there.
+        profile: of a step.
+        clusters: to simulate.
+        on_row: called with each row.
         traced: numbers of clusters whose first rank is traced.
         on_trace: called with the number and the trace of each of these.
 
@@ -226,7 +226,7 @@ def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
 
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """Also of slices round a ring."""
+    """Return the bound for servers, or for slices on a ring."""
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
     default_scheme = RING if cluster.strategy == RING else "ps"
@@ -247,7 +247,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
 
 
 def rebuild_s(schemes: TensorSchemes) -> float:
-    """Return the time a step in which gradients are made of factors."""
+    """Return the time a step for rebuilding gradients from factors."""
     return sum(float(scheme.get("rebuild_s", 0.0)) for scheme in schemes.values())
 
 
@@ -257,11 +257,11 @@ def traffic(
     schemes: TensorSchemes,
     default_scheme: str = "ps",
 ) -> tuple[list[float], list[str]]:
-    """Return the bytes and the scheme of each tensor, as bounds take them.
+    """Return the bytes and the scheme of each tensor, in the format of bounds.
 
     Args:
-        profile: what a step computes.
-        wire_bytes: bytes of each tensor as it travels, unless as factors.
+        profile: of a step.
+        wire_bytes: bytes of each tensor on the wire, unless as factors.
         schemes: as in a scenario.
         default_scheme: the scheme of all others.
     """
@@ -274,7 +274,7 @@ def traffic(
 
 
 def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """The model's network is fully used, and workers of a node share a port."""
+    """Return the bound of the ring model: a fully used network, and a port for each node."""
     nodes = cluster.workers
     if cluster.topology == "hierarchical":
         nodes //= ring_node_size(cluster)

@@ -1,6 +1,6 @@
 """Scenarios for the compiled core's simulator, and its reports.
 
-A scenario says everything; the same scenario gives the same report.
+A scenario is complete: the same scenario gives the same report.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ SCHEME_STRATEGIES = SCHEME_RULES
 STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
 LOCAL_RATE_BPS = 1e12
-"""Between the workers of a node of the hierarchical ring, where nothing is said."""
+"""Default rate between the workers of a node of the hierarchical ring."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
-"""Costs of a host that takes no time for anything."""
+"""Costs of an infinitely fast host."""
 LATE_STEPS = 60
-"""Steps that are simulated where ranks are late: bursts hit few."""
+"""Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
-"""`compute_jitter` there: ranks that are exactly alike come in the same order for ever."""
+"""`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
 REPRESENTATIVES = 8
-"""Ranks that stand for all that own no slice, where there are many."""
+"""Simulated ranks in place of many ranks that own no slice."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster and how it synchronizes."""
+    """A cluster and its synchronization."""
 
     workers: int
     rate_bps: float
@@ -66,39 +66,38 @@ class Cluster:
     schemes: Schemes = ()
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
     servers: int | None = None
-    """The first so many workers are servers; None: all."""
+    """Number of workers that are servers, the first ones; None: all."""
     serving: int = 0
-    """So many ranks beside the workers are the servers instead, and only serve."""
+    """Number of dedicated servers."""
     ranks_per_node: int = 1
     """Workers on each node, which share its port."""
     local: str = "off"
-    """What they do before anything goes to the network, as in `gradlane.init`; that of
-    `NODE_STRATEGIES` follows from the strategy."""
+    """Sums on nodes, as in `gradlane.init`; `NODE_STRATEGIES` imply theirs."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
     free_host: bool = False
-    """Whether the host takes no time for frames and reductions."""
+    """True if the host takes no time for frames and reductions."""
     costs: MachineCosts = field(default_factory=MachineCosts)
     """Constants that replace the simulator's own."""
     port_burst_bytes: int = 0
-    """What a port lets through at once where a token bucket shapes it, as in the lab; 0: a wire."""
+    """Burst of the token bucket that shapes a port, as in the lab; 0: a wire."""
     share_seed: int = 0
-    """Another number, another draw of how unequal connections are."""
+    """Seed of the inequality of connections."""
     background_share: float = 0.0
-    """Share of every port that other traffic takes."""
+    """Share of every port used by other traffic."""
     compute_spread: float = 0.0
-    """Ranks are slower than the profile by up to this share."""
+    """Largest share by which a rank is slower than the profile."""
     compute_jitter: float = 0.0
-    """Each step of each rank is longer by up to this share."""
+    """Largest share by which a step of a rank is longer."""
     stragglers: str = WAIT
-    """What happens to ranks that are late, as for `gradlane.init`."""
+    """Rule for late ranks, as for `gradlane.init`."""
     straggler: StragglerSpec | None = None
-    """A rank that is stopped for moments."""
+    """A rank that is stopped now and then."""
     topology: str = "flat"
     """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
     workers_per_node: int = 8
-    """Of the hierarchical ring, where `ranks_per_node` does not say."""
+    """Of the hierarchical ring, if `ranks_per_node` is 1."""
     local_rate_bps: float | None = None
     """Rate between the workers of a node, of a collective that adds up on its way. None: shared
     memory at the host's costs, and `LOCAL_RATE_BPS` for the hierarchical ring."""
@@ -108,18 +107,18 @@ class Cluster:
 
 
 def engine_strategy(strategy: str) -> str:
-    """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
+    """Return the engine's strategy behind one of `STRATEGIES`."""
     named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
     return options.Options.strategy if named else strategy
 
 
 def local_sums(cluster: Cluster) -> str:
-    """Return what the ranks of a node do before anything goes to the network."""
+    """Return the cluster's sums on nodes."""
     return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
 
 
 def nodes_refusal(cluster: Cluster) -> str:
-    """Say why a cluster cannot have its nodes; empty if it can."""
+    """Return why a cluster cannot have its nodes; empty if it can."""
     node_size, workers = cluster.ranks_per_node, cluster.workers
     if node_size < 1 or workers % node_size:
         return f"{workers} workers do not fill nodes of {node_size}"
@@ -131,10 +130,10 @@ def nodes_refusal(cluster: Cluster) -> str:
 
 
 def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
-    """Return the nodes of a scenario: who shares one, and what each of its ranks carries.
+    """Return the nodes of a scenario: their size, and the parts of each leader.
 
     Raises:
-        ValueError: the cluster cannot have them, or something else does not go with them.
+        ValueError: the cluster cannot have them, or another setting excludes them.
     """
     refusal = nodes_refusal(cluster)
     if refusal:
@@ -169,7 +168,7 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
 
 
 def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Return the scheme of each tensor that has another one than the strategy's, for a scenario.
+    """Return the tensors whose scheme is not the strategy's, for a scenario.
 
     Raises:
         ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
@@ -184,12 +183,12 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
 def scenario_of(
     profile: Profile, cluster: Cluster, *, trace: bool = False, trace_ranks: int = 0
 ) -> dict[str, Any]:
-    """Return the scenario that the compiled core takes.
+    """Return the scenario in the compiled core's format.
 
     Args:
-        profile: what a step computes.
-        cluster: who computes it.
-        trace: whether to keep what happened when; `ring-fused` is a formula and has none.
+        profile: of a step.
+        cluster: that computes it.
+        trace: whether to record a trace; `ring-fused` is a formula and has none.
         trace_ranks: on this many ranks, the first; 0: on all.
 
     Raises:
@@ -268,12 +267,12 @@ def scenario_of(
 
 
 def ring_node_size(cluster: Cluster) -> int:
-    """Return how many workers share a node of the hierarchical ring."""
+    """Return the number of workers on a node of the hierarchical ring."""
     return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
 
 
 def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
-    """Say which rank is stopped, and what becomes of ranks that are late."""
+    """Add the stopped rank and the straggler rule to a scenario."""
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],

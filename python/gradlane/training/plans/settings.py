@@ -26,12 +26,14 @@ class Settings:
     All settings give the same results, bit by bit, except for the codec, for `ring` against other
     strategies, and for sums on nodes.
 
-    Attributes: strategy: one of `gradlane.training.options.options.STRATEGIES`. slice_elems: most
-    elements in a slice; None: the strategy's own choice. frame_bytes: payload of a frame, on fast
-    connections up to three times as much. send_buffer_bytes: the kernel's send buffer, a peer; 0:
-    fitted to the path while sending. codec: of gradients, in one text as `rules_text` of
-    `training/options/codec_choice.py` writes it; None: the session's. local: sums on nodes, as in
-    `gradlane.init`; None: the session's.
+    Attributes:
+        strategy: one of `gradlane.training.options.options.STRATEGIES`.
+        slice_elems: most elements in a slice; None: the strategy's own choice.
+        frame_bytes: payload of a frame, on fast connections up to three times as much.
+        send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
+        codec: of gradients, in one text as `rules_text` of `training/options/codec_choice.py`
+            writes it; None: the session's.
+        local: sums on nodes, as in `gradlane.init`; None: the session's.
     """
 
     strategy: str = Options.strategy

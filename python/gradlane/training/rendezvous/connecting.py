@@ -80,10 +80,13 @@ def wait_until_all_are_connected(
     A rank that went on alone would see a failure elsewhere as the loss of a rank that has noticed
     it.
 
-    Args: core: the compiled core. channel: this rank's; aborted if another rank cannot open its
-    own. scope: of the channel.
+    Args:
+        core: the compiled core.
+        channel: this rank's; aborted if another rank cannot open its own.
+        scope: of the channel.
 
-    Raises: RendezvousError: a rank could not; the same text on all.
+    Raises:
+        RendezvousError: a rank could not; the same text on all.
     """
 
     def on_poll() -> None:

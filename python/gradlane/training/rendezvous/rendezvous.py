@@ -52,11 +52,15 @@ def open_store(
 
     Rank 0 hosts it, unless torchrun's agent does.
 
-    Args: rank_info: this rank. environment: the launcher's variables. timeout_s: longest time to
-    connect, in seconds. store_timeout_s: longest response time afterwards, in seconds.
+    Args:
+        rank_info: this rank.
+        environment: the launcher's variables.
+        timeout_s: longest time to connect, in seconds.
+        store_timeout_s: longest response time afterwards, in seconds.
 
-    Raises: ValueError: the environment names no host. RendezvousError: the store cannot be reached
-    in time.
+    Raises:
+        ValueError: the environment names no host.
+        RendezvousError: the store cannot be reached in time.
     """
     import torch.distributed as dist
 
