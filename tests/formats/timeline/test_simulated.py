@@ -15,7 +15,7 @@ from gradlane.planning.advice.pictures import PICTURES_MAX, clusters_with_pictur
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
 from tests.command_line import run
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 NUMBERS = {tensor.name: number for number, tensor in enumerate(SMALL.tensors)}
 

@@ -19,7 +19,7 @@ from tests.training.model.nursery import free_port
 from tests.training.model.pool import FirstRanks
 from tests.training.rendezvous.test_launchers import run_all
 
-MODULE = "tests.planning.planner.scenarios"
+MODULE = "tests.planning.planner.session_programs"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -67,7 +67,7 @@ def test_every_rank_sends_and_receives_alone_once() -> None:
         assert {rank for _, rank in pairs} == set(range(world_size))
 
 
-def test_a_stranger_counts_for_nothing() -> None:
+def test_a_connection_without_a_token_is_closed() -> None:
     with (
         StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
         StreamEndpoint(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
@@ -76,11 +76,11 @@ def test_a_stranger_counts_for_nothing() -> None:
         stranger.sendall(b"x" * 32)
         other.connect([f"{one.host}:{one.port}", ""], [0], [])
         one.connect([], [], [1])
-        assert list(one._receiving) == [1]
+        assert one.connected_ranks == [1]
         assert stranger.recv(1) == b""
 
 
-def test_silent_strangers_keep_no_rank_out() -> None:
+def test_silent_connections_block_no_rank() -> None:
     """Each was waited for alone, for two seconds, and a byte now and then renewed them."""
     with (
         contextlib.ExitStack() as stack,
@@ -94,10 +94,12 @@ def test_silent_strangers_keep_no_rank_out() -> None:
             stranger.sendall(b"x")
         other.connect([f"{one.host}:{one.port}", ""], [0], [])
         one.connect([], [], [1])
-        assert list(one._receiving) == [1]
+        assert one.connected_ranks == [1]
 
 
-def test_a_rank_that_does_not_come_is_missed_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named_despite_other_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
     with StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
         over = threading.Event()

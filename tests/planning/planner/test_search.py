@@ -19,7 +19,7 @@ from gradlane.planning.simulation.profiles import write_profile
 from gradlane.training.options.frames import frame_count
 from gradlane.training.options.options import Options
 from gradlane.training.plans.settings import ClusterFacts, Settings
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 SLOW = ClusterFacts(workers=4, rate_bps=2e8)
 

@@ -19,7 +19,7 @@ from gradlane.formats.profile import FieldReader, Profile, ProfileError, profile
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.planning.profiler.tape import EVALUATION, STEP_BEGIN, STEP_END, WAIT_BEGIN, WAIT_END
 from gradlane.planning.profiler.timeline import StepMedians, read_step
-from tests.planning.profiler.clocks import CountingClock
+from tests.planning.profiler.counting_clock import CountingClock
 from tests.training.model.fake_core import FakeChannel
 from tests.training.model.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks

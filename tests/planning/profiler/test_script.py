@@ -177,7 +177,7 @@ while True:
         ),
     ],
 )
-def test_what_cannot_be_seen_is_said(tmp_path: Path, text: str, named: str) -> None:
+def test_unseen_parts_of_a_script_are_noted(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ProfileError, match=named):
         record(tmp_path, text, "9")
     assert _foreign_hooks() == []

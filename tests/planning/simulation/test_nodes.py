@@ -72,7 +72,7 @@ def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:
     assert slow.bound_step_s == fast.bound_step_s
 
 
-def test_what_fills_no_nodes_is_left_out_and_said() -> None:
+def test_clusters_that_fill_no_nodes_are_skipped_with_a_reason() -> None:
     said: list[str] = []
 
     def clusters(workers: list[int], each: list[int]) -> list[Cluster]:

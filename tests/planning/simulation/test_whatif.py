@@ -31,7 +31,7 @@ from gradlane.planning.simulation.profiles import Profile, read_profile, synthet
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from tests.command_line import run
 from tests.paths import SHARED
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 DATA = SHARED / "data"
 

@@ -70,7 +70,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(pool: RankPool) -> None:
     assert all(took_s > 4.0 for took_s in results), results
 
 
-def test_patience_counts_the_time_in_which_it_was_looked_after() -> None:
+def test_a_deadline_counts_only_the_time_in_which_it_was_polled() -> None:
     now_s = [0.0]
     deadline = SuspendAwareDeadline(10.0, clock=lambda: now_s[0])
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_a_rank_may_evaluate_for_longer_than_it_takes_to_connect() -> None:
 
 @needs_core
 @pytest.mark.parametrize("check_every", [0, 1])
-def test_who_evaluates_for_too_long_is_named_with_the_option(check_every: int) -> None:
+def test_a_rank_that_evaluates_for_too_long_is_named_with_the_option(check_every: int) -> None:
     results = _with_an_evaluation(
         connect_timeout_s=20.0, progress_timeout_s=1.0, check_every=check_every
     )

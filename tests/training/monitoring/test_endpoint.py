@@ -78,7 +78,7 @@ def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: StartEndp
                 assert read_all(client).endswith(b"a 1\n")
 
 
-def test_250_slow_clients_take_a_few_descriptors_and_keep_nobody_out(start: StartEndpoint) -> None:
+def test_250_slow_clients_take_a_few_descriptors_and_block_no_other(start: StartEndpoint) -> None:
     one = start()
     before, threads = descriptors(), threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def test_numbers_that_cannot_be_had_are_no_traceback(
     assert capfd.readouterr() == ("", "")
 
 
-def test_closing_hangs_up_at_once_and_frees_the_port(start: StartEndpoint) -> None:
+def test_closing_disconnects_at_once_and_frees_the_port(start: StartEndpoint) -> None:
     before = descriptors()
     one = start()
     with call(one) as client:

@@ -69,7 +69,7 @@ def test_a_report_that_is_none_is_left_out(report: bytes) -> None:
     assert watch.peer_reports == reports(10, 80)
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_a_single_rank_has_no_late_rank() -> None:
     alone = metrics_of(0, 1, STEPS, [reading(waits=[], stragglers=[late(0, 0.0, 0.0, 0)])])
     assert summary_line(alone, []).endswith("(50 ms a step)")
 
@@ -98,7 +98,7 @@ def test_owners_are_added_up() -> None:
         (False, {}, False),
     ],
 )
-def test_the_line_can_be_silenced(
+def test_the_summary_line_can_be_disabled(
     option: bool | None, environment: dict[str, str], expected: bool
 ) -> None:
     assert is_enabled(option, environment, "GRADLANE_SUMMARY") is expected

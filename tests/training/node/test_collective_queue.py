@@ -71,7 +71,7 @@ def run_rank(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 4), KINDS, st.booleans(), st.integers(0, 2**20))
-def test_every_rank_gets_every_mean_in_whatever_order_it_speaks(
+def test_every_rank_gets_every_mean_in_any_order_of_submission(
     ranks: int, kinds: list[Any], shared: bool, seed: int
 ) -> None:
     def absent(step: int, tensor: int, rank: int) -> bool:
@@ -143,7 +143,7 @@ def test_halves_are_added_up_in_f32(dtype: torch.dtype, terms: list[float], mean
         assert gradient.item() == torch.tensor(mean, dtype=dtype).item()
 
 
-def test_memory_is_let_go_when_its_tensor_is_ready() -> None:
+def test_memory_is_released_when_its_tensor_is_ready() -> None:
     example = torch.zeros(3)
     node = Node(2, rows_of([example], NAMES), [example])
     for channel in node.channels:
@@ -181,7 +181,7 @@ def test_a_collective_that_never_ends_holds_up_no_end() -> None:
     assert time.monotonic() - begun_s < 60
     assert not any(queue._thread.is_alive() for queue in node.queues)
     assert all(group.has_ended for group in node.groups)
-    # What a collective may still write is kept as long as the lane is.
+    # What a collective may still write is kept as long as the queue is.
     assert all(queue._pending for queue in node.queues)
 
 
@@ -193,7 +193,7 @@ class Breaks(ThreadGroup):
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_a_collective_that_breaks_is_a_failure_unless_somebody_names_the_rank(
+def test_a_broken_collective_is_a_failure_unless_a_lost_rank_is_named(
     monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     monkeypatch.setattr(
@@ -217,7 +217,7 @@ def test_a_collective_that_breaks_is_a_failure_unless_somebody_names_the_rank(
             assert "in a collective of node 0: connection closed by peer" in channel.failure.message
 
 
-def test_a_group_that_cannot_be_opened_says_so() -> None:
+def test_a_group_that_cannot_be_opened_is_an_error() -> None:
     def fails() -> Any:
         raise RuntimeError("no such interface")
 

@@ -91,7 +91,7 @@ def test_two_ranks_have_the_bits_of_sums_in_shared_memory(options: dict[str, Any
     torch.cuda.device_count() < LOCAL_SIZE or not dist.is_nccl_available(),
     reason="there are no two CUDA devices, or torch has no NCCL",
 )
-def test_a_killed_rank_leaves_nobody_in_a_collective() -> None:
+def test_a_killed_rank_leaves_no_rank_in_a_collective() -> None:
     ranks = RankPool(LOCAL_SIZE, start_method="spawn")
     try:
         arguments = {

@@ -49,7 +49,7 @@ def test_devices_of_a_node_each_rank_has_one() -> None:
         ([report("cpu", "", ()), report("cpu")], "rank 0 was built without gloo"),
     ],
 )
-def test_what_collectives_cannot_add_up(reports: list[Any], why: str) -> None:
+def test_devices_that_collectives_cannot_use(reports: list[Any], why: str) -> None:
     assert why in collective_obstacle(reports, 2)
 
 
@@ -76,7 +76,7 @@ def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
     return agree_on_sum_backend(options, scopes[0], layout, gradients)
 
 
-def test_ranks_hear_of_each_other_only_where_it_matters() -> None:
+def test_ranks_exchange_devices_only_if_the_choice_needs_them() -> None:
     gradients = [torch.zeros(2)]
     assert agreed(Options(local="leader"), gradients) is ON_HOST
     assert agreed(Options(local="leader", local_sums="collective"), []) is ON_HOST

@@ -109,7 +109,7 @@ def test_layouts() -> None:
     assert agreed([(0, 2), (1, 2), (0, 1), (0, 1)], "auto", here) == [None] * 4
 
 
-def test_a_launcher_that_says_how_many_ranks_a_node_has() -> None:
+def test_local_size_from_the_launcher() -> None:
     assert find_local_size({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert find_local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
     assert find_local_size({}) == 1

@@ -1,4 +1,4 @@
-"""A node whose ranks are threads: their sockets, and collectives that insist on one order."""
+"""A node whose ranks are threads, with collectives that check their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradlane.training.node.parts import Part, cut_into_parts
 
 
 class ThreadMessenger:
-    """What one rank says to the others."""
+    """Sends messages to the queues of the other ranks."""
 
     def __init__(self, layout: Layout, queues: Sequence[CollectiveQueue]) -> None:
         self.layout = layout
@@ -154,7 +154,7 @@ def rows_of(tensors: Sequence[Tensor], names: dict[Any, str]) -> list[dict[str, 
 
 
 class Node:
-    """The lanes of a node's ranks."""
+    """The collective queues of a node's ranks."""
 
     def __init__(
         self,
@@ -182,6 +182,6 @@ class Node:
         return lambda: self.groups[rank]
 
     def stop(self) -> None:
-        """End all lanes; none may be left."""
+        """Stop all queues."""
         for queue in self.queues:
             queue.stop()

@@ -48,7 +48,7 @@ def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
     assert "rank 0 waited 0.5 s for rank 2" in str(first)
 
 
-def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
+def test_a_program_that_fails_before_it_is_connected_aborts_all_at_once() -> None:
     def body(session: Any) -> None:
         if session.rank == 2:
             session._meet()
@@ -63,7 +63,7 @@ def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
         assert str(error) == "rank 2 gave up: KeyError: 'no such file'"
 
 
-def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
+def test_a_rank_that_loses_the_store_in_prepare_aborts_through_the_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = Checkpoints.follow
@@ -105,7 +105,7 @@ def test_two_ranks_that_miss_each_other_name_their_link() -> None:
     assert str(told.value) == said[0]
 
 
-def test_a_rank_that_says_nothing_itself_is_missing() -> None:
+def test_a_rank_that_reports_nothing_is_missing() -> None:
     assert abort_unreachable(HashStore(), 1, 2) == "rank 1 is not connected to rank 2"
 
 
@@ -155,7 +155,7 @@ def test_rank_0_stays_until_its_reason_was_read() -> None:
         assert heard.result(30.0) == str(error) == "rank 2 is missing"
 
 
-def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
+def test_a_connecting_rank_reads_the_reason_before_the_store_ends() -> None:
     store = HashStore()
     first, second = (
         RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 30.0)
@@ -171,7 +171,7 @@ def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> 
     assert str(second.abort("rank 1 ends")) == "rank 2 was lost"
 
 
-def test_a_wrong_turn_is_no_loss() -> None:
+def test_a_missing_secret_is_reported_as_such() -> None:
     """A secret that one rank lacks is told to all, not found out by waiting for that rank."""
     store = HashStore()
     first, second = (

@@ -112,7 +112,7 @@ def test_a_listener_that_is_no_store_is_named_in_time(
         assert time.monotonic() - begun_s < PATIENCE_S
 
 
-def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
+def test_a_port_without_a_listener_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -135,7 +135,7 @@ def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
         lambda scope: scope.wait_until_opened(lambda: None),
     ],
 )
-def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
+def test_each_call_of_a_scope_ends_when_the_store_does_not_respond(
     call: Callable[[RendezvousScope], Any],
 ) -> None:
     scope = RendezvousScope(frozen(), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
@@ -151,7 +151,7 @@ def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
     assert time.monotonic() - begun_s < PATIENCE_S
 
 
-def test_waits_for_the_store_hear_of_the_end_of_the_session() -> None:
+def test_waits_for_the_store_end_with_the_session() -> None:
     def lost() -> None:
         raise PeerLostError("rank 0 was lost: silent", 0)
 
@@ -199,7 +199,7 @@ def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names()
             call()
 
 
-def test_a_watch_over_a_frozen_store_ends() -> None:
+def test_a_deadlock_detector_over_a_frozen_store_ends() -> None:
     class Model:
         step = 1
 
@@ -307,7 +307,7 @@ def test_a_host_that_stands_still_holds_up_no_process(nursery: ForkServer, tmp_p
     assert "does not answer" in printed
 
 
-def test_nobody_else_calls_a_store() -> None:
+def test_no_other_module_calls_a_store() -> None:
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

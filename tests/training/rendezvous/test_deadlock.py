@@ -32,14 +32,14 @@ FIRST = report("a", None, a=(1, []), b=(1, [2]))
 SECOND = report("b", None, a=(1, [0, 1]), b=(1, []))
 
 
-def test_a_circle_is_found_by_each_of_its_ranks() -> None:
+def test_a_cycle_is_found_by_each_of_its_ranks() -> None:
     for own in range(2):
         cycle = find_cycle(samples(FIRST, SECOND), own)
         assert cycle is not None
         assert set(cycle) == {0, 1}
 
 
-def test_a_circle_over_three_ranks_leaves_the_fourth_out() -> None:
+def test_a_cycle_over_three_ranks_excludes_the_fourth() -> None:
     reports = [
         report("a", None, a=(1, []), b=(1, [0]), c=(1, [])),
         report("b", None, a=(1, []), b=(1, []), c=(1, [0])),
@@ -50,7 +50,7 @@ def test_a_circle_over_three_ranks_leaves_the_fourth_out() -> None:
     assert find_cycle(samples(*reports), 3) is None
 
 
-def test_who_has_handed_over_what_is_needed_is_in_nobodys_way() -> None:
+def test_a_rank_that_has_submitted_the_needed_tensors_blocks_no_other() -> None:
     """The network may be slow: this must never be taken for a circle."""
     assert find_cycle(samples(report("a", [5], a=(1, []), b=(1, [2])), SECOND), 0) is None
 
@@ -61,19 +61,19 @@ def test_a_rank_that_has_not_begun_the_step_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_waits_of_different_moments_make_no_circle(turn: int) -> None:
+def test_waits_of_different_moments_make_no_cycle(turn: int) -> None:
     moved = samples(FIRST, SECOND)
     moved[turn][1] = {**moved[turn][1], "number": 2}
     assert find_cycle(moved, 0) is None
 
 
-def test_a_word_that_is_not_repeated_makes_no_circle() -> None:
+def test_a_report_that_is_not_repeated_makes_no_cycle() -> None:
     old = samples(FIRST, SECOND)
     old[2][1] = old[1][1]
     assert find_cycle(old, 0) is None
 
 
-def test_both_ranks_hear_of_it() -> None:
+def test_both_ranks_raise_the_deadlock() -> None:
     def body(session: Any) -> None:
         models = [nn.Linear(3, 3), nn.Linear(3, 3)]
         for model in models:

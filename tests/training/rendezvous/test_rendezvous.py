@@ -86,7 +86,7 @@ def test_neither_yes_nor_no_is_refused(text: str) -> None:
         is_enabled(None, {"GRADLANE_PACING": text}, "GRADLANE_PACING")
 
 
-def test_a_meeting_leaves_nothing_in_the_store() -> None:
+def test_a_scope_leaves_no_keys_in_the_store() -> None:
     """A store lives as long as a job; sessions come and go in it."""
     store = HashStore()
     scopes = [
@@ -103,7 +103,7 @@ def test_a_meeting_leaves_nothing_in_the_store() -> None:
     assert store.num_keys() == 0 and all(scope.has_deleted_keys for scope in scopes)
 
 
-def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
+def test_a_connected_rank_has_the_progress_timeout() -> None:
     scope = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, 0.05)
     with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
         scope.get("word", 1)
@@ -191,7 +191,7 @@ def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
     assert len(seen) == 4, "what an earlier start has left is not read"
 
 
-def test_who_does_not_come_to_the_start_is_named() -> None:
+def test_a_rank_missing_at_the_start_is_named() -> None:
     rank_infos = [RankInfo(rank, 3, "job", 0) for rank in range(3)]
     first, second = starts_of(HashStore(), rank_infos[:2], timeout_s=0.3)
     assert "rank 0 waited 0.3 s for rank 2 of job 'job'" in str(first)
@@ -310,7 +310,7 @@ def test_sessions_one_after_another_do_not_meet() -> None:
     assert len(core.worlds) == 2
 
 
-def test_a_closed_session_says_so() -> None:
+def test_a_closed_session_refuses_calls() -> None:
     session = gradlane.init(rank=0, world_size=1, core=FakeCore())
     session.close()
     session.close()

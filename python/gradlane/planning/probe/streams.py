@@ -82,6 +82,11 @@ class StreamEndpoint:
         self._close_all()
         self._listener.close()
 
+    @property
+    def connected_ranks(self) -> list[int]:
+        """Ranks that have connected to this one."""
+        return list(self._receiving)
+
     def connect(self, peers: Sequence[str], sends: Sequence[int], receives: Sequence[int]) -> None:
         """Connect to the ranks that this one sends to, and accept the others.
 
