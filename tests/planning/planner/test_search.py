@@ -124,7 +124,7 @@ def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) ->
     cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
     monkeypatch.setattr(
         candidates,
-        "simulated_frames",
+        "frames_to_simulate",
         lambda profile, facts, settings, schemes: 0 if settings == cheap else 10**12,
     )
     found = search(SMALL, SLOW, cheap)
