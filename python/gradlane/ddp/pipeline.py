@@ -19,7 +19,6 @@ class Pipeline:
     """Two threads, which start with the first bucket."""
 
     def __init__(self) -> None:
-        """Start without threads."""
         self.sent_bytes = 0
         """Bytes of encoded gradients that this rank has sent."""
         self.failure: BaseException | None = None

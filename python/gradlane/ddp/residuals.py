@@ -32,7 +32,6 @@ class Residuals:
     """
 
     def __init__(self, world_size: int) -> None:
-        """Start without residuals."""
         self.world_size = world_size
         self.worker: dict[int, torch.Tensor] = {}
         self.owner: dict[OwnerKey, torch.Tensor] = {}

@@ -34,7 +34,6 @@ class EscapedError(Exception):
     """Base of errors whose messages include text of other ranks, callers, files or stores."""
 
     def __init__(self, *arguments: object) -> None:
-        """Store the arguments, with texts escaped and bounded."""
         super().__init__(*(escaped(one) if isinstance(one, str) else one for one in arguments))
 
 

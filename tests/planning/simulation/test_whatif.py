@@ -276,7 +276,8 @@ def test_wrong_arguments_end_with_status_2(
 
 def test_simulating_does_not_import_torch() -> None:
     code = (
-        "import sys; import gradlane.cli.whatif; from gradlane.planning.simulation import profiles; "
+        "import sys; import gradlane.cli.whatif; "
+        "from gradlane.planning.simulation import profiles; "
         "profiles.synthetic_profile('vgg19'); sys.exit('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -51,7 +51,7 @@ def view_of_step(timeline: Timeline, rank: int, tensors: Mapping[str, int]) -> S
         tensors: their numbers by name.
 
     Returns:
-        The step, or None where the timeline has none that is whole.
+        The step, or None if the timeline has no whole step.
     """
     own = [span for span in timeline.spans if span.rank == rank]
     ends: dict[int, int] = {}

@@ -21,9 +21,9 @@ def bits_per_second(
     """Return the mean rate in each interval, with a span's bytes spread evenly over it.
 
     Args:
-        spans: what passed, each with `bytes`.
-        begin_ns: where the first interval begins.
-        end_ns: where the last one ends, or before.
+        spans: of frames, each with `bytes`.
+        begin_ns: begin of the first interval.
+        end_ns: within the last interval.
         interval_ns: their width.
     """
     count = max(1, -(-(end_ns - begin_ns) // interval_ns))

@@ -103,7 +103,6 @@ class LayerList:
     """Collects layers in forward order while it follows the shape of the activations."""
 
     def __init__(self) -> None:
-        """Start without layers."""
         self.layers: list[Layer] = []
 
     def add(

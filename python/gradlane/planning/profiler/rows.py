@@ -22,7 +22,6 @@ class RowCounts:
     """The rows of each weight in the current step, and in the last one that had any."""
 
     def __init__(self) -> None:
-        """Start without counts."""
         self._in_step: dict[int, int] = {}
         self._last: dict[int, int] = {}
 

@@ -72,7 +72,6 @@ class Tape:
     """Records marks during a step, and ignores them otherwise."""
 
     def __init__(self, clock: Clock) -> None:
-        """Start outside of a step."""
         self.clock = clock
         self.now = clock.now
         self.append: Callable[[Mark], None] = _ignore

@@ -132,7 +132,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             self._call_leader(lambda leader: leader.begin_step(step))
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over a gradient; the memory is the channel's until the tensor is ready."""
+        """Submit a gradient; the channel borrows the memory until the tensor is ready."""
         self._submit(tensor, step, pointer, absent=False)
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
@@ -168,7 +168,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         return self._collectives.tensors if self._collectives is not None else 0
 
     def submit_on_device(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
-        """Submit a gradient where it is, or memory for the result of other ranks.
+        """Submit a gradient on its device, or memory for the result of other ranks.
 
         Args:
             tensor: below `collective_tensors`.

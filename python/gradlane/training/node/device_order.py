@@ -92,7 +92,6 @@ class CudaOrder:
     needs_pinned_memory = True
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -22,7 +22,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 NCCL, GLOO = "nccl", "gloo"
 _EXACT_RANKS = 2
-"""Up to so many ranks a sum is the same in any order: a + b is b + a."""
+"""Largest number of ranks whose sum is the same in any order: a + b is b + a."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def agree_on_sum_backend(
 
     Args:
         options: the session's.
-        scope: where the ranks agree.
+        scope: for the agreement of the ranks.
         layout: which ranks share nodes.
         gradients: tensors on the devices that this rank's gradients will be on; none where what
             is averaged is in the host's memory anyway, as arrays are.

@@ -111,7 +111,7 @@ class NodeGroup:
     def abort(self) -> None:
         """End the group; collectives in flight on a device end with undefined values."""
         group, self._group = self._group, None
-        # By version of torch; Gloo ends as soon as nobody holds it and nothing is under way.
+        # By version of torch; Gloo ends once unreferenced, with no collective in flight.
         for name in ("abort", "_abort", "_shutdown"):
             stop = getattr(group, name, None)
             if stop is not None:

@@ -48,7 +48,7 @@ def agree_on_layout(
 
     Args:
         options: the session's.
-        scope: where the ranks agree.
+        scope: for the agreement of the ranks.
         environment: the launcher's variables.
 
     Returns:

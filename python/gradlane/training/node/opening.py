@@ -40,7 +40,7 @@ def open_node_channel(
     Args:
         core: the compiled core or its double.
         options: the session's.
-        scope: where the ranks agree.
+        scope: for the agreement of the ranks.
         rows: the plan's tensors.
         layout: of the ranks on nodes.
         source_rank: the rank whose values step 0 broadcasts.

@@ -109,7 +109,7 @@ class JobAnnouncement:
         strategy: of the plan.
         slice_elems: of the plan.
         seed: of the plan.
-        update: where the optimizer runs.
+        update: of the plan.
         settings: the core's options; a server replaces those of a rank or a machine.
     """
 

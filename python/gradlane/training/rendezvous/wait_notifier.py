@@ -24,7 +24,6 @@ class WaitNotifier:
     """A context for a wait: `with WAIT_NOTIFIER: channel.wait(...)`. Waits do not nest."""
 
     def __init__(self) -> None:
-        """Start without observers."""
         self._observers: tuple[WaitObserver, ...] = ()
 
     def add_observer(self, observer: WaitObserver) -> None:
