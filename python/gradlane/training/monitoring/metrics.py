@@ -118,8 +118,8 @@ class Metrics(TypedDict):
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
     codec. `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
     the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
-    slices all ranks have contributed to, and `together_slices` those of them without
-    a late rank. `left_out` is empty where steps wait for all ranks. There are no reconnections: a lost
+    slices all ranks have contributed to, and `together_slices` those of them without a late rank.
+    `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
     connection ends the session. `channels` has the core's own counters, one of each model.
     """
 
