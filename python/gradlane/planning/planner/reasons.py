@@ -63,8 +63,7 @@ def reason_of(choice: Choice) -> str:
         gain = _percent(1.0 - runner_up.step_s / choice.step_s)
         text = (
             f"kept: {format_value(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} "
-            "less, "
-            f"and below {TIE * 100:g} % the simulator cannot tell"
+            f"less, and below {TIE * 100:g} % the simulator cannot tell"
         )
     else:
         loss = _percent(runner_up.step_s / choice.step_s - 1.0)
@@ -131,8 +130,8 @@ def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
         return f"{head}; the compute is the bound: {limit}."
     limiting = "the port" if bound.binding == "port" else f"the {bound.binding}"
     return (
-        f"{head}; {limiting} is the bound: {limit}, unless fewer bytes travel or the link is "
-        "faster."
+        f"{head}; {limiting} is the bound: {limit}, unless fewer bytes travel or the "
+        "link is faster."
     )
 
 

@@ -68,9 +68,8 @@ def agree_on_layout(
         return None
     if obstacle:
         raise RanksDifferError(
-            f"local={options.local!r}: {obstacle}. Start as many ranks on every node, numbered "
-            "node by "
-            'node, as torchrun --nproc-per-node does, or use local="off"'
+            f"local={options.local!r}: {obstacle}. Start as many ranks on every node, "
+            'numbered node by node, as torchrun --nproc-per-node does, or use local="off"'
         )
     leaders = size if options.local == SHARED else 1
     return Layout(

@@ -241,8 +241,7 @@ def connect(
         named = f" (without rank {', '.join(map(str, missing))})" if missing else ""
         raise scope.abort(
             f"rank {scope.rank_info.rank} could not connect to the other ranks of its "
-            f"node{named} in "
-            f"{timeout_s:g} s: {error}",
+            f"node{named} in {timeout_s:g} s: {error}",
             missing,
         ) from error
     finally:

@@ -165,8 +165,7 @@ class DeadlockDetector:
 
         reason = (
             f"the ranks wait for each other: {'; '.join(map(describe, sorted(cycle)))}, and "
-            "hold back "
-            "their own. Something that waits for gradients between backward() and "
+            "hold back their own. Something that waits for gradients between backward() and "
             "optimizer.step(), such as listing parameters, was done on some ranks only or in "
             "another order: do it on all ranks alike, or after optimizer.step()"
         )

@@ -102,8 +102,7 @@ class SessionServing:
         if self._server is not None:
             raise UsageError(
                 f"rank {self._ctx.rank_info.rank} only serves: of {self._ctx.rank_info.ranks} "
-                "ranks "
-                f"the first {self._ctx.rank_info.world_size} train; call session.serve()"
+                f"ranks the first {self._ctx.rank_info.world_size} train; call session.serve()"
             )
 
     def _stop_serving(self, reason: str = "") -> None:
