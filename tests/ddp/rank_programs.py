@@ -1,4 +1,4 @@
-"""What each rank does in the tests of the hook: trains a small model with DDP over Gloo."""
+"""Programs of ranks for the tests of the hook: small models under DDP over Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank processes run in the tests of plans in sessions: each function is one scenario."""
+"""Programs of rank processes for the tests of plans in sessions."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _train(
 
 
 def _settings_in_force(session: Any) -> dict[str, Any]:
-    """What the connection was opened with."""
+    """Return the settings of the connection."""
     (prepared,) = session._prepared
     return Settings.of(prepared._ctx.options).to_json()
 

@@ -1,4 +1,4 @@
-"""What is chosen, and when nothing is: small profiles through the compiled core's simulator."""
+"""Choices for small profiles through the compiled core's simulator."""
 
 from __future__ import annotations
 

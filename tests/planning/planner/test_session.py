@@ -81,7 +81,7 @@ def test_with_leave_schemes_switch_in_the_middle_of_a_training(pool: FirstRanks)
 
 
 def test_a_session_of_factors_keeps_them_without_leave(pool: FirstRanks) -> None:
-    """What the plan would change is not only settings: factors add up in another order."""
+    """The plan would also add factors, which add up in another order."""
     arguments = {"model_name": "cnn", "steps": LEARNING_STEPS + 2}
     plain, auto = train(pool, [{"scheme": "sfb"}, {"scheme": "sfb", "plan": "auto"}], **arguments)
     assert "sfb" in auto[0]["schemes"].values()

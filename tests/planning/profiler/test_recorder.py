@@ -1,4 +1,4 @@
-"""What a recorder sees of any model: on a clock that tests wind, so that times are exact."""
+"""Recordings of models on a clock that the tests advance, so that times are exact."""
 
 from __future__ import annotations
 

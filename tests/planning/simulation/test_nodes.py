@@ -62,7 +62,7 @@ def test_the_answer_is_to_add_up_in_the_node_first(rows: dict[str, Row]) -> None
 
 
 def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:
-    """Where memory, or what stands for NCCL, is slower than the port, adding up takes longer."""
+    """Adding up takes longer if memory, or the model of NCCL, is slower than the port."""
     led = replace(BASE, strategy="hierarchical", ranks_per_node=2, workers=4, rate_bps=25e9)
     slow, fast = evaluate(
         profile, [replace(led, local_rate_bps=1e9), replace(led, local_rate_bps=1e12)]

@@ -126,7 +126,7 @@ def _with_an_evaluation(**options: Any) -> list[Any]:
 
 
 def test_nothing_that_trains_reads_a_clock_that_can_be_set() -> None:
-    """What reads the time of day is named here: none of it is part of a training."""
+    """Only code outside of trainings reads the time of day."""
     wall = re.compile(r"time\.time\(|time\.time_ns\(|datetime\.now|utcnow|localtime|gmtime")
     found = [
         str(path.relative_to(SOURCES))

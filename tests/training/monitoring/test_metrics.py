@@ -1,4 +1,4 @@
-"""How counters of the core become the numbers of a session."""
+"""Conversion of the core's counters into the metrics of a session."""
 
 from __future__ import annotations
 

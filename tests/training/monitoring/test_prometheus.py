@@ -159,7 +159,7 @@ def test_an_address_that_is_refused_is_named_without_its_control_characters() ->
 
 
 def test_a_port_is_one_of_this_machine_unless_said_otherwise() -> None:
-    """What `prometheus_port=0` opens is loopback's, and `0.0.0.0` has to be written down."""
+    """`prometheus_port=0` opens a loopback port; `0.0.0.0` must be explicit."""
     wanted = wanted_address(0, {})
     assert wanted is not None
     one = serve(*wanted, Complete.metrics)

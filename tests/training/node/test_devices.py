@@ -1,4 +1,4 @@
-"""Where sums are taken: what the ranks have decides, and the answer says why."""
+"""The choice of the backend of sums, from the ranks' devices."""
 
 from __future__ import annotations
 

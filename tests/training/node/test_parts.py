@@ -1,4 +1,4 @@
-"""What each rank of a node carries, layouts, sums, and failures in other ranks' numbers."""
+"""Parts, layouts and sums of a node, and failures in ranks of the world."""
 
 from __future__ import annotations
 

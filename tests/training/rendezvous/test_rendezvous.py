@@ -165,7 +165,7 @@ def test_addresses() -> None:
 
 
 def starts_of(store: Any, rank_infos: list[RankInfo], timeout_s: float = 10.0) -> list[Any]:
-    """What all ranks agree on, each in a thread, or the error that each raised."""
+    """Return the incarnation or the error of each rank, run in threads."""
 
     def one(rank_info: RankInfo) -> Any:
         try:
